@@ -1,0 +1,87 @@
+"""Every error vivace raises on purpose, as one tree.
+
+    VivaceError
+    ├── UsageError             what was asked for cannot be done; the command line exits with 2
+    │   ├── ConfigError        a field, key or value is unknown or out of range
+    │   ├── UnsupportedError   a model, method or combination this version does not do
+    │   └── CapacityError      longer, larger or more than there is room for
+    ├── CheckpointError        a file on disk is not what it should be
+    │   ├── NotFoundError      nothing there
+    │   ├── MismatchError      it belongs to another model, tokenizer or base
+    │   └── CorruptError       half-written, truncated or unreadable
+    ├── DependencyError        an optional package is missing; names the extra to install
+    └── DistributedError       another process failed or disagrees
+
+A message is one line: what was asked, what was found (both numbers), what to do. Errors of other
+libraries are mapped where we call them, never further up; on the command line a ``UsageError`` exits
+with 2 and any other with 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class VivaceError(Exception):
+    """Base of every error raised on purpose."""
+
+    exit_code: int = 1
+    """Exit status of a command that ends with this error."""
+
+
+class UsageError(VivaceError):
+    """What was asked for cannot be done."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A field, key or value is unknown or out of range."""
+
+
+class UnsupportedError(UsageError):
+    """A model, method or combination that this version does not do."""
+
+
+class CapacityError(UsageError):
+    """Longer, larger or more than there is room for."""
+
+
+class CheckpointError(VivaceError):
+    """A file on disk is not what it should be."""
+
+
+class NotFoundError(CheckpointError):
+    """Nothing is where something was expected."""
+
+
+class MismatchError(CheckpointError):
+    """It belongs to another model, tokenizer or base."""
+
+
+class CorruptError(CheckpointError):
+    """Half-written, truncated or unreadable."""
+
+
+class DependencyError(VivaceError):
+    """An optional package is missing."""
+
+
+class DistributedError(VivaceError):
+    """Another process failed or disagrees."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Hint for a word that is not in a closed set, ready to be appended to a message.
+
+    Args:
+        word: What was written.
+        known: What may be written.
+
+    Returns:
+        ``"; did you mean 'x'?"`` for a close match, else ``"; choose from a, b, c"``.
+    """
+    choices = sorted(known)
+    close = get_close_matches(word, choices, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(choices)}"

@@ -1,0 +1,75 @@
+"""Sizes and durations as people write them: ``"4GiB"``, ``"20ms"``.
+
+Sizes are bytes; the binary units (KiB, MiB, GiB, TiB) are powers of 1024, the decimal ones (kB, MB, GB, TB)
+powers of 1000. Durations are seconds. A bare number is bytes or seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from vivace.errors import ConfigError
+
+BYTES: Mapping[str, int] = {
+    "B": 1,
+    "kB": 1000,
+    "KB": 1000,
+    "MB": 1000**2,
+    "GB": 1000**3,
+    "TB": 1000**4,
+    "KiB": 1024,
+    "MiB": 1024**2,
+    "GiB": 1024**3,
+    "TiB": 1024**4,
+}
+SECONDS: Mapping[str, float] = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-zµ]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in ``"4GiB"``, ``"512 MB"`` or ``4096``, rounded down.
+
+    Raises:
+        ConfigError: not a non-negative number with one of the known units.
+    """
+    return int(_parse(text, BYTES, "a size such as 4GiB, 512MB or 4096"))
+
+
+def parse_seconds(text: str | float) -> float:
+    """Seconds in ``"20ms"``, ``"1.5 s"``, ``"2h"`` or ``0.5``.
+
+    Raises:
+        ConfigError: not a non-negative number with one of the known units.
+    """
+    return float(_parse(text, SECONDS, "a duration such as 20ms, 1.5s or 2h"))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Size in the largest binary unit that leaves at least 1: ``"4.0 GiB"``, ``"512 B"``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(num_bytes) >= BYTES[unit]:
+            return f"{num_bytes / BYTES[unit]:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Duration to read at a glance: ``"850 µs"``, ``"20.0 ms"``, ``"1.50 s"``, ``"3 min 20 s"``, ``"2 h 05 min"``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _parse(text: str | float, units: Mapping[str, float], expected: str) -> float:
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or (match[2] and match[2] not in units):
+        raise ConfigError(f"expected {expected}, found {text!r}; units: {', '.join(units)}")
+    return float(match[1]) * (units[match[2]] if match[2] else 1)
