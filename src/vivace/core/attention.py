@@ -1,0 +1,77 @@
+"""Attention of a call's rows over what is stored, on the path the call was built for.
+
+* dense: a whole batch over its own rows (training, scoring);
+* chunk: neighbouring prompt positions of a slot (prefill);
+* rows: everything else, each row by itself, so that its bits depend on nothing but its own entries.
+
+Which one runs is a property of the call, never of its size, so a request gets the same numbers whatever
+else is running.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vivace.core.config import ModelConfig
+from vivace.core.step import Step
+from vivace.kernels import reference as kernels
+
+
+class Attention:
+    """Reads stored entries for the queries of a layer."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        self.layer = layer
+        self.scale = config.scale
+        self.softcap = config.attention_softcap
+        self.window = config.window(layer)
+
+    def __call__(self, q: Tensor, step: Step) -> Tensor:
+        """(T, H, D) -> (T, H, D)."""
+        keys, values = step.memory.stored(self.layer)
+        if step.grid is not None:
+            return self._dense(q, keys, values, step)
+        if step.chunk is not None:
+            return self._chunks(q, keys, values, step)
+        return self._rows(q, keys, values, step)
+
+    def _dense(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        assert step.grid is not None
+        batch, length = step.grid
+        visible = step.visible_dense(self.window, q.dtype)
+        streams = [  # writing rows first, then each set of readers behind them
+            kernels.attend_chunk(
+                rows.view(batch, length, *q.shape[1:]), keys, values, visible, scale=self.scale, softcap=self.softcap
+            )
+            for rows in q.split(batch * length)
+        ]
+        return torch.cat([a.reshape(batch * length, *q.shape[1:]) for a in streams])
+
+    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        assert step.chunk is not None
+        out = torch.empty_like(q)
+        for slot, first, stop in step.chunk:
+            longest = int(step.position[stop - 1]) + 1
+            visible = step.visible_in_chunk(first, stop, self.window, q.dtype)
+            k, v = keys[slot : slot + 1, :, :longest], values[slot : slot + 1, :, :longest]
+            a = kernels.attend_chunk(q[None, first:stop], k, v, visible, scale=self.scale, softcap=self.softcap)
+            out[first:stop] = a[0]
+        return out
+
+    def _rows(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        longest = step.num_visible
+        if step.single_slot is not None and step.order is None:
+            at = step.single_slot
+            keys, values = keys[at : at + 1, :, :longest], values[at : at + 1, :, :longest]
+        else:
+            keys, values = self._gather(keys, step), self._gather(values, step)
+        visible = step.visible(self.window, q.dtype)
+        return kernels.attend_rows(q, keys, values, visible, scale=self.scale, softcap=self.softcap)
+
+    @staticmethod
+    def _gather(stored: Tensor, step: Step) -> Tensor:
+        """(T, K, S, D): each row's entries in its own order."""
+        if step.order is None:
+            return stored[step.slot, :, : step.num_visible]
+        return stored[step.slot[:, None], :, step.order].transpose(1, 2)

@@ -1,0 +1,134 @@
+"""What a decoder is, in numbers: every field is used by the mathematics, none is a family's name.
+
+A model family is a translation of its ``config.json`` into these fields (``checkpoint/families.py``);
+``core`` never asks which family it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vivace.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """A rotary embedding: base frequencies and how they are stretched (see ``core/rope.py``)."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    width: int | None = None
+    """Rotated leading components of a head; None rotates all D of them (partial rotary otherwise)."""
+    factor: float = 1.0
+    original_positions: int = 0
+    """Length the model was trained for before stretching (dynamic, llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    """Scale on cosine and sine (yarn)."""
+    truncate: bool = True
+    """Round yarn's correction range to whole components."""
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Routing of a mixture-of-experts feed-forward."""
+
+    num_experts: int
+    top_k: int
+    expert_width: int
+    normalise: bool
+    """Scale the chosen experts' probabilities to sum to one."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    max_positions: int
+    activation: Activation = "silu"
+    gated: bool = True
+    """Feed-forward is ``down(act(gate(x)) * up(x))``, otherwise ``down(act(up(x)))``."""
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    """Added to every norm weight (Gemma stores weight - 1)."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norm before each half, after it (OLMo 2), or both (Gemma 2 and 3)."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMS norm of queries and keys: per head, or over all heads at once, before the rotation."""
+    qkv_clip: float | None = None
+    """Clamp queries, keys and values to [-clip, clip] before the rotation (OLMoE)."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    head_bias: bool = False
+
+    attention_scale: float | None = None
+    """Factor on q.k; None is 1/sqrt(D)."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    tied_head: bool = True
+
+    positions: Literal["rotary", "learned"] = "rotary"
+    position_offset: int = 0
+    """First row of the learned position table that is used (OPT: 2)."""
+    ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
+    rope_of_layer: tuple[int, ...] = ()
+    """Index into ``ropes`` for each layer; empty means rope 0 everywhere."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer (a row sees its own and the window - 1 positions before); empty: none."""
+    moe: MoeConfig | None = None
+    moe_layers: tuple[bool, ...] = ()
+    """Which layers are mixtures; empty with ``moe`` set means all."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly; "
+                "check num_attention_heads and num_key_value_heads"
+            )
+        for name in ("rope_of_layer", "windows", "moe_layers"):
+            given = getattr(self, name)
+            if given and len(given) != self.num_layers:
+                raise ConfigError(f"{name} has {len(given)} entries for {self.num_layers} layers")
+        if self.head_dim % 2 and self.positions == "rotary":
+            raise ConfigError(f"rotary positions need an even head width, found {self.head_dim}")
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor on q.k."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer, None when it sees everything."""
+        return self.windows[layer] if self.windows else None
+
+    def rope(self, layer: int) -> RopeConfig:
+        """Rotary embedding of a layer."""
+        return self.ropes[self.rope_of_layer[layer] if self.rope_of_layer else 0]
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])

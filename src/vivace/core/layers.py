@@ -1,0 +1,124 @@
+"""The small modules a layer is made of: projections, norms, feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.config import Activation, ModelConfig
+from vivace.core.step import Step
+from vivace.kernels import reference as kernels
+
+
+class Linear(nn.Module):
+    """``x W^T + b``, optionally added to a residual; rows keep their bits whatever stands beside them."""
+
+    def __init__(self, in_width: int, out_width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_width, in_width))
+        self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """(T, in) -> (T, out)."""
+        y = kernels.linear(x, self.weight, self.bias)
+        return y if add is None else add + y
+
+
+class SplitLinear(nn.Module):
+    """Several projections of the same input, side by side: weights that are somebody else's storage."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """(T, in) -> (T, sum of outs)."""
+        y = torch.cat([part(x) for part in self.parts], -1)
+        return y if add is None else add + y
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return kernels.rms_norm(x, self.weight, self.eps, self.offset)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with weight and bias (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """The model's kind of norm over ``width`` components (default E)."""
+    width = config.width if width is None else width
+    if config.norm == "layer":
+        return LayerNorm(width, config.norm_eps)
+    return RMSNorm(width, config.norm_eps, config.norm_offset)
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """The feed-forward's non-linearity."""
+    match kind:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+
+
+class FeedForward(nn.Module):
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate."""
+
+    def __init__(self, config: ModelConfig, layer: int, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.activation: Activation = config.activation
+        self.gated = config.gated
+        self.layer = layer
+        self.up = up
+        """Gate and up side by side, (2F, E), when gated."""
+        self.down = down
+
+    def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
+        """(T, E) -> (T, E)."""
+        inner = self.up(x)
+        if step.deltas:
+            self._add_deltas(inner, x, step)
+        if self.gated:
+            gate, up = inner.chunk(2, -1)
+            inner = activate(gate, self.activation) * up
+        else:
+            inner = activate(inner, self.activation)
+        y: Tensor = self.down(inner, add)
+        for deltas in step.deltas:
+            deltas.add(y, inner, (self.layer, "down"))
+        return y
+
+    def _add_deltas(self, inner: Tensor, x: Tensor, step: Step) -> None:
+        sites = (("gate", 0), ("up", 1)) if self.gated else (("up", 0),)
+        width = inner.shape[-1] // len(sites)
+        for deltas in step.deltas:
+            for name, part in sites:
+                deltas.add(inner[:, part * width : (part + 1) * width], x, (self.layer, name))

@@ -1,0 +1,234 @@
+"""The decoder: embed, layers one at a time or as a span, final norm and head.
+
+Techniques call it; nothing patches it. A layer's halves are exposed as the parts a caller may need between
+them (``project``, ``read``, ``output``, ``feed``), and ``run`` is the one entry for a span of layers, so
+that a faster body can later execute the span without anyone noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.cache import KVCache, LayerSpec
+from vivace.core.config import ModelConfig
+from vivace.core.layers import RMSNorm, make_norm
+from vivace.core.moe import MixtureOfExperts
+from vivace.core.parts import DenseParts, Parts
+from vivace.core.rope import Rotary
+from vivace.core.seams import SlotState
+from vivace.core.step import Step
+from vivace.kernels import reference as kernels
+
+Watch = Callable[[int, Tensor], None]
+"""Called with (layer index, rows leaving it)."""
+
+
+class Layer(nn.Module):
+    """One transformer layer: ``forward = feed(attend(h))``, ``attend = output(read(project(h)))``."""
+
+    def __init__(self, config: ModelConfig, index: int, parts: Parts, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.qkv = parts.projection(index, "qkv")
+        self.o = parts.projection(index, "o")
+        self.attention = parts.attention(index)
+        self.feed_forward = parts.feed_forward(index)
+        self.rotary = rotary
+        before = config.norm_placement != "post"
+        after = config.norm_placement != "pre"
+        self.attention_norm = make_norm(config) if before else None
+        self.ffn_norm = make_norm(config) if before else None
+        self.attention_post_norm = make_norm(config) if after else None
+        self.ffn_post_norm = make_norm(config) if after else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            width = config.head_dim
+            eps, offset = config.norm_eps, config.norm_offset
+            self.q_norm = RMSNorm(width * config.num_heads if full else width, eps, offset)
+            self.k_norm = RMSNorm(width * config.num_kv_heads if full else width, eps, offset)
+
+    def project(self, h: Tensor, step: Step) -> Tensor:
+        """Norm, queries/keys/values, QK-norm, rotation; stores keys and values of the writing rows.
+
+        Args:
+            h: (T, E) rows entering the layer.
+            step: the call.
+
+        Returns:
+            Queries (T, H, D).
+        """
+        c = self.config
+        x = h if self.attention_norm is None else self.attention_norm(h)
+        qkv: Tensor = self.qkv(x)
+        if step.deltas:
+            self._add_deltas(qkv, x, step)
+        if c.qkv_clip is not None:
+            qkv = qkv.clamp(-c.qkv_clip, c.qkv_clip)
+        if self.q_norm is not None:
+            qkv = self._norm_heads(qkv)
+        num_rotated = c.num_heads + c.num_kv_heads
+        heads = qkv.view(qkv.shape[0], num_rotated + c.num_kv_heads, c.head_dim)
+        rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.rotary is not None:
+            rotated = kernels.rotate(rotated, *self._rotation(step, qkv.dtype))
+        written = slice(step.num_write)
+        step.memory.put(self.index, step, rotated[written, c.num_heads :], values[written])
+        return rotated[:, : c.num_heads]
+
+    def _add_deltas(self, qkv: Tensor, x: Tensor, step: Step) -> None:
+        c = self.config
+        query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        parts = (("q", 0, query), ("k", query, query + key), ("v", query + key, query + 2 * key))
+        for deltas in step.deltas:
+            for name, first, stop in parts:
+                deltas.add(qkv[:, first:stop], x, (self.index, name))
+
+    def _norm_heads(self, qkv: Tensor) -> Tensor:
+        c = self.config
+        assert self.q_norm is not None and self.k_norm is not None
+        query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q, k, v = qkv.split((query, key, key), -1)
+        if c.qk_norm == "head":
+            q = self.q_norm(q.reshape(-1, c.num_heads, c.head_dim)).flatten(1)
+            k = self.k_norm(k.reshape(-1, c.num_kv_heads, c.head_dim)).flatten(1)
+            return torch.cat((q, k, v), -1)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
+
+    def _rotation(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        assert self.rotary is not None
+        key = (id(self.rotary), dtype)
+        if key not in step.rotations:
+            step.rotations[key] = self.rotary.at(step.position, step.extent, dtype)
+        return step.rotations[key]
+
+    def read(self, q: Tensor, step: Step) -> Tensor:
+        """Attention over what is stored, (T, H, D) -> (T, H, D)."""
+        return self.attention(q, step)
+
+    def output(self, h: Tensor, a: Tensor, step: Step) -> Tensor:
+        """Output projection of ``a`` (T, H, D), post-norm, residual ``h`` (T, E)."""
+        a = a.reshape(a.shape[0], -1)
+        if self.attention_post_norm is None and not step.deltas:
+            y: Tensor = self.o(a, h)
+            return y
+        y = self.o(a)
+        for deltas in step.deltas:
+            deltas.add(y, a, (self.index, "o"))
+        return h + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+
+    def attend(self, h: Tensor, step: Step) -> Tensor:
+        """The attention half, (T, E) -> (T, E)."""
+        return self.output(h, self.read(self.project(h, step), step), step)
+
+    def feed(self, u: Tensor, step: Step) -> Tensor:
+        """The feed-forward half, (T, E) -> (T, E); rows from ``num_feed`` on get their "mlp" deltas only."""
+        x = u if self.ffn_norm is None else self.ffn_norm(u)
+        plain = self.ffn_post_norm is None and not step.deltas and step.num_feed == step.num_rows
+        if plain:
+            y: Tensor = self.feed_forward(x, step, u)
+            return y
+        y = self.feed_forward(x[: step.num_feed], step)
+        if step.num_feed < step.num_rows:
+            y = F.pad(y, (0, 0, 0, step.num_rows - step.num_feed))
+        for deltas in step.deltas:
+            deltas.add(y, x, (self.index, "mlp"))
+        return u + (y if self.ffn_post_norm is None else self.ffn_post_norm(y))
+
+    def forward(self, h: Tensor, step: Step) -> Tensor:
+        """(T, E) -> (T, E)."""
+        return self.feed(self.attend(h, step), step)
+
+    def route(self, h: Tensor) -> Tensor:
+        """Router logits (T, X) from a residual (T, E), its norm included."""
+        assert isinstance(self.feed_forward, MixtureOfExperts), f"layer {self.index} has no router"
+        return self.feed_forward.route(h if self.ffn_norm is None else self.ffn_norm(h))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer whose layers are called by anyone, one at a time or as a span."""
+
+    def __init__(self, config: ModelConfig, parts: Parts | None = None) -> None:
+        super().__init__()
+        self.config = config
+        parts = DenseParts(config) if parts is None else parts
+        rotaries = [Rotary(rope, config.head_dim) if config.positions == "rotary" else None for rope in config.ropes]
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.position_embedding = None
+        if config.positions == "learned":
+            rows = config.max_positions + config.position_offset
+            self.position_embedding = nn.Parameter(torch.empty(rows, config.width))
+        which = config.rope_of_layer or (0,) * config.num_layers
+        self.layers = nn.ModuleList(Layer(config, i, parts, rotaries[which[i]]) for i in range(config.num_layers))
+        self.final_norm = make_norm(config)
+        self.lm_head = parts.head()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows live."""
+        return self.embedding.device
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """A cache that fits this model."""
+        c = self.config
+        spec = LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)
+        return KVCache([spec] * c.num_layers, num_slots, capacity, dtype=self.dtype, device=self.device)
+
+    def embed(self, tokens: Tensor, step: Step) -> Tensor:
+        """(T,) -> (T, E); learned positions need the step."""
+        c = self.config
+        h = F.embedding(tokens, self.embedding)
+        if c.embedding_scale != 1.0:
+            h = h * torch.tensor(c.embedding_scale, dtype=h.dtype)
+        if self.position_embedding is not None:
+            h = h + F.embedding(step.position + c.position_offset, self.position_embedding)
+        return h
+
+    def run(
+        self, h: Tensor, step: Step, start: int = 0, stop: int | None = None, *, watch: Watch | None = None
+    ) -> Tensor:
+        """Rows through layers start..stop-1, (T, E) -> (T, E).
+
+        Args:
+            h: rows entering layer ``start``.
+            step: the call.
+            start: first layer.
+            stop: one past the last; None is all that remain.
+            watch: called with (layer, rows) after each layer.
+        """
+        for index in range(start, self.config.num_layers if stop is None else stop):
+            h = self.layers[index](h, step)
+            if watch is not None:
+                watch(index, h)
+        return h
+
+    def norm(self, h: Tensor) -> Tensor:
+        """Final norm, (n, E) -> (n, E)."""
+        x: Tensor = self.final_norm(h)
+        return x
+
+    def head(self, h: Tensor) -> Tensor:
+        """Final norm and LM head for the rows asked for, (n, E) -> (n, V) float32."""
+        x = self.norm(h)
+        logits = kernels.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
+        logits = logits.float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def greedy(self, h: Tensor) -> Tensor:
+        """Most likely token of each row, (n, E) -> (n,); ties go to the smallest id."""
+        return self.head(h).argmax(-1)
+
+    def states(self) -> Sequence[SlotState]:
+        """Per-sequence state owned by parts of the model."""
+        return ()

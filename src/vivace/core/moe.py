@@ -1,0 +1,59 @@
+"""Mixture of experts: a router and the feed-forwards it chooses among (Shazeer et al. 2017, arXiv:1701.06538)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import MoeConfig
+from vivace.core.layers import FeedForward, Linear
+from vivace.core.step import Step
+
+
+class MixtureOfExperts(nn.Module):
+    """``sum_k p_k expert_k(x)`` over the top-k experts, summed in the router's order.
+
+    The order of summation is the router's and not the order in which experts run or arrive, so a row's bits
+    do not depend on its neighbours or on where weights come from.
+    """
+
+    def __init__(self, config: MoeConfig, router: Linear, experts: list[FeedForward]) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.normalise = config.normalise
+        self.router = router
+        self.experts = nn.ModuleList(experts)
+
+    def route(self, x: Tensor) -> Tensor:
+        """Router logits (T, X) of normed rows (T, E)."""
+        logits: Tensor = self.router(x)
+        return logits
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and indices of the chosen experts, each (T, top_k), most likely first."""
+        probs = torch.softmax(self.route(x), -1, dtype=torch.float32)
+        weights, chosen = probs.topk(self.top_k, -1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
+
+    def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
+        """(T, E) -> (T, E)."""
+        weights, chosen = self.choose(x)
+        each = x.new_zeros(*chosen.shape, x.shape[-1])
+        for expert in chosen.unique().tolist():
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            each[rows, place] = self.experts[expert](x[rows], _BARE)
+        y = each[:, 0] * weights[:, :1]
+        for place in range(1, self.top_k):
+            y = y + each[:, place] * weights[:, place : place + 1]
+        return y if add is None else add + y
+
+
+class _NoDeltas:
+    """The part of a step an expert looks at: low-rank terms go to a layer's "mlp" site, never to one expert."""
+
+    deltas: tuple[()] = ()
+
+
+_BARE: Step = _NoDeltas()  # type: ignore[assignment]

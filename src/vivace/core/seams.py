@@ -1,0 +1,254 @@
+"""The whole extension surface on one page: what a technique fills in, and the values that pass between.
+
+A technique is a caller of the model. It proposes tokens (``Drafter``), decides how rows go up
+(``Traversal``), remembers something per sequence (``SlotState``), builds the weights another way
+(``Parts``) or trains something (``Objective``). Nothing else is pluggable.
+
+Words: a *draft* is a tree of nodes per slot. Its first ``given`` nodes are decided tokens (prompt chunk,
+the pending token; the last of them is the *root*), the others are guesses. An *accepted* token is a guess
+that verification kept; a *recovered* token replaces the first rejected guess; a *bonus* token follows when
+every guess of the path was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vivace.core.cache import KVCache
+    from vivace.core.model import Decoder
+    from vivace.core.step import Step
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens to run, as rows that are only ever appended."""
+
+    slots: tuple[int, ...]
+    given: tuple[int, ...]
+    """Decided tokens at the front of each slot's nodes; the last is the root."""
+    tokens: Tensor
+    """(T,)"""
+    slot: Tensor
+    """(T,)"""
+    node: Tensor
+    """(T,) number of the row within its slot, 0 for the first given token."""
+    parent: Tensor
+    """(T,) row of the parent, -1 for a slot's first row."""
+    probs: Tensor | None = None
+    """(T, V) law each guess was sampled from, processors applied; None when guesses are deterministic."""
+    hidden: Tensor | None = None
+    """(T, E) residuals entering ``entry_layer``: the layers below are done and their entries stored."""
+    entry_layer: int = 0
+
+    @staticmethod
+    def given_only(tokens: Mapping[int, Sequence[int]]) -> Draft:
+        """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk."""
+        slots = tuple(tokens)
+        flat, slot, node, parent = [], [], [], []
+        for index, given in tokens.items():
+            for place, token in enumerate(given):
+                parent.append(len(flat) - 1 if place else -1)
+                flat.append(token)
+                slot.append(index)
+                node.append(place)
+        counts = tuple(len(tokens[s]) for s in slots)
+        as_long = [torch.tensor(column, dtype=torch.int64) for column in (flat, slot, node, parent)]
+        return Draft(slots, counts, *as_long)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every slot's nodes follow one another without a branch."""
+        last: dict[int, int] = {}
+        for row, (slot, parent) in enumerate(zip(self.slot.tolist(), self.parent.tolist(), strict=True)):
+            if last.get(slot, -1) != parent:
+                return False
+            last[slot] = row
+        return True
+
+    def roots(self) -> Tensor:
+        """Row of each slot's root, (number of slots,), in the order of ``slots``."""
+        slot, node = self.slot.tolist(), self.node.tolist()
+        row_of = {(s, n): row for row, (s, n) in enumerate(zip(slot, node, strict=True))}
+        return torch.tensor([row_of[s, g - 1] for s, g in zip(self.slots, self.given, strict=True)])
+
+    def grow(self, leaves: Tensor, tokens: Tensor, probs: Tensor | None = None) -> tuple[Draft, Tensor]:
+        """Append guesses below rows.
+
+        Args:
+            leaves: (n,) rows to grow from.
+            tokens: (n, k) children of each leaf, most likely first.
+            probs: (n, V) law the children were sampled from; None when they are deterministic.
+
+        Returns:
+            The new draft and the rows of the children, (n * k,), leaf by leaf.
+        """
+        count, width = tokens.shape
+        parent = leaves.repeat_interleave(width)
+        slot = self.slot[parent]
+        next_node = {s: n for s, n in zip(self.slot.tolist(), self.node.tolist(), strict=True)}
+        node = []
+        for s in slot.tolist():
+            next_node[s] += 1
+            node.append(next_node[s])
+        rows = torch.arange(len(self.tokens), len(self.tokens) + count * width)
+        law = self.probs
+        if probs is not None:
+            if law is None:
+                law = probs.new_zeros(len(self.tokens), probs.shape[1])
+            law = torch.cat((law, probs.repeat_interleave(width, 0)))
+        grown = replace(
+            self,
+            tokens=torch.cat((self.tokens, tokens.reshape(-1))),
+            slot=torch.cat((self.slot, slot)),
+            node=torch.cat((self.node, torch.tensor(node, dtype=torch.int64))),
+            parent=torch.cat((self.parent, parent)),
+            probs=law,
+        )
+        return grown, rows
+
+    def path(self, row: int) -> list[int]:
+        """Rows from the slot's first given token down to this one."""
+        parents = self.parent.tolist()
+        rows = []
+        while row >= 0:
+            rows.append(row)
+            row = parents[row]
+        return rows[::-1]
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """What came out at the top."""
+
+    hidden: Tensor
+    """(n, E) before the final norm; logits are taken by whoever needs them."""
+    rows: Tensor
+    """(n,) draft rows that reached the top."""
+    depth: Tensor | None = None
+    """(n,) layers each row went through, None when all of them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided, slot by slot in the order of ``Draft.slots``."""
+
+    paths: tuple[tuple[int, ...], ...]
+    """Rows kept, given rows included, in path order."""
+    accepted: tuple[int, ...]
+    """How many guesses were kept."""
+    next_tokens: tuple[int, ...]
+    """The recovered or bonus token: decided, not stored."""
+
+
+class Law(Protocol):
+    """The law a slot's next token is drawn from, on a hypothetical prefix."""
+
+    def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
+        """Probabilities (n, V) float32 after processors, for draft ``rows`` (n,) with ``logits`` (n, V).
+
+        Greedy slots get a one-hot row.
+        """
+        ...
+
+    def is_greedy(self, slots: Sequence[int]) -> bool:
+        """Whether every one of these slots takes the argmax with no processor: laws need not be built."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter may look at."""
+
+    slots: tuple[int, ...]
+    tokens: Mapping[int, Sequence[int]]
+    """Everything decided so far per slot; the last ``tokens - cache.lengths`` are not stored yet."""
+    cache: KVCache
+    law: Law
+    max_nodes: Mapping[int, int] = field(default_factory=dict)
+    """Guesses a slot may still use before its limit; drafting past it is waste."""
+    generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+
+    def given(self) -> Draft:
+        """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
+        return Draft.given_only({s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots})
+
+
+class SlotState(Protocol):
+    """Whatever remembers a sequence; the session tells every one of them the same five things."""
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keep these draft nodes, in path order; forget the rest."""
+        ...
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget positions >= length (stop string, cancel)."""
+        ...
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Parallel assignment of slots."""
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these sequences."""
+        ...
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Make every layer complete, or raise naming who left holes."""
+        ...
+
+
+class Memory(Protocol):
+    """Where a call's keys and values go and come from."""
+
+    def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
+        """Store the writing rows at ``step.entry``."""
+        ...
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, (slots, K, S, D) each."""
+        ...
+
+
+class Traversal(Protocol):
+    """How draft rows go up the model."""
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        """Take the rows up; ``chunk`` marks prompt chunks."""
+        ...
+
+
+class Drafter(SlotState, Protocol):
+    """Proposes tokens; remembers what it needs per slot."""
+
+    traversal: Traversal
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens of each slot and guesses below them."""
+        ...
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """What the target pass showed; also after prompt chunks, with no verdict."""
+        ...
+
+
+class Objective(Protocol):
+    """Something to train; owns its parameters, the loop owns everything else."""
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """Optimiser groups: {"params": [...], "name": str, ...}."""
+        ...
+
+    def losses(self, model: Decoder, batch: object) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """Independent parts, each backed through at once, so memory stays flat."""
+        ...
+
+    def updated(self) -> None:
+        """After an optimiser step (moving averages)."""
+        ...

@@ -1,0 +1,248 @@
+"""What one call of the decoder needs besides the rows themselves. Nothing is global."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import Fresh, KVCache
+from vivace.core.deltas import Deltas
+from vivace.core.seams import Draft, Memory
+from vivace.kernels.reference import KEY_BLOCK
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: T rows of any slots, packed.
+
+    Rows 0..num_write-1 store keys and values; later rows only read what others stored (an accelerated
+    residual, a speculative stream). Everything a layer derives from these fields is cached here, so it is
+    computed once per call and not once per layer.
+    """
+
+    memory: Memory
+    slot: Tensor
+    """(T,) whose context the row reads."""
+    position: Tensor
+    """(T,) for rotary and learned positions and windows; never a buffer length."""
+    entry: Tensor
+    """(num_write,) where in its slot a writing row is stored."""
+    seen: Tensor
+    """(T,) the row reads the first ``seen`` entries of its slot ..."""
+    tail: Tensor | None
+    """(T, A) ... then these, in path order, -1 padded: ancestors-or-self of a tree node."""
+    num_write: int
+    num_feed: int
+    """Rows 0..num_feed-1 pass the feed-forward; later rows only its "mlp" deltas."""
+    deltas: tuple[Deltas, ...] = ()
+    extent: Tensor | None = None
+    """(T,) length of the text when the row was written (dynamic rotary); None is position + 1."""
+    grid: tuple[int, int] | None = None
+    """(B, T/B) of a dense call, every row over its own batch element's rows."""
+    causal: bool = True
+    chunk: tuple[tuple[int, int, int], ...] | None = None
+    """(slot, first row, one past) of each prompt chunk when all rows are such."""
+
+    @staticmethod
+    def of(draft: Draft, memory: KVCache, *, chunk: bool = False) -> Step:
+        """Rows of a draft: node i is stored at entry length + i, in every layer.
+
+        Args:
+            draft: given tokens and guesses.
+            memory: the cache its slots live in.
+            chunk: the rows are prompt chunks (no guesses): attention runs over the chunk at once.
+        """
+        slots = draft.slot.tolist()
+        nodes = draft.node.tolist()
+        lengths = memory.lengths
+        entry = torch.tensor([lengths[s] + n for s, n in zip(slots, nodes, strict=True)])
+        if len(slots) == sum(draft.given) or draft.is_chain:
+            chunks = _runs(slots) if chunk else None
+            position, seen, tail = entry, entry + 1, None
+        else:
+            chunks = None
+            position, seen, tail = _tree(draft, [lengths[s] for s in slots])
+        count = len(slots)
+        return Step(memory, draft.slot, position, entry, seen, tail, count, count, chunk=chunks)
+
+    @staticmethod
+    def dense(batch: int, length: int, *, causal: bool = True) -> Step:
+        """All tokens of a batch over their own keys: training, encoders, scoring.
+
+        Rows are packed batch element by batch element: row b * length + t.
+        """
+        count = batch * length
+        position = torch.arange(length).repeat(batch)
+        slot = torch.arange(batch).repeat_interleave(length)
+        return Step(
+            Fresh(), slot, position, position, position + 1, None, count, count, grid=(batch, length), causal=causal
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.slot.shape[0]
+
+    def take(self, rows: Tensor) -> Step:
+        """The same call for some of its writing rows: compaction, pruning, exits."""
+        assert self.num_write == self.num_rows, "take rows before readers are added"
+        tail = None if self.tail is None else self.tail[rows]
+        extent = None if self.extent is None else self.extent[rows]
+        return replace(
+            self,
+            slot=self.slot[rows],
+            position=self.position[rows],
+            entry=self.entry[rows],
+            seen=self.seen[rows],
+            tail=tail,
+            extent=extent,
+            num_write=len(rows),
+            num_feed=len(rows),
+            deltas=tuple(d.take(rows) for d in self.deltas),
+            chunk=None,
+        )
+
+    def readers(self, of: Tensor, deltas: Deltas | None = None, *, fed: bool = True) -> Step:
+        """Append rows that see what rows ``of`` see and store nothing.
+
+        Args:
+            of: (n,) rows to read behind.
+            deltas: terms of the whole new call (T + n rows), usually -1 on the writing rows.
+            fed: the new rows pass the feed-forward; False leaves them its "mlp" deltas only.
+        """
+        count = len(of)
+        present = tuple(d.extended(count) for d in self.deltas)
+        dense = None
+        if self.grid is not None:
+            assert count == self.num_rows, "a dense call takes readers of all its rows"
+            dense = self.grid
+        return replace(
+            self,
+            slot=torch.cat((self.slot, self.slot[of])),
+            position=torch.cat((self.position, self.position[of])),
+            seen=torch.cat((self.seen, self.seen[of])),
+            tail=None if self.tail is None else torch.cat((self.tail, self.tail[of])),
+            extent=None if self.extent is None else torch.cat((self.extent, self.extent[of])),
+            num_feed=self.num_rows + count if fed else self.num_feed,
+            deltas=present if deltas is None else (*present, deltas),
+            grid=dense,
+            chunk=None,
+        )
+
+    def addresses(self, num_heads: int, capacity: int) -> Tensor:
+        """Flat places of the writing rows in a (slots, K, capacity) layout, (num_write * K,)."""
+        cached = self._addresses.get((num_heads, capacity))
+        if cached is None:
+            base = self.slot[: self.num_write, None] * num_heads + torch.arange(num_heads)
+            cached = (base * capacity + self.entry[:, None]).reshape(-1)
+            self._addresses[num_heads, capacity] = cached
+        return cached
+
+    @cached_property
+    def _addresses(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    @cached_property
+    def num_visible(self) -> int:
+        """Entries the longest row reads, rounded up to whole key blocks."""
+        longest = int(self.seen.max()) + (0 if self.tail is None else self.tail.shape[1])
+        return -(-longest // KEY_BLOCK) * KEY_BLOCK
+
+    @cached_property
+    def single_slot(self) -> int | None:
+        """The slot when all rows share one, else None."""
+        slots = set(self.slot.tolist())
+        return slots.pop() if len(slots) == 1 else None
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """(T, S) entry each row reads at each ordinal, in path order; None when ordinal equals entry.
+
+        A tree node reads its ancestors in the order a chain would have stored them, so its sums are the
+        same bits as in plain decoding.
+        """
+        if self.tail is None:
+            return None
+        ordinals = torch.arange(self.num_visible).repeat(self.num_rows, 1)
+        places = self.seen[:, None] + torch.arange(self.tail.shape[1])
+        return ordinals.scatter(1, places, self.tail.clamp(min=0))
+
+    def visible(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask over ordinals, (T, S), 0 where the row reads and -inf elsewhere."""
+        cached = self._masks.get((window, dtype))
+        if cached is None:
+            reach = self.seen if self.tail is None else self.seen + (self.tail >= 0).sum(1)
+            ordinal = torch.arange(self.num_visible)
+            hidden = ordinal >= reach[:, None]
+            if window is not None:
+                hidden |= ordinal <= (reach - 1 - window)[:, None]
+            cached = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+            self._masks[window, dtype] = cached
+        return cached
+
+    def visible_in_chunk(self, first: int, stop: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask (T', S') of one prompt chunk; None when plain causal attention says the same."""
+        key = (first, window, dtype)
+        if key not in self._masks:
+            position = self.position[first:stop]
+            count, longest = stop - first, int(position[-1]) + 1
+            ordinal = torch.arange(longest)
+            hidden = ordinal > position[:, None]
+            if window is not None:
+                hidden |= ordinal <= (position - window)[:, None]
+            plain = longest == count and (window is None or window >= longest)
+            mask = None if plain else torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+            self._masks[key] = mask
+        return self._masks[key]
+
+    def visible_dense(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask (T, T) of a dense call; None when it is plain causal."""
+        assert self.grid is not None
+        length = self.grid[1]
+        if self.causal and (window is None or window >= length):
+            return None
+        key = (-1, window, dtype)
+        if key not in self._masks:
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            hidden = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
+            if window is not None:
+                hidden = hidden | (distance >= window)
+            self._masks[key] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+        return self._masks[key]
+
+    @cached_property
+    def _masks(self) -> dict[tuple[object, ...], Tensor | None]:
+        return {}
+
+    @cached_property
+    def rotations(self) -> dict[object, tuple[Tensor, Tensor]]:
+        """Cosines and sines of this call by rotary table, filled by the layers."""
+        return {}
+
+
+def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
+    """Neighbouring rows of one slot: (slot, first, one past)."""
+    runs: list[tuple[int, int, int]] = []
+    first = 0
+    for row in range(1, len(slots) + 1):
+        if row == len(slots) or slots[row] != slots[first]:
+            runs.append((slots[first], first, row))
+            first = row
+    return tuple(runs)
+
+
+def _tree(draft: Draft, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(position, seen, tail): stored entries first, then the node's own path through the draft."""
+    nodes, parents = draft.node.tolist(), draft.parent.tolist()
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        above = paths[parent] if parent >= 0 else []
+        paths.append([*above, lengths[row] + nodes[row]])
+    longest = max(len(path) for path in paths)
+    tail = torch.tensor([path + [-1] * (longest - len(path)) for path in paths])
+    position = torch.tensor([length + len(path) - 1 for length, path in zip(lengths, paths, strict=True)])
+    return position, torch.tensor(lengths), tail

@@ -1,0 +1,150 @@
+"""The torch bodies of the hot operations, and the rules that make decoding bit-stable on a CPU.
+
+A decoded row must get the same bits alone, beside fifteen others, or as a node of a draft: greedy
+speculative decoding is then lossless by construction (``decode/verify.py``). PyTorch gives that only where
+it is asked for:
+
+* ``linear`` in bfloat16 computes a row the same way for any number of rows; float32 does so for multiples
+  of four, so float32 rows are padded to one.
+* ``attend_rows`` treats every row as a batch element of its own, over keys padded to a multiple of 64:
+  what is computed for a row then depends on the row and its visible entries alone (bfloat16). float32 runs
+  row by row over exactly the visible entries.
+
+``tests/kernels/test_row_invariance.py`` holds these rules on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KEY_BLOCK = 64
+"""Entries are read in blocks of this many, so that a longer neighbour does not regroup a row's sums."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` with each row's bits independent of the others.
+
+    Args:
+        x: (T, in).
+        weight: (out, in).
+        bias: (out,).
+
+    Returns:
+        (T, out).
+    """
+    rows = x.shape[0]
+    if x.dtype == torch.float32 and x.device.type == "cpu" and rows < 8 and rows % 4 and not torch.is_grad_enabled():
+        padded = x.new_zeros(rows + (-rows) % 4, x.shape[1])
+        padded[:rows] = x
+        return F.linear(padded, weight, bias)[:rows]
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 (Zhang & Sennrich 2019)."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (y * (offset + weight.float())).to(x.dtype)
+    return y.to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads (Su et al. 2021), halves paired as Hugging Face checkpoints expect.
+
+    Args:
+        x: (T, heads, D).
+        cos: (T, 1, width), width <= D rotated components.
+        sin: the same, its first half negated, so that ``x * cos + swap_halves(x) * sin`` rotates.
+    """
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)
+    head = x[..., :width]
+    return torch.cat((torch.addcmul(head * cos, head.roll(width // 2, -1), sin), x[..., width:]), -1)
+
+
+def attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Attention of single rows, each over its own entries.
+
+    Args:
+        q: (T, H, D).
+        keys: (T, K, S, D), or (1, K, S, D) shared by all rows.
+        values: as keys.
+        visible: additive mask (T, S), 0 or -inf, in q's dtype; None when all S entries are seen by all rows.
+        scale: factor on q.k.
+        softcap: ``c * tanh(score / c)`` when set (Gemma 2).
+
+    Returns:
+        (T, H, D).
+    """
+    rows, heads, width = q.shape
+    kv_heads = keys.shape[1]
+    grouped = q.view(rows, kv_heads, heads // kv_heads, width)
+    if q.dtype == torch.float32 and rows > 1:
+        each = [_one_row(grouped, keys, values, visible, row, scale, softcap) for row in range(rows)]
+        return torch.cat(each).view(rows, heads, width)
+    if q.dtype == torch.float32:
+        return _one_row(grouped, keys, values, visible, 0, scale, softcap).view(rows, heads, width)
+    mask = None if visible is None else visible[:, None, None, :]
+    keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
+    return _attend(grouped, keys, values, mask, scale, softcap).reshape(rows, heads, width)
+
+
+def _one_row(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, row: int, scale: float, softcap: float | None
+) -> Tensor:
+    at = row if keys.shape[0] > 1 else 0
+    k, v = keys[at : at + 1], values[at : at + 1]
+    if visible is not None:
+        seen = (visible[row] == 0).nonzero()[:, 0]
+        k, v = k[:, :, seen], v[:, :, seen]
+    return _attend(q[row : row + 1], k, v, None, scale, softcap)
+
+
+def attend_chunk(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Attention of many neighbouring rows of one slot (prefill) or of a dense batch (training).
+
+    Args:
+        q: (B, T, H, D).
+        keys: (B, K, S, D).
+        values: as keys.
+        visible: additive mask broadcastable to (B, 1, T, S); None means causal with S == T.
+        scale: factor on q.k.
+        softcap: as in ``attend_rows``.
+
+    Returns:
+        (B, T, H, D).
+    """
+    q = q.transpose(1, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    group = q.shape[1] // keys.shape[1]
+    if visible is None:
+        length = q.shape[2]
+        visible = torch.full((length, length), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    return _attend(q, keys, values, visible, scale, softcap).transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    scores = torch.matmul(q, keys.transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(torch.softmax(scores, -1).to(values.dtype), values)
