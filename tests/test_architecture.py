@@ -18,8 +18,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "vivace"
 FLOORS: dict[str, int] = {
     "errors": 0,
     "units": 1,
-    "prompts": 1,
+    "files": 1,
     "kernels": 1,
+    "prompts": 2,
     "core": 2,
     "checkpoint": 3,
     "decode": 3,
@@ -64,7 +65,7 @@ OWNERS: dict[str, set[str]] = {
 LAZY_EXCEPTIONS: set[tuple[str, str]] = {("evaluate", "transformers")}
 
 # Rooms that load without torch, so that `vivace --help` and `import vivace` are quick.
-LIGHT = {"__init__", "__main__", "errors", "units", "prompts", "recipe", "cli"}
+LIGHT = {"__init__", "__main__", "errors", "units", "files", "prompts", "recipe", "cli"}
 HEAVY = {"torch", "transformers", "numpy"}
 
 FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "misc", "v2", "new", "old"}

@@ -1,0 +1,1 @@
+"""Quality and speed, measured: task data, metrics, and the bench."""

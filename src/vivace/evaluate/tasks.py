@@ -1,0 +1,156 @@
+"""Public task data turned into prompt files.
+
+Two tasks: *e2e*, a meaning representation to be put into words (Novikova et al. 2017, arXiv 1706.09254), and
+*wikisql*, a question to be put into SQL (Zhong et al. 2017, arXiv 1709.00103). The source is JSONL, plain or
+``.gz``, with the fields ``mr``, ``ref`` (e2e) or ``question``, ``columns_seen``, ``sql`` (wikisql).
+
+A *train* file has one row per reference; any other split one row per distinct prompt, with all its references.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
+from vivace.evaluate.spacing import detokenise, is_tokenised
+from vivace.prompts import Prompt, save_prompts
+
+SPLITS = ("train", "dev")
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Task:
+    """How one row of a public file becomes a prompt and its answer."""
+
+    name: str
+    prompt: Callable[[Row], str]
+    answer: Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` wrote for one split."""
+
+    source: Path
+    output: Path
+    num_rows: int
+    num_references: int
+    was_detokenised: bool
+
+
+def describe_prompt(mr: str) -> str:
+    """Prompt of the e2e task for one meaning representation."""
+    return f"Describe: {mr}"
+
+
+def sql_prompt(question: str, columns: Iterable[str]) -> str:
+    """Prompt of the wikisql task for one question over a table with these columns."""
+    return f"Write SQL for: {question} Columns: {', '.join(columns)}"
+
+
+def _text(row: Row, key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"field {key!r} is missing or not text")
+    return " ".join(value.split())
+
+
+def _columns(row: Row) -> list[str]:
+    value = row.get("columns_seen")
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError("field 'columns_seen' is missing or not a list of names")
+    return value
+
+
+TASKS: Mapping[str, Task] = {
+    "e2e": Task("e2e", lambda row: describe_prompt(_text(row, "mr")), lambda row: _text(row, "ref")),
+    "wikisql": Task(
+        "wikisql", lambda row: sql_prompt(_text(row, "question"), _columns(row)), lambda row: _text(row, "sql")
+    ),
+}
+
+
+def convert(task: str, source: str | Path, output: str | Path, *, split: str | None = None) -> list[Converted]:
+    """Write the prompt files of a task.
+
+    Args:
+        task: A key of `TASKS`.
+        source: A public file, or a folder that holds ``train.jsonl[.gz]`` and ``dev.jsonl[.gz]``, itself or in
+            a subfolder named after the task.
+        output: A folder, filled with ``<task>-<split>.jsonl``, or the ``.jsonl`` file to write.
+        split: Only this split; needed for a file whose name says neither ``train`` nor ``dev``.
+
+    Returns:
+        One entry for each file written, in the order of `SPLITS`.
+
+    Raises:
+        ConfigError: unknown task or split, or several files for one output.
+        NotFoundError: no such source.
+        CorruptError: a row is not what the task needs; nothing is written then.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"no task {task!r}{nearest(task, TASKS)}")
+    if split is not None and split not in SPLITS:
+        raise ConfigError(f"no split {split!r}{nearest(split, SPLITS)}")
+    sources = _find(task, Path(source), split)
+    target = Path(output)
+    if target.suffix == ".jsonl" and len(sources) > 1:
+        raise ConfigError(f"{source} has {len(sources)} splits but {target} is one file; name a folder, or give --split")
+    done = []
+    for name, path in sources.items():
+        file = target if target.suffix == ".jsonl" else target / f"{task}-{name}.jsonl"
+        done.append(_convert_file(TASKS[task], path, file, is_train=name == "train"))
+    return done
+
+
+def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
+    """Splits and the files they are in."""
+    wanted = SPLITS if split is None else (split,)
+    if source.is_file():
+        named = [name for name in SPLITS if name in source.name.lower()]
+        if split is None and len(named) != 1:
+            raise ConfigError(f"{source} does not say which split it is; give --split train or --split dev")
+        return {split or named[0]: source}
+    folders = (source, source / task)
+    names = {name: [folder / f"{name}.jsonl{end}" for folder in folders for end in (".gz", "")] for name in wanted}
+    found = {name: path for name, paths in names.items() for path in paths[::-1] if path.is_file()}
+    missing = [name for name in wanted if name not in found]
+    if not found or (split is not None and missing):
+        raise NotFoundError(f"no {' or '.join(f'{name}.jsonl[.gz]' for name in missing)} in {source} or {source / task}")
+    return found
+
+
+def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool) -> Converted:
+    pairs = list(_pairs(task, source))
+    was_tokenised = is_tokenised(answer for _, answer in pairs) and task.name == "e2e"
+    if was_tokenised:
+        pairs = [(detokenise(prompt), detokenise(answer)) for prompt, answer in pairs]
+    if is_train:
+        prompts = [Prompt(prompt, (answer,), task.name) for prompt, answer in pairs]
+    else:
+        answers: dict[str, list[str]] = {}
+        for prompt, answer in pairs:
+            answers.setdefault(prompt, []).append(answer)
+        prompts = [Prompt(prompt, tuple(references), task.name) for prompt, references in answers.items()]
+    num_rows = save_prompts(output, prompts)
+    return Converted(source, output, num_rows, len(pairs), was_tokenised)
+
+
+def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
+    opener = gzip.open if source.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(source, "rt", encoding="utf-8") as stream:
+            for number, line in enumerate(stream, 1):
+                row = json.loads(line)
+                yield task.prompt(row), task.answer(row)
+    except (ValueError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+        raise CorruptError(f"{source}, line {number}: not a row of {task.name} ({error})") from error
+    if number == 0:
+        raise CorruptError(f"{source}: no rows")

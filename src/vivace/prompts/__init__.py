@@ -1,0 +1,8 @@
+"""Prompt files: one JSON object a line, and the sets that come with the package.
+
+``e2e.jsonl`` and ``sql.jsonl`` beside this file are the project's own, drawn by ``tools/make_prompts.py``.
+"""
+
+from vivace.prompts.records import PACKAGED, Message, Prompt, load_prompts, packaged_prompts, save_prompts
+
+__all__ = ["PACKAGED", "Message", "Prompt", "load_prompts", "packaged_prompts", "save_prompts"]

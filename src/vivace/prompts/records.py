@@ -1,0 +1,164 @@
+"""One row of a prompt file, and reading and writing such files.
+
+A row is ``{"prompt": str}`` or ``{"messages": [{"role": str, "content": str}, ...]}``, with optional
+``"reference"`` (a string, or a list where several answers are right) and ``"task"`` (which metrics apply).
+Other keys are left alone, unless one looks like a misspelling of these.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
+from vivace.files import write_text
+
+Message = dict[str, str]
+"""One turn of a conversation: ``{"role": ..., "content": ...}``."""
+
+PACKAGED: Mapping[str, str] = {
+    "e2e": "100 meaning representations to describe",
+    "sql": "100 questions to answer in SQL",
+}
+"""Prompt sets that come with the package, and what is in them."""
+
+_KEYS = ("prompt", "messages", "reference", "task")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and, where known, the answers that would be right."""
+
+    request: str | list[Message]
+    """Text, or a conversation: what ``engine.generate`` takes."""
+    references: tuple[str, ...] = ()
+    task: str | None = None
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Rows of a prompt file (JSONL, plain or ``.gz``), in order.
+
+    Raises:
+        NotFoundError: no such file.
+        ConfigError: a row is not a prompt; the message names file, line and what is wrong with it.
+        CorruptError: the file cannot be read as text, or holds no row.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise NotFoundError(f"prompt file {source}: no such file; a prompt file holds one JSON object a line")
+    opener = gzip.open if source.suffix == ".gz" else open
+    try:
+        with opener(source, "rt", encoding="utf-8") as stream:
+            lines = stream.read().splitlines()
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise CorruptError(f"prompt file {source}: not readable as UTF-8 text ({error})") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompts.append(_parse(line))
+            except ValueError as error:
+                raise ConfigError(f"{source}, line {number}: {error}") from error
+    if not prompts:
+        raise CorruptError(f'prompt file {source}: no rows; expected one JSON object a line, such as {{"prompt": "Hi"}}')
+    return prompts
+
+
+def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> int:
+    """Write a prompt file whole, or leave what was there.
+
+    A single reference is written as a string, several as a list.
+
+    Returns:
+        Number of rows.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = [json.dumps(_row(prompt), ensure_ascii=False) for prompt in prompts]
+    write_text(path, "".join(line + "\n" for line in lines))
+    return len(lines)
+
+
+def packaged_prompts(name: str) -> list[Prompt]:
+    """Prompts of a set that comes with the package.
+
+    Args:
+        name: A key of `PACKAGED`.
+
+    Raises:
+        ConfigError: no such set.
+    """
+    if name not in PACKAGED:
+        raise ConfigError(f"no packaged prompt set {name!r}{nearest(name, PACKAGED)}")
+    return load_prompts(Path(__file__).with_name(f"{name}.jsonl"))
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt" if isinstance(prompt.request, str) else "messages": prompt.request}
+    if prompt.references:
+        row["reference"] = prompt.references[0] if len(prompt.references) == 1 else list(prompt.references)
+    if prompt.task is not None:
+        row["task"] = prompt.task
+    return row
+
+
+def _parse(line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {_kind(row)}")
+    for key in row:
+        close = get_close_matches(key, _KEYS, n=1, cutoff=0.8)
+        if key not in _KEYS and close:
+            raise ValueError(f"unknown key {key!r}; did you mean {close[0]!r}?")
+    task = row.get("task")
+    if task is not None and not isinstance(task, str):
+        raise ValueError(f'"task" is a string, found {_kind(task)}')
+    return Prompt(_request(row), _references(row.get("reference")), task)
+
+
+def _request(row: dict[str, Any]) -> str | list[Message]:
+    if ("prompt" in row) == ("messages" in row):
+        found = "both" if "prompt" in row else "neither"
+        raise ValueError(f'expected "prompt" or "messages", found {found}')
+    if "prompt" in row:
+        prompt = row["prompt"]
+        if not isinstance(prompt, str):
+            raise ValueError(f'"prompt" is a string, found {_kind(prompt)}')
+        if not prompt.strip():
+            raise ValueError('"prompt" is empty')
+        return prompt
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'"messages" is a list of at least one turn, found {_kind(messages)}')
+    for index, turn in enumerate(messages):
+        is_turn = isinstance(turn, dict) and set(turn) == {"role", "content"}
+        if not is_turn or not all(isinstance(value, str) for value in turn.values()):
+            raise ValueError(f'"messages"[{index}] is {{"role": str, "content": str}}, found {_kind(turn)}')
+    return [dict(turn) for turn in messages]
+
+
+def _references(value: Any) -> tuple[str, ...]:
+    references = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(references, list) or not all(isinstance(item, str) for item in references):
+        raise ValueError(f'"reference" is a string or a list of strings, found {_kind(value)}')
+    return tuple(references)
+
+
+def _kind(value: Any) -> str:
+    """A value's type in JSON's words."""
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(repr, value)) or 'no keys'}"
+    if isinstance(value, list):
+        kinds = sorted({_kind(item).split()[-1] for item in value})
+        return f"a list of {' and '.join(kinds)}" if kinds else "an empty list"
+    names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+    return names[type(value)]

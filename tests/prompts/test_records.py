@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError
+from vivace.prompts import PACKAGED, Prompt, load_prompts, packaged_prompts, save_prompts
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    prompts = [Prompt("Hi"), Prompt("Caf\u00e9", ("a", "b"), "e2e"), Prompt("x", ("one",)), Prompt(list(CHAT), ("y",))]
+    assert save_prompts(tmp_path / "deep" / "p.jsonl", prompts) == 4
+    assert load_prompts(tmp_path / "deep" / "p.jsonl") == prompts
+    rows = [json.loads(line) for line in (tmp_path / "deep" / "p.jsonl").read_text("utf-8").splitlines()]
+    assert rows[2] == {"prompt": "x", "reference": "one"}
+    assert rows[3] == {"messages": CHAT, "reference": "y"}
+
+
+def test_gzip_blank_lines_and_foreign_keys_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl.gz"
+    path.write_bytes(gzip.compress(b'\n{"prompt": "Hi", "id": 7}\n\n'))
+    assert load_prompts(path) == [Prompt("Hi")]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        ('["Hi"]', "expected a JSON object, found a list of string"),
+        ('{"text": "Hi"}', 'expected "prompt" or "messages", found neither'),
+        ('{"prompt": "Hi", "messages": []}', 'expected "prompt" or "messages", found both'),
+        ('{"prompt": 3}', '"prompt" is a string, found a number'),
+        ('{"prompt": "  "}', '"prompt" is empty'),
+        ('{"prompts": "Hi"}', "unknown key 'prompts'; did you mean 'prompt'?"),
+        ('{"prompt": "Hi", "references": []}', "unknown key 'references'; did you mean 'reference'?"),
+        ('{"prompt": "Hi", "reference": 3}', '"reference" is a string or a list of strings, found a number'),
+        ('{"prompt": "Hi", "reference": ["a", 3]}', "found a list of number and string"),
+        ('{"prompt": "Hi", "task": 3}', '"task" is a string, found a number'),
+        ('{"messages": []}', '"messages" is a list of at least one turn, found an empty list'),
+        ('{"messages": [{"role": "user"}]}', "\"messages\"[0] is {\"role\": str, \"content\": str}, found an object with 'role'"),
+        ('{"messages": [{"role": "user", "content": null}]}', '"messages"[0]'),
+    ],
+)
+def test_each_kind_of_broken_row_is_one_clear_line(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "Hi"}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_prompt_files(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such file"):
+        load_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(CorruptError, match="no rows"):
+        load_prompts(tmp_path / "empty.jsonl")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(CorruptError, match="not readable as UTF-8"):
+        load_prompts(tmp_path / "bytes.jsonl")
+    with pytest.raises(ConfigError, match="did you mean 'sql'"):
+        packaged_prompts("sqll")
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_packaged_sets_hold_a_hundred_distinct_prompts(name: str) -> None:
+    prompts = packaged_prompts(name)
+    assert len({prompt.request for prompt in prompts if isinstance(prompt.request, str)}) == 100
+    start = {"e2e": "Describe: name[", "sql": "Write SQL for: "}[name]
+    assert all(str(prompt.request).startswith(start) for prompt in prompts)
+    assert all(prompt.task == {"e2e": "e2e", "sql": "wikisql"}[name] for prompt in prompts)
