@@ -227,6 +227,8 @@ class Traversal(Protocol):
 class Drafter(SlotState, Protocol):
     """Proposes tokens; remembers what it needs per slot."""
 
+    name: str
+    """The method, as users write it."""
     traversal: Traversal
 
     def propose(self, context: Context) -> Draft:

@@ -1,0 +1,59 @@
+"""The law of every live slot on the prefix a draft row stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vivace.core.sampling import law
+from vivace.core.seams import Draft
+from vivace.decode.request import Request
+
+
+class Laws:
+    """``Law`` over the requests of a step: processors see committed tokens plus the row's own path."""
+
+    def __init__(self, requests: Mapping[int, Request], tokens: Mapping[int, Sequence[int]], stored: Sequence[int]):
+        """Look at the live slots.
+
+        Args:
+            requests: by slot.
+            tokens: everything decided, by slot.
+            stored: tokens in the cache, by slot; a draft's nodes come after them.
+        """
+        self._requests = requests
+        self._tokens = tokens
+        self._stored = stored
+
+    def is_greedy(self, slots: Sequence[int]) -> bool:
+        """Whether argmax of the raw logits is the answer for all of these slots."""
+        return all(
+            self._requests[s].sampling.is_argmax and self._requests[s].stop.min_new_tokens == 0 for s in slots
+        )
+
+    def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
+        """(n, V) probabilities for draft rows."""
+        out = torch.empty_like(logits)
+        slots = draft.slot.tolist()
+        by_slot: dict[int, list[int]] = {}
+        for place, row in enumerate(rows.tolist()):
+            by_slot.setdefault(slots[row], []).append(place)
+        for slot, places in by_slot.items():
+            prefixes = [self._prefix(draft, slot, int(rows[place])) for place in places]
+            request = self._requests[slot]
+            barred = [self._barred(request, prefix) for prefix in prefixes]
+            out[places] = law(logits[places], request.sampling, prefixes, barred)
+        return out
+
+    def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:
+        tokens = draft.tokens
+        committed = list(self._tokens[slot][: self._stored[slot]])
+        return committed + [int(tokens[r]) for r in draft.path(row)]
+
+    @staticmethod
+    def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:
+        """End tokens while the text is still too short to end."""
+        new = len(prefix) - len(request.tokens)
+        return tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()

@@ -1,0 +1,43 @@
+"""No drafts: the decoder every other method is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.climb import Climb
+
+
+class Stateless:
+    """A drafter's memory when it has none."""
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Nothing to keep."""
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Nothing to forget."""
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Nothing to copy."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing to forget."""
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Always complete."""
+
+
+class NoDrafts(Stateless):
+    """Plain decoding: one row per slot and step."""
+
+    name = "plain"
+
+    def __init__(self) -> None:
+        self.traversal: Traversal = Climb()
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens alone."""
+        return context.given()
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Nothing to learn."""

@@ -1,0 +1,92 @@
+"""What a caller asks for and what comes back, in tokens; text is one floor up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vivace.core.sampling import Sampling
+from vivace.core.seams import Drafter
+from vivace.decode.stats import DecodeStats
+from vivace.errors import CapacityError, ConfigError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a text ends, other than by its length."""
+
+    end_tokens: frozenset[int] = frozenset()
+    """End-of-text ids; the one that occurs is the last token returned."""
+    stop_strings: tuple[str, ...] = ()
+    """The token that completes one of these is the last token returned."""
+    detokenize: Callable[[Sequence[int]], str] | None = None
+    """Needed for stop strings."""
+    min_new_tokens: int = 0
+    """End tokens cannot be drawn before this many tokens."""
+
+    def __post_init__(self) -> None:
+        if any(not text for text in self.stop_strings):
+            raise ConfigError("a stop string must not be empty")
+        assert not self.stop_strings or self.detokenize is not None, "stop strings need a detokenizer"
+
+    def stops_at(self, tokens: Sequence[int]) -> bool:
+        """Whether a text whose new tokens are these ends with the last of them."""
+        if tokens[-1] in self.end_tokens and len(tokens) > self.min_new_tokens:
+            return True
+        if not self.stop_strings or self.detokenize is None:
+            return False
+        # a piece is at least one byte and a character at most four, so this many tokens hold any stop string
+        longest = 4 * max(len(text) for text in self.stop_strings) + 4
+        tail = self.detokenize(tokens[-longest:])
+        return any(text in tail for text in self.stop_strings)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode."""
+
+    tokens: tuple[int, ...]
+    """Prompt ids, at least one."""
+    max_new_tokens: int
+    drafter: Drafter
+    """Shared between the requests of a session that use the same method."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: StopRule = field(default_factory=StopRule)
+    seed: int = 0
+    logprobs: bool = False
+    """Also return log p(token) under the model before any processor."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ConfigError("the prompt is empty; give at least one token")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
+
+    def check_fits(self, capacity: int) -> None:
+        """Refuse what a slot of this capacity cannot hold.
+
+        Raises:
+            CapacityError: prompt and new tokens together are longer than the context.
+        """
+        needed = len(self.tokens) + self.max_new_tokens
+        if needed > capacity:
+            raise CapacityError(
+                f"the prompt has {len(self.tokens)} tokens and max_new_tokens is {self.max_new_tokens}, together "
+                f"{needed}; the context holds {capacity}; shorten one of them"
+            )
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """New tokens of one request, one step's worth."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason | None
+    """Set on the last one."""
+    stats: DecodeStats
+    """Counters of the request so far (the same object until it finishes)."""

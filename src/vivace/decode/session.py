@@ -1,0 +1,309 @@
+"""The loop. Sequences are admitted, stepped and cancelled; everything above drives this one object.
+
+A step is at most one prefill pass (prompt chunks of the sequences that still have some) and one target pass
+per method for all live sequences together, whatever each of them drafted or accepted. The last prompt token
+is never prefilled: it is the root of the first draft, so prompt logits are never computed and the first
+token already profits from drafting. Prompt chunks start at fixed multiples of ``chunk``, so a prompt gives
+the same bits whatever else is running.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, Drafter, SlotState, TargetPass, Verdict
+from vivace.decode.climb import Climb
+from vivace.decode.laws import Laws
+from vivace.decode.request import Emitted, FinishReason, Request
+from vivace.decode.stats import DecodeStats
+from vivace.decode.verify import verify_greedy, verify_sampled
+
+Progress = Callable[[int, int], None]
+"""Called with (prompt tokens done, prompt tokens in all) after every prefill pass."""
+
+
+@dataclass
+class Sequence:
+    """A request while it is in a slot."""
+
+    id: int
+    request: Request
+    slot: int
+    tokens: list[int]
+    """Prompt and new tokens; all but the last are stored."""
+    generator: torch.Generator
+    stats: DecodeStats
+    admitted_at: float
+    first_at: float = 0.0
+    chunks: deque[tuple[int, int]] = field(default_factory=deque)
+    """Prompt spans not yet prefilled."""
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """What was generated so far."""
+        return self.tokens[len(self.request.tokens) :]
+
+
+class Session:
+    """Decodes any number of requests, ``num_slots`` at a time."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_slots: int,
+        capacity: int,
+        chunk: int = 256,
+        prefill_budget: int = 1024,
+        progress: Progress | None = None,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            model: the decoder.
+            num_slots: sequences that run at once; further ones wait.
+            capacity: prompt and new tokens a sequence may have together.
+            chunk: prompt tokens that go up together.
+            prefill_budget: prompt rows in one pass at most (at least one chunk runs).
+            progress: told about prefill.
+        """
+        self.model = model
+        self.capacity = capacity
+        self.chunk = chunk
+        self.prefill_budget = prefill_budget
+        self.progress = progress
+        self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK)
+        self.num_target_passes = 0
+        """Decoding passes so far, whatever the number of slots in each."""
+        self._climb = Climb()
+        self._free = list(range(num_slots))[::-1]
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._live: dict[int, Sequence] = {}
+        self._next_id = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self._live and not self._waiting
+
+    def admit(self, request: Request) -> int:
+        """Queue a request; returns its id.
+
+        Raises:
+            CapacityError: it cannot fit a slot.
+        """
+        request.check_fits(self.capacity)
+        self._waiting.append((self._next_id, request))
+        self._next_id += 1
+        return self._next_id - 1
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a request now; its slot is free before the next step. Unknown or finished ids are ignored."""
+        self._waiting = deque(pair for pair in self._waiting if pair[0] != request_id)
+        for sequence in list(self._live.values()):
+            if sequence.id == request_id:
+                self._release(sequence)
+
+    def drain(self) -> Iterator[Emitted]:
+        """Step until nothing is left."""
+        while not self.is_idle:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Emitted]:
+        """Advance every sequence: prompt chunks for those that have some, tokens for the others."""
+        self._fill_slots()
+        filling = [s for s in self._live.values() if s.chunks]
+        if filling:
+            self._prefill(filling)
+        emitted: list[Emitted] = []
+        for drafter, sequences in self._by_drafter():
+            emitted += self._decode(drafter, sequences)
+        return emitted
+
+    def _fill_slots(self) -> None:
+        while self._free and self._waiting:
+            request_id, request = self._waiting.popleft()
+            slot = self._free.pop()
+            generator = torch.Generator().manual_seed(request.seed)
+            stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
+            sequence = Sequence(
+                request_id, request, slot, list(request.tokens), generator, stats, admitted_at=time.perf_counter()
+            )
+            last = len(request.tokens) - 1
+            sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(0, last, self.chunk))
+            self._live[slot] = sequence
+
+    def _prefill(self, filling: list[Sequence]) -> None:
+        """One pass over the next prompt chunks, as many as the budget allows."""
+        started = time.perf_counter()
+        batch: list[Sequence] = []
+        rows = 0
+        for sequence in filling:
+            first, stop = sequence.chunks[0]
+            if batch and rows + stop - first > self.prefill_budget:
+                break
+            batch.append(sequence)
+            rows += stop - first
+        spans = {s.slot: s.chunks.popleft() for s in batch}
+        draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch})
+        passed = self._climb.run(self.model, draft, self.cache, chunk=True)
+        slots = [s.slot for s in batch]
+        paths = [range(stop - first) for first, stop in spans.values()]
+        for drafter in {id(s.request.drafter): s.request.drafter for s in batch}.values():
+            drafter.observe(draft, passed, None)
+        for state in self._states(batch):
+            state.commit(slots, paths)
+        elapsed = time.perf_counter() - started
+        for sequence in batch:
+            sequence.stats.prefill_s += elapsed
+        if self.progress is not None:
+            done = sum(self.cache.lengths[s.slot] for s in filling)
+            self.progress(done, sum(len(s.request.tokens) - 1 for s in filling))
+
+    def _by_drafter(self) -> list[tuple[Drafter, list[Sequence]]]:
+        groups: dict[int, tuple[Drafter, list[Sequence]]] = {}
+        for sequence in self._live.values():
+            if not sequence.chunks:
+                drafter = sequence.request.drafter
+                groups.setdefault(id(drafter), (drafter, []))[1].append(sequence)
+        return list(groups.values())
+
+    def _decode(self, drafter: Drafter, sequences: list[Sequence]) -> list[Emitted]:
+        """Draft, verify, keep: one target pass for these sequences."""
+        started = time.perf_counter()
+        context = self._context(sequences)
+        draft = drafter.propose(context)
+        drafted = time.perf_counter()
+        passed = drafter.traversal.run(self.model, draft, self.cache)
+        self.num_target_passes += 1
+        verdict, logprobs = self._verify(draft, passed, context, sequences)
+        drafter.observe(draft, passed, verdict)
+        emitted = self._keep(draft, verdict, logprobs, sequences)
+        verified = time.perf_counter()
+        for sequence in sequences:
+            sequence.stats.draft_s += drafted - started
+            sequence.stats.verify_s += verified - drafted
+        return emitted
+
+    def _context(self, sequences: list[Sequence]) -> Context:
+        tokens = {s.slot: s.tokens for s in sequences}
+        requests = {s.slot: s.request for s in sequences}
+        room = {
+            s.slot: min(s.request.max_new_tokens - len(s.new_tokens) - 1, DRAFT_SLACK - 1) for s in sequences
+        }
+        return Context(
+            slots=tuple(tokens),
+            tokens=tokens,
+            cache=self.cache,
+            law=Laws(requests, tokens, self.cache.lengths),
+            max_nodes=room,
+            generators={s.slot: s.generator for s in sequences},
+        )
+
+    def _verify(
+        self, draft: Draft, passed: TargetPass, context: Context, sequences: list[Sequence]
+    ) -> tuple[Verdict, Tensor | None]:
+        """The verdict, and log p of every vocabulary entry after each row when somebody asked for it."""
+        wants_logprobs = any(s.request.logprobs for s in sequences)
+        if context.law.is_greedy(context.slots) and not wants_logprobs:
+            return verify_greedy(draft, self.model.greedy(passed.hidden)), None
+        logits = self.model.head(passed.hidden)
+        logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
+        if context.law.is_greedy(context.slots):
+            return verify_greedy(draft, logits.argmax(-1)), logprobs
+        law = context.law(logits, draft, passed.rows)
+        return verify_sampled(draft, law, context.generators), logprobs
+
+    def _keep(
+        self, draft: Draft, verdict: Verdict, logprobs: Tensor | None, sequences: list[Sequence]
+    ) -> list[Emitted]:
+        """Commit the accepted paths, cut at the first stop, emit."""
+        nodes = draft.node.tolist()
+        slots = [s.slot for s in sequences]
+        for state in self._states(sequences):
+            state.commit(slots, [[nodes[row] for row in path] for path in verdict.paths])
+        depths = _depths(draft)
+        emitted = []
+        for place, sequence in enumerate(sequences):
+            guesses = [row for row, s in enumerate(draft.slot.tolist()) if s == sequence.slot][draft.given[place] :]
+            deepest = max((depths[row] for row in guesses), default=0) - (draft.given[place] - 1 if guesses else 0)
+            sequence.stats.count(len(guesses), verdict.accepted[place], deepest)
+            path = verdict.paths[place][draft.given[place] - 1 :]
+            block = [int(draft.tokens[row]) for row in path[1:]] + [verdict.next_tokens[place]]
+            emitted.append(self._emit(sequence, block, _picked(logprobs, path, block, sequence)))
+        return emitted
+
+    def _emit(self, sequence: Sequence, block: list[int], logprobs: list[float] | None) -> Emitted:
+        request, stats = sequence.request, sequence.stats
+        kept, reason = 0, None
+        for token in block:
+            sequence.tokens.append(token)
+            kept += 1
+            reason = self._finished(sequence)
+            if reason is not None:
+                break
+        now = time.perf_counter()
+        if stats.num_tokens == 0:
+            sequence.first_at = now
+            stats.first_token_s = now - sequence.admitted_at
+        stats.num_tokens += kept
+        stats.decode_s = now - sequence.first_at
+        if kept < len(block):  # the step ran past the end of the text: forget what lies beyond it
+            stored = min(self.cache.lengths[sequence.slot], len(sequence.tokens))
+            for state in self._states([sequence]):
+                state.truncate([sequence.slot], [stored])
+        if reason is not None:
+            self._release(sequence)
+        return Emitted(
+            sequence.id,
+            tuple(block[:kept]),
+            None if logprobs is None else tuple(logprobs[:kept]),
+            reason,
+            stats,
+        )
+
+    def _finished(self, sequence: Sequence) -> FinishReason | None:
+        new = sequence.new_tokens
+        if sequence.request.stop.stops_at(new):
+            return "stop"
+        return "length" if len(new) >= sequence.request.max_new_tokens else None
+
+    def _release(self, sequence: Sequence) -> None:
+        for state in self._states([sequence]):
+            state.release([sequence.slot])
+        del self._live[sequence.slot]
+        self._free.append(sequence.slot)
+
+    def _states(self, sequences: list[Sequence]) -> list[SlotState]:
+        drafters = {id(s.request.drafter): s.request.drafter for s in sequences}
+        return [self.cache, *self.model.states(), *drafters.values()]
+
+
+DRAFT_SLACK = 64
+"""Entries a draft may use beyond a sequence's own limit."""
+
+
+def _depths(draft: Draft) -> list[int]:
+    """Edges from each slot's first row to each row."""
+    depths: list[int] = []
+    for parent in draft.parent.tolist():
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _picked(
+    logprobs: Tensor | None, path: tuple[int, ...], block: list[int], sequence: Sequence
+) -> list[float] | None:
+    """log p of each token of the block: token i follows row i of the path."""
+    if logprobs is None or not sequence.request.logprobs:
+        return None
+    return [float(logprobs[row, token]) for row, token in zip(path, block, strict=True)]

@@ -1,0 +1,66 @@
+"""What decoding did, under vLLM's names and formulas, so that numbers can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DecodeStats:
+    """Counters of one request; times are the wall time of the steps it took part in."""
+
+    method: str = "plain"
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    """New tokens returned."""
+    num_spec_steps: int = 0
+    """Target passes that decoded: each emits the accepted tokens and one more."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    first_token_s: float = 0.0
+    """From admission to the first token."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+
+    def count(self, drafted: int, accepted: int, depth: int) -> None:
+        """Record one decoding step: guesses made, guesses kept, longest path guessed."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_draft_tokens += accepted
+        while len(self.drafted_per_position) < depth:
+            self.drafted_per_position.append(0)
+            self.accepted_per_position.append(0)
+        for position in range(depth):
+            self.drafted_per_position[position] += 1
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / steps: the recovered or bonus token counts (vLLM's formula)."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """accepted / drafted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of steps that drafted this far in which the guess at this depth was kept."""
+        return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+
+    @property
+    def tokens_per_target_pass(self) -> float:
+        """New tokens over target passes."""
+        return self.num_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first over the time after the first."""
+        return (self.num_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0

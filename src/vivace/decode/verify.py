@@ -1,0 +1,117 @@
+"""Which drafted tokens are kept, and why the text is exactly what plain decoding would have written.
+
+Words: a node of the draft is *accepted* when verification keeps it; the token after the last accepted node
+is *recovered* when it replaces a rejected guess and *bonus* when the accepted path ended in a leaf. Every
+step emits the accepted tokens and one recovered or bonus token, so at least one.
+
+Greedy. ``choice[r]`` is the target's argmax after row r. The path follows the child that carries
+``choice[r]`` for as long as there is one and then emits ``choice[r]`` itself. Each emitted token is the
+target's argmax on the text before it; the rows above it hold the same bits as in plain decoding (rule of
+``kernels/reference.py``), so the text is the same token for token.
+
+Sampling. ``P`` is the target's law after row r (processors applied on the hypothetical prefix).
+
+* Deterministic guesses are point masses: draw ``y ~ P``; descend if a child carries y, else emit it. The
+  token emitted at this position is y in both cases, hence distributed as P.
+* Guesses drawn from a law ``q`` (speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1;
+  several independent children: recursive rejection, Miao et al. 2023, arXiv:2305.09781): a child x is kept
+  with probability ``min(1, P(x) / q(x))``; after a rejection ``P <- norm(max(P - q, 0))`` and the next child
+  is tried; when none is left, draw from the remaining P. For one child,
+  ``Pr[y] = q(y) min(1, P(y)/q(y)) + (1 - sum_x min(P(x), q(x))) max(P(y) - q(y), 0) / Z``, and since
+  ``Z = 1 - sum_x min(P(x), q(x))`` this is ``min(P, q)(y) + max(P - q, 0)(y) = P(y)``. Further children
+  repeat the argument with the remaining law, which is what the rejected mass must follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vivace.core.sampling import sample, uniform
+from vivace.core.seams import Draft, Verdict
+
+
+def verify_greedy(draft: Draft, choice: Tensor) -> Verdict:
+    """Keep the path the target itself would have taken.
+
+    Args:
+        draft: given tokens and guesses, T rows.
+        choice: (T,) the target's most likely token after each row.
+    """
+    tokens, chosen = draft.tokens.tolist(), choice.tolist()
+    children = _children(draft)
+    paths, accepted, following = [], [], []
+    for root in draft.roots().tolist():
+        path = draft.path(root)
+        given = len(path)
+        row = root
+        while (child := _carrying(chosen[row], children[row], tokens)) is not None:
+            path.append(child)
+            row = child
+        paths.append(tuple(path))
+        accepted.append(len(path) - given)
+        following.append(chosen[row])
+    return Verdict(tuple(paths), tuple(accepted), tuple(following))
+
+
+def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.Generator]) -> Verdict:
+    """Keep a path so that the text is distributed as the target's own.
+
+    Args:
+        draft: given tokens and guesses, T rows; ``draft.probs`` holds the law each guess was drawn from.
+        target: (T, V) the target's law after each row, rows sum to one (one-hot for greedy slots).
+        generators: random numbers of each slot, used by no other.
+    """
+    tokens = draft.tokens.tolist()
+    children = _children(draft)
+    paths, accepted, following = [], [], []
+    for slot, root in zip(draft.slots, draft.roots().tolist(), strict=True):
+        path = draft.path(root)
+        given = len(path)
+        row, token = root, None
+        while token is None:
+            child, token = _descend(draft, target[row], children[row], tokens, generators[slot])
+            if child is not None:
+                path.append(child)
+                row = child
+        paths.append(tuple(path))
+        accepted.append(len(path) - given)
+        following.append(token)
+    return Verdict(tuple(paths), tuple(accepted), tuple(following))
+
+
+def _descend(
+    draft: Draft, law: Tensor, children: Sequence[int], tokens: Sequence[int], generator: torch.Generator
+) -> tuple[int | None, int | None]:
+    """(child to go on from, None), or (None, token that ends the step)."""
+    if draft.probs is None:
+        token = sample(law, generator)
+        child = _carrying(token, children, tokens)
+        return (None, token) if child is None else (child, None)
+    for child in children:
+        q, token = draft.probs[child], tokens[child]
+        if uniform(generator) * float(q[token]) < float(law[token]):
+            return child, None
+        rest = (law - q).clamp(min=0)
+        mass = float(rest.sum())
+        if mass == 0.0:  # the two laws are equal up to rounding: there is nothing to recover from
+            return child, None
+        law = rest / mass
+    return None, sample(law, generator)
+
+
+def _children(draft: Draft) -> list[list[int]]:
+    """Guesses below each row, in the order they were proposed."""
+    children: list[list[int]] = [[] for _ in range(len(draft.tokens))]
+    for row, (parent, node, slot) in enumerate(
+        zip(draft.parent.tolist(), draft.node.tolist(), draft.slot.tolist(), strict=True)
+    ):
+        if parent >= 0 and node >= draft.given[draft.slots.index(slot)]:
+            children[parent].append(row)
+    return children
+
+
+def _carrying(token: int, rows: Sequence[int], tokens: Sequence[int]) -> int | None:
+    return next((row for row in rows if tokens[row] == token), None)
