@@ -16,20 +16,27 @@ E2E = [
     {"mr": "name[Fen House], priceRange[£ 20 - 25]", "ref": "Pay £ 20 - 25 , at Fen House ."},
     {"mr": "name[Oak Bar]", "ref": "Oak Bar ."},
 ]
-SQL = [{"table_id": "1-1", "question": "Which  year?", "columns_seen": ["YEAR", "CLUB"], "sql": "SELECT YEAR FROM TABLE ;"}]
+SQL = [
+    {"table_id": "1-1", "question": "Which  year?", "columns_seen": ["YEAR", "CLUB"], "sql": "SELECT YEAR FROM TABLE ;"}
+]
 
 
 def write(path: Path, rows: Sequence[object]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as stream:
+    with (
+        gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as stream
+    ):
         stream.write(text)
     return path
 
 
 def test_a_folder_gives_a_file_for_each_split(tmp_path: Path) -> None:
     write(tmp_path / "e2e" / "train.jsonl.gz", E2E)
-    write(tmp_path / "e2e" / "dev.jsonl", [{"mr": "name[Oak Bar]", "ref": "Oak Bar."}, {"mr": "name[Oak Bar]", "ref": "Oak"}])
+    write(
+        tmp_path / "e2e" / "dev.jsonl",
+        [{"mr": "name[Oak Bar]", "ref": "Oak Bar."}, {"mr": "name[Oak Bar]", "ref": "Oak"}],
+    )
     train, dev = convert("e2e", tmp_path, tmp_path / "out")
     assert (train.num_rows, train.num_references, train.was_detokenised) == (3, 3, True)
     assert (dev.num_rows, dev.num_references, dev.was_detokenised) == (1, 2, False)
@@ -69,7 +76,11 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "complaint"),
-    [({"mr": "name[Oak]"}, "field 'ref' is missing"), ({"mr": 3, "ref": "x"}, "field 'mr'"), (["mr"], "not a row of e2e")],
+    [
+        ({"mr": "name[Oak]"}, "field 'ref' is missing"),
+        ({"mr": 3, "ref": "x"}, "field 'mr'"),
+        (["mr"], "not a row of e2e"),
+    ],
 )
 def test_a_broken_row_is_named_and_nothing_is_written(tmp_path: Path, row: object, complaint: str) -> None:
     source = write(tmp_path / "dev.jsonl", [{"mr": "name[Oak]", "ref": "Oak."}, row])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,10 @@ def test_gzip_blank_lines_and_foreign_keys_are_fine(tmp_path: Path) -> None:
         ('{"prompt": "Hi", "reference": ["a", 3]}', "found a list of number and string"),
         ('{"prompt": "Hi", "task": 3}', '"task" is a string, found a number'),
         ('{"messages": []}', '"messages" is a list of at least one turn, found an empty list'),
-        ('{"messages": [{"role": "user"}]}', "\"messages\"[0] is {\"role\": str, \"content\": str}, found an object with 'role'"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            '"messages"[0] is {"role": str, "content": str}, found an object with \'role\'',
+        ),
         ('{"messages": [{"role": "user", "content": null}]}', '"messages"[0]'),
     ],
 )
@@ -76,3 +81,17 @@ def test_packaged_sets_hold_a_hundred_distinct_prompts(name: str) -> None:
     start = {"e2e": "Describe: name[", "sql": "Write SQL for: "}[name]
     assert all(str(prompt.request).startswith(start) for prompt in prompts)
     assert all(prompt.task == {"e2e": "e2e", "sql": "wikisql"}[name] for prompt in prompts)
+
+
+def test_packaged_sets_are_what_the_generator_draws(tmp_path: Path) -> None:
+    tool = Path(__file__).resolve().parents[2] / "tools" / "make_prompts.py"
+    spec = importlib.util.spec_from_file_location("make_prompts", tool)
+    assert spec is not None
+    assert spec.loader is not None
+    make_prompts = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = make_prompts
+    spec.loader.exec_module(make_prompts)
+    make_prompts.FOLDER = tmp_path
+    make_prompts.main()
+    for name in PACKAGED:
+        assert load_prompts(tmp_path / f"{name}.jsonl") == packaged_prompts(name)

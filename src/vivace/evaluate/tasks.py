@@ -101,7 +101,9 @@ def convert(task: str, source: str | Path, output: str | Path, *, split: str | N
     sources = _find(task, Path(source), split)
     target = Path(output)
     if target.suffix == ".jsonl" and len(sources) > 1:
-        raise ConfigError(f"{source} has {len(sources)} splits but {target} is one file; name a folder, or give --split")
+        raise ConfigError(
+            f"{source} has {len(sources)} splits but {target} is one file; name a folder, or give --split"
+        )
     done = []
     for name, path in sources.items():
         file = target if target.suffix == ".jsonl" else target / f"{task}-{name}.jsonl"
@@ -122,7 +124,9 @@ def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
     found = {name: path for name, paths in names.items() for path in paths[::-1] if path.is_file()}
     missing = [name for name in wanted if name not in found]
     if not found or (split is not None and missing):
-        raise NotFoundError(f"no {' or '.join(f'{name}.jsonl[.gz]' for name in missing)} in {source} or {source / task}")
+        raise NotFoundError(
+            f"no {' or '.join(f'{name}.jsonl[.gz]' for name in missing)} in {source} or {source / task}"
+        )
     return found
 
 
@@ -147,7 +151,8 @@ def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
     number = 0
     try:
         with opener(source, "rt", encoding="utf-8") as stream:
-            for number, line in enumerate(stream, 1):
+            for line in stream:
+                number += 1
                 row = json.loads(line)
                 yield task.prompt(row), task.answer(row)
     except (ValueError, AttributeError, EOFError, gzip.BadGzipFile) as error:

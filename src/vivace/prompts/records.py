@@ -65,7 +65,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
             except ValueError as error:
                 raise ConfigError(f"{source}, line {number}: {error}") from error
     if not prompts:
-        raise CorruptError(f'prompt file {source}: no rows; expected one JSON object a line, such as {{"prompt": "Hi"}}')
+        raise CorruptError(
+            f'prompt file {source}: no rows; expected one JSON object a line, such as {{"prompt": "Hi"}}'
+        )
     return prompts
 
 

@@ -1,0 +1,74 @@
+"""Confidence intervals by resampling: is a difference between two systems more than the luck of the prompts?
+
+The paired bootstrap (Efron 1979; Koehn 2004 for text metrics) draws prompts with replacement and takes both
+systems' values of the drawn prompts, so what makes a prompt hard or slow for both cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vivace.errors import ConfigError
+
+Statistic = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
+"""From two arrays ``(..., n)`` of per-prompt values to ``(...,)``: means are taken over the last axis."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the range that holds it with the given confidence."""
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def mean_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """mean(a) - mean(b)."""
+    return np.asarray(a.mean(-1) - b.mean(-1))
+
+
+def ratio_of_sums(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """sum(a) / sum(b), e.g. seconds of the baseline over seconds of the method: the speed-up."""
+    return np.asarray(a.sum(-1) / b.sum(-1))
+
+
+def paired_bootstrap(
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    statistic: Statistic = mean_difference,
+    confidence: float = 0.95,
+    num_resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile interval of a statistic of two systems' values on the same prompts.
+
+    Args:
+        a: Values of one system, one a prompt.
+        b: Values of the other, in the same order.
+        statistic: What is compared.
+        confidence: Share of resamples inside the interval, in (0, 1).
+        num_resamples: How many times prompts are drawn.
+        seed: The same seed gives the same interval.
+
+    Raises:
+        ConfigError: no values, different lengths, or a confidence outside (0, 1).
+    """
+    if len(a) != len(b) or not len(a):
+        raise ConfigError(f"paired values have equal lengths of at least 1, found {len(a)} and {len(b)}")
+    if not 0 < confidence < 1:
+        raise ConfigError(f"confidence lies between 0 and 1, found {confidence}")
+    first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    drawn = np.random.default_rng(seed).integers(0, len(first), (num_resamples, len(first)))
+    values = statistic(first[drawn], second[drawn])
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(statistic(first, second)), float(low), float(high), confidence)
