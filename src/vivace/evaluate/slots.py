@@ -82,7 +82,7 @@ PHRASES: Mapping[str, Mapping[str, str]] = {
     "customer rating": {"low": _LOW, "middle": _MIDDLING, "high": _GREAT},
     "area": {
         "riverside": r"\briver|\bwater(?:side|front)?\b|\bbanks? of",
-        "city centre": r"\b(?:city|town)(?:'s)?[- ]?cent(?:re|er)|\bcent(?:re|er|ral)\b|\bheart of|\bdowntown|\bin the city",
+        "city centre": r"cent(?:re|er)\b|\bcentral|\bheart of|\bdowntown|\bin the city",
     },
     "familyFriendly": {"no": _UNFRIENDLY, "yes": rf"\b{_CHILDREN}|\ball ages"},
 }
