@@ -44,7 +44,7 @@ class Attention:
             kernels.attend_chunk(
                 rows.view(batch, length, *q.shape[1:]), keys, values, visible, scale=self.scale, softcap=self.softcap
             )
-            for rows in q.split(batch * length)
+            for rows in torch.split(q, batch * length)
         ]
         return torch.cat([a.reshape(batch * length, *q.shape[1:]) for a in streams])
 

@@ -142,7 +142,10 @@ class Fresh:
         """Keep keys and values (T, K, D) of a dense step."""
         assert step.grid is not None, "Fresh memory holds dense calls only"
         batch, length = step.grid
-        self._stored[layer] = tuple(t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (keys, values))
+        self._stored[layer] = (
+            keys.view(batch, length, *keys.shape[1:]).transpose(1, 2),
+            values.view(batch, length, *values.shape[1:]).transpose(1, 2),
+        )
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each (B, K, T/B, D)."""

@@ -72,7 +72,7 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMS norm of queries and keys: per head, or over all heads at once, before the rotation."""
     qkv_clip: float | None = None
-    """Clamp queries, keys and values to [-clip, clip] before the rotation (OLMoE)."""
+    """Clamp queries, keys and values to [-clip, clip] after the QK-norm, before the rotation (OLMoE)."""
 
     qkv_bias: bool = False
     output_bias: bool = False

@@ -68,10 +68,10 @@ class Layer(nn.Module):
         qkv: Tensor = self.qkv(x)
         if step.deltas:
             self._add_deltas(qkv, x, step)
-        if c.qkv_clip is not None:
-            qkv = qkv.clamp(-c.qkv_clip, c.qkv_clip)
         if self.q_norm is not None:
             qkv = self._norm_heads(qkv)
+        if c.qkv_clip is not None:
+            qkv = qkv.clamp(-c.qkv_clip, c.qkv_clip)
         num_rotated = c.num_heads + c.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_rotated + c.num_kv_heads, c.head_dim)
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
@@ -93,7 +93,7 @@ class Layer(nn.Module):
         c = self.config
         assert self.q_norm is not None and self.k_norm is not None
         query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        q, k, v = qkv.split((query, key, key), -1)
+        q, k, v = torch.split(qkv, [query, key, key], -1)
         if c.qk_norm == "head":
             q = self.q_norm(q.reshape(-1, c.num_heads, c.head_dim)).flatten(1)
             k = self.k_norm(k.reshape(-1, c.num_kv_heads, c.head_dim)).flatten(1)

@@ -41,7 +41,7 @@ class MixtureOfExperts(nn.Module):
         """(T, E) -> (T, E)."""
         weights, chosen = self.choose(x)
         each = x.new_zeros(*chosen.shape, x.shape[-1])
-        for expert in chosen.unique().tolist():
+        for expert in torch.unique(chosen).tolist():
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             each[rows, place] = self.experts[expert](x[rows], _BARE)
         y = each[:, 0] * weights[:, :1]

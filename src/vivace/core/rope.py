@@ -24,7 +24,7 @@ from vivace.core.config import RopeConfig
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """f_i for the static kinds, (width / 2,) float32; dynamic returns its unstretched ones."""
     width = rope.width or head_dim
-    pairs = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    pairs = torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width  # also when built on "meta"
     base = 1.0 / rope.theta**pairs
     if rope.kind == "linear":
         return base / rope.factor
@@ -58,7 +58,7 @@ def _yarn(rope: RopeConfig, base: Tensor, width: int) -> Tensor:
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     return base / rope.factor * ramp + base * (1 - ramp)
 
 

@@ -96,9 +96,7 @@ def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None
     if sampling.repetition_penalty != 1.0 and prefix:
         seen = torch.tensor(sorted(set(prefix)), device=logits.device)
         score = logits[seen]
-        logits[seen] = torch.where(
-            score < 0, score * sampling.repetition_penalty, score / sampling.repetition_penalty
-        )
+        logits[seen] = torch.where(score < 0, score * sampling.repetition_penalty, score / sampling.repetition_penalty)
     size = sampling.no_repeat_ngram_size
     if size and len(prefix) >= size:
         ending = tuple(prefix[len(prefix) - size + 1 :])

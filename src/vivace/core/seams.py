@@ -51,7 +51,10 @@ class Draft:
     def given_only(tokens: Mapping[int, Sequence[int]]) -> Draft:
         """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk."""
         slots = tuple(tokens)
-        flat, slot, node, parent = [], [], [], []
+        flat: list[int] = []
+        slot: list[int] = []
+        node: list[int] = []
+        parent: list[int] = []
         for index, given in tokens.items():
             for place, token in enumerate(given):
                 parent.append(len(flat) - 1 if place else -1)
@@ -59,8 +62,14 @@ class Draft:
                 slot.append(index)
                 node.append(place)
         counts = tuple(len(tokens[s]) for s in slots)
-        as_long = [torch.tensor(column, dtype=torch.int64) for column in (flat, slot, node, parent)]
-        return Draft(slots, counts, *as_long)
+        return Draft(
+            slots,
+            counts,
+            tokens=torch.tensor(flat, dtype=torch.int64),
+            slot=torch.tensor(slot, dtype=torch.int64),
+            node=torch.tensor(node, dtype=torch.int64),
+            parent=torch.tensor(parent, dtype=torch.int64),
+        )
 
     @cached_property
     def is_chain(self) -> bool:
@@ -98,14 +107,16 @@ class Draft:
             next_node[s] += 1
             node.append(next_node[s])
         rows = torch.arange(len(self.tokens), len(self.tokens) + count * width)
+        flat = tokens.reshape(-1)
         law = self.probs
-        if probs is not None:
-            if law is None:
-                law = probs.new_zeros(len(self.tokens), probs.shape[1])
-            law = torch.cat((law, probs.repeat_interleave(width, 0)))
+        known = probs if law is None else law
+        if known is not None:  # a guess without a law is a point mass
+            above = _point_masses(self.tokens, known.shape[1]) if law is None else law
+            below = _point_masses(flat, known.shape[1]) if probs is None else probs.repeat_interleave(width, 0)
+            law = torch.cat((above, below))
         grown = replace(
             self,
-            tokens=torch.cat((self.tokens, tokens.reshape(-1))),
+            tokens=torch.cat((self.tokens, flat)),
             slot=torch.cat((self.slot, slot)),
             node=torch.cat((self.node, torch.tensor(node, dtype=torch.int64))),
             parent=torch.cat((self.parent, parent)),
@@ -121,6 +132,10 @@ class Draft:
             rows.append(row)
             row = parents[row]
         return rows[::-1]
+
+
+def _point_masses(tokens: Tensor, vocab: int) -> Tensor:
+    return torch.nn.functional.one_hot(tokens, vocab).float()
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ class Laws:
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
         """Whether argmax of the raw logits is the answer for all of these slots."""
-        return all(
-            self._requests[s].sampling.is_argmax and self._requests[s].stop.min_new_tokens == 0 for s in slots
-        )
+        return all(self._requests[s].sampling.is_argmax and self._requests[s].stop.min_new_tokens == 0 for s in slots)
 
     def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
         """(n, V) probabilities for draft rows."""

@@ -74,7 +74,10 @@ class PromptLookup:
 
     def propose(self, context: Context) -> Draft:
         """A chain per slot where the ending was seen before, nothing elsewhere."""
-        draft = context.given()
+        return self.seed(context.given(), context)[0]
+
+    def seed(self, draft: Draft, context: Context) -> tuple[Draft, frozenset[int]]:
+        """Chains below the roots of ``draft`` where the ending was seen before, and the slots that got one."""
         chains = {slot: self.guess(context, slot) for slot in context.slots}
         leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
         for depth in range(max(map(len, chains.values()), default=0)):
@@ -82,7 +85,7 @@ class PromptLookup:
             tokens = torch.tensor([[chains[slot][depth]] for slot in growing])
             draft, rows = draft.grow(torch.tensor([leaves[slot] for slot in growing]), tokens)
             leaves.update(zip(growing, rows.tolist(), strict=True))
-        return draft
+        return draft, frozenset(slot for slot, chain in chains.items() if chain)
 
     def guess(self, context: Context, slot: int) -> list[int]:
         """The tokens this slot's text suggests next, at most as many as it may still use."""

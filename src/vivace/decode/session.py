@@ -197,9 +197,7 @@ class Session:
     def _context(self, sequences: list[Sequence]) -> Context:
         tokens = {s.slot: s.tokens for s in sequences}
         requests = {s.slot: s.request for s in sequences}
-        room = {
-            s.slot: min(s.request.max_new_tokens - len(s.new_tokens) - 1, DRAFT_SLACK - 1) for s in sequences
-        }
+        room = {s.slot: min(s.request.max_new_tokens - len(s.new_tokens) - 1, DRAFT_SLACK - 1) for s in sequences}
         return Context(
             slots=tuple(tokens),
             tokens=tokens,
@@ -243,7 +241,7 @@ class Session:
         return emitted
 
     def _emit(self, sequence: Sequence, block: list[int], logprobs: list[float] | None) -> Emitted:
-        request, stats = sequence.request, sequence.stats
+        stats = sequence.stats
         kept, reason = 0, None
         for token in block:
             sequence.tokens.append(token)
@@ -300,10 +298,8 @@ def _depths(draft: Draft) -> list[int]:
     return depths
 
 
-def _picked(
-    logprobs: Tensor | None, path: tuple[int, ...], block: list[int], sequence: Sequence
-) -> list[float] | None:
-    """log p of each token of the block: token i follows row i of the path."""
+def _picked(logprobs: Tensor | None, path: tuple[int, ...], block: list[int], sequence: Sequence) -> list[float] | None:
+    """Log p of each token of the block: token i follows row i of the path."""
     if logprobs is None or not sequence.request.logprobs:
         return None
     return [float(logprobs[row, token]) for row, token in zip(path, block, strict=True)]

@@ -47,7 +47,7 @@ class DecodeStats:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """accepted / drafted."""
+        """Accepted over drafted."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property

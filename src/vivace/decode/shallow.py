@@ -1,0 +1,217 @@
+"""Drafting with the target's own lower layers: what is computed while drafting is handed to verification.
+
+Rows climb to the *gate*, something there guesses the next token, the guess becomes a row, and so on. The
+lower layers' keys, values and residuals of every node are the target's own, so verification starts at the
+gate and the lower layers run once per token. One more lower pass than guesses is made: the last guesses
+need their residual at the gate too (the token after them is the bonus).
+
+Self-speculation of LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710) and of M2R2 (arXiv:2502.02040)
+differ only in who guesses at the gate: ``EarlyGuess``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.core.sampling import sample
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.decode.lookup import PromptLookup
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Shape of a draft."""
+
+    widths: tuple[int, ...] = (1, 1, 1, 1)
+    """Children below each leaf, depth by depth: all ones is a chain."""
+    min_confidence: float = 0.0
+    """Stop below a guess less likely than this under the drafting law; 0 never stops early."""
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
+        if not 0 <= self.min_confidence < 1:
+            raise ConfigError(f"min_confidence must be in [0, 1), found {self.min_confidence}")
+
+    @staticmethod
+    def chain(length: int) -> DraftPlan:
+        """``length`` guesses in a row."""
+        return DraftPlan((1,) * length)
+
+    @property
+    def is_chain(self) -> bool:
+        """One guess per depth."""
+        return set(self.widths) == {1}
+
+
+class EarlyGuess(Protocol):
+    """Who guesses at the gate."""
+
+    gate: int
+    """Layers below it run while drafting."""
+
+    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows through the layers below the gate.
+
+        Args:
+            model: the target.
+            h: (T, E) embedded rows.
+            step: their call; all rows write.
+            guessing: (n,) which of the rows want a guess.
+
+        Returns:
+            Residuals at the gate (T, E), and (n, E) from which ``model.head`` gives the guess.
+        """
+        ...
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """What the target pass showed."""
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these sequences."""
+        ...
+
+
+class ShallowDrafter:
+    """Drafts below a gate, depth by depth, all slots in one pass per depth."""
+
+    def __init__(
+        self, model: Decoder, guess: EarlyGuess, plan: DraftPlan, *, name: str, first: PromptLookup | None = None
+    ) -> None:
+        """Draft for ``model``.
+
+        Args:
+            model: the target.
+            guess: who guesses at the gate.
+            plan: shape of the draft.
+            name: of the method, for statistics.
+            first: asked before; where it knows a continuation that one is the draft.
+        """
+        self.first = first
+        self.model = model
+        self.guess = guess
+        self.plan = plan
+        self.name = name
+        self.traversal: Traversal = Climb()
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens and a chain or tree of guesses, with residuals at the gate."""
+        draft = context.given()
+        leaves = draft.roots()
+        if self.first is not None:
+            draft, known = self.first.seed(draft, context)
+            leaves = torch.tensor(
+                [leaf for leaf in leaves.tolist() if int(draft.slot[leaf]) not in known], dtype=torch.int64
+            )
+        done: list[Tensor] = []
+        for depth in range(len(self.plan.widths) + 1):
+            fresh = torch.arange(sum(len(h) for h in done), len(draft.tokens))
+            width = self._width(depth)
+            leaves = self._with_room(draft, leaves, context, width)
+            hidden, at_gate = self._lower(draft, context, fresh, leaves)
+            done.append(hidden)
+            if len(leaves) == 0:
+                break
+            draft, leaves = self._extend(draft, context, leaves, at_gate, width)
+        return replace(draft, hidden=torch.cat(done), entry_layer=self.guess.gate)
+
+    def _width(self, depth: int) -> int:
+        return self.plan.widths[depth] if depth < len(self.plan.widths) else 0
+
+    @staticmethod
+    def _with_room(draft: Draft, leaves: Tensor, context: Context, width: int) -> Tensor:
+        """Leaves that may still grow: within the plan and within what their slot can use."""
+        if width == 0:
+            return leaves[:0]
+        used: dict[int, int] = {}
+        for slot in draft.slot.tolist():
+            used[slot] = used.get(slot, 0) + 1
+        given = dict(zip(draft.slots, draft.given, strict=True))
+        depth_of = _depth_below_root(draft)
+        slots = draft.slot.tolist()
+        keep = [
+            leaf
+            for leaf in leaves.tolist()
+            if depth_of[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)
+            and used[slots[leaf]] - given[slots[leaf]] + width <= MAX_NODES
+        ]
+        return torch.tensor(keep, dtype=torch.int64)
+
+    def _lower(self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
+        """New rows through the layers below the gate; leaves are among them."""
+        step = Step.of(draft, context.cache)
+        if len(fresh) < len(draft.tokens):
+            step = step.take(fresh)
+        h = self.model.embed(draft.tokens[fresh], step)
+        return self.guess.climb(self.model, h, step, leaves - fresh[0])
+
+    def _extend(
+        self, draft: Draft, context: Context, leaves: Tensor, at_gate: Tensor, width: int
+    ) -> tuple[Draft, Tensor]:
+        """Guess below each leaf; sure enough guesses are the next leaves."""
+        sure: Tensor | None = None
+        probs: Tensor | None = None
+        if context.law.is_greedy(context.slots) and not self.plan.min_confidence:
+            tokens = self.model.greedy(at_gate)[:, None] if width == 1 else self.model.head(at_gate).topk(width).indices
+        else:
+            law = context.law(self.model.head(at_gate), draft, leaves)
+            if self.plan.is_chain:
+                slots = draft.slot.tolist()
+                drawn = [
+                    sample(q, context.generators[slots[leaf]]) for q, leaf in zip(law, leaves.tolist(), strict=True)
+                ]
+                tokens, probs = torch.tensor(drawn)[:, None], law
+            else:
+                tokens = law.topk(width).indices
+            sure = law.gather(1, tokens) >= self.plan.min_confidence
+        draft, rows = draft.grow(leaves, tokens, probs)
+        return draft, rows if sure is None else rows[sure.reshape(-1)]
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Pass on what the target showed."""
+        self.guess.observe(draft, passed, verdict)
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Entries live in the target's own cache."""
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Entries live in the target's own cache; a shortened text is looked up afresh."""
+        if self.first is not None:
+            self.first.truncate(slots, lengths)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """What was seen of a slot is not copied: drafts of the copy start without it."""
+        self.release(targets)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget what was seen of these slots."""
+        self.guess.release(slots)
+        if self.first is not None:
+            self.first.release(slots)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Complete after every verification."""
+
+
+MAX_NODES = 32
+"""Guesses of one slot in one draft."""
+
+
+def _depth_below_root(draft: Draft) -> list[int]:
+    """Edges between each row and its slot's root, 0 for given rows."""
+    given = dict(zip(draft.slots, draft.given, strict=True))
+    depths: list[int] = []
+    rows = zip(draft.parent.tolist(), draft.node.tolist(), draft.slot.tolist(), strict=True)
+    for parent, node, slot in rows:
+        depths.append(0 if node < given[slot] else depths[parent] + 1)
+    return depths

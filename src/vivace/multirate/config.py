@@ -1,0 +1,42 @@
+"""What an accelerated residual is, saved next to its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MultirateConfig:
+    """One gate and the adapters below it."""
+
+    gate: int = 3
+    """Layers the accelerated residual goes through; it should be where the slow one is after all of them."""
+    mode: Literal["delta", "lite"] = "delta"
+    """``delta`` runs the frozen feed-forward for accelerated rows too; ``lite`` only their bottleneck."""
+    rank: int = 32
+    """Of the query and output deltas; 0 leaves the projections as they are."""
+    bottleneck: int = 256
+    """Width of the silu bottleneck beside (``delta``) or instead of (``lite``) the feed-forward."""
+    feedback: bool = False
+    """Start from the embedding plus a projection of the last verified position's final residual. Ours, not
+    the paper's: it tells the shallow stream what the full depth concluded a few tokens ago."""
+    widths: tuple[int, ...] = (1, 1, 1, 1)
+    """Shape of the draft (``decode.shallow.DraftPlan``)."""
+    min_confidence: float = 0.0
+    """Stop drafting below a guess less likely than this."""
+
+    def __post_init__(self) -> None:
+        if self.gate < 1:
+            raise ConfigError(f"gate must be at least 1, found {self.gate}")
+        if self.mode not in ("delta", "lite"):
+            raise ConfigError(f"mode must be delta or lite, found {self.mode!r}")
+        if self.rank < 0 or self.bottleneck < 1:
+            raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
+
+    def check_fits(self, num_layers: int) -> None:
+        """Refuse a gate that is not inside the model."""
+        if self.gate >= num_layers:
+            raise ConfigError(f"gate {self.gate} must lie below the top of a model of {num_layers} layers")

@@ -1,0 +1,115 @@
+"""The accelerated residual p: fewer layers to the same place (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
+
+Beside the slow stream ``h^{n+1} = block_n(h^n)`` an accelerated one reads the slow stream's keys and values
+and writes none, positions <= its own:
+
+    q  = Wq LN1(p) + dq(LN1(p))             a = attention(q, K_slow, V_slow)
+    u  = p + Wo a + do(a)                   p' = u + M(LN2(u))
+
+with low-rank dq, do and ``M(x) = FFN(x) + B silu(A x)`` (``delta``) or ``B silu(A x)`` alone (``lite``).
+Both up factors start at zero, so an untrained ``delta`` accelerator is the slow stream. p of a token never
+depends on p of another, so all positions train in parallel, and it costs no cache.
+
+The paper's text is only partly known to us: the two streams, the shared cache and the adapters are its
+own; ranks, the bottleneck's form and ``feedback`` are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas, Site
+from vivace.core.model import Decoder
+from vivace.core.step import Step
+from vivace.multirate.config import MultirateConfig
+
+
+class Accelerator(nn.Module):
+    """The trained weights of an accelerated residual up to one gate."""
+
+    def __init__(self, config: MultirateConfig, model: ModelConfig) -> None:
+        """Make zero-initialised adapters for the layers below the gate.
+
+        Raises:
+            ConfigError: the gate is not inside the model.
+        """
+        super().__init__()
+        config.check_fits(model.num_layers)
+        self.config = config
+        heads = model.num_heads * model.head_dim
+        shapes: dict[Site, tuple[int, int, int]] = {}
+        for layer in range(config.gate):
+            if config.rank:
+                shapes[layer, "q"] = (model.width, config.rank, heads)
+                shapes[layer, "o"] = (heads, config.rank, model.width)
+            shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
+        self.sites = tuple(shapes)
+        self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
+        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
+        self.scale = nn.Parameter(torch.ones(model.width))
+        """Per-component scale before the shared head."""
+        self.feedback = nn.Parameter(torch.zeros(model.width, model.width)) if config.feedback else None
+
+    def start(self, h: Tensor, final: Tensor | None) -> Tensor:
+        """Where p begins, (n, E): the slow residual, plus the feedback projection when it is used.
+
+        Args:
+            h: (n, E) embedded rows.
+            final: (n, E) normed final residual of each row's last verified position; zeros where unknown.
+        """
+        if self.feedback is None or final is None:
+            return h
+        return h + nn.functional.linear(final, self.feedback)
+
+    def terms(self, which: Tensor) -> Deltas:
+        """The adapters as data for a call; ``which`` (T,) is 0 on accelerated rows and -1 elsewhere."""
+        return Deltas(which, self._by_site(self.down), self._by_site(self.up))
+
+    def _by_site(self, weights: nn.ParameterList) -> Mapping[Site, Tensor]:
+        return dict(zip(self.sites, weights, strict=True))
+
+    def at_gate(self, p: Tensor) -> Tensor:
+        """What the shared head reads, (n, E)."""
+        return p * self.scale
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+
+def dual_climb(
+    model: Decoder, accelerator: Accelerator, h: Tensor, step: Step, leading: Tensor, final: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Slow rows and accelerated rows through the layers below the gate, sharing every weight read.
+
+    Args:
+        model: the frozen decoder.
+        accelerator: its adapters.
+        h: (T, E) embedded slow rows; all of them write keys and values.
+        step: their call.
+        leading: (n,) slow rows that get an accelerated companion.
+        final: (n, E) for ``Accelerator.start``.
+
+    Returns:
+        Slow residuals (T, E) and accelerated residuals (n, E) at the gate.
+    """
+    config = accelerator.config
+    count = len(leading)
+    if count == 0:
+        return model.run(h, step, 0, config.gate), h[:0]
+    which = torch.full((step.num_rows + count,), -1, dtype=torch.int64)
+    which[step.num_rows :] = 0
+    both = step.readers(leading, accelerator.terms(which), fed=config.mode == "delta")
+    rows = model.run(torch.cat((h, accelerator.start(h[leading], final))), both, 0, config.gate)
+    return rows[: step.num_rows], accelerator.at_gate(rows[step.num_rows :])
+
+
+def _kaiming(inner: int, wide: int) -> nn.Parameter:
+    weight = torch.empty(1, inner, wide)
+    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
+    return nn.Parameter(weight)
