@@ -1,0 +1,112 @@
+"""All commands together, and what becomes of an error.
+
+Exit status: 0 done, 1 failed, 2 asked for something that cannot be done. An error is one line on stderr;
+``--traceback`` shows where it came from. ``--quiet`` and ``--traceback`` may stand anywhere on the line.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+import vivace
+from vivace.cli import chat, data, generate
+from vivace.cli.console import console
+from vivace.errors import VivaceError
+
+GLOBAL_FLAGS = ("--quiet", "--traceback")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        console.result(f"vivace {vivace.__version__}")
+        raise typer.Exit
+
+
+def build() -> typer.Typer:
+    """The command line with all its commands."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.command("generate")(generate.generate)
+    app.command("chat")(chat.chat)
+    app.command("data")(data.data)
+    app.callback()(_root)
+    return app
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress or notes on stderr (any place).")] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an error came from (any place).")
+    ] = False,
+) -> None:
+    """Answers of a Hugging Face language model, faster and unchanged."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and end the process with its exit status."""
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line; returns the exit status."""
+    words, flags = _take_global_flags(args)
+    console.is_quiet = "--quiet" in flags
+    try:
+        return int(build()(args=words, prog_name="vivace", standalone_mode=False) or 0)
+    except (Exception, Abort) as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets one line
+        if "--traceback" in flags:
+            traceback.print_exc()
+        return _report(error)
+
+
+def _take_global_flags(args: Sequence[str]) -> tuple[list[str], set[str]]:
+    """Split off the flags that may stand anywhere, up to ``--``."""
+    end = list(args).index("--") if "--" in args else len(args)
+    flags = {word for word in args[:end] if word in GLOBAL_FLAGS}
+    return [word for word in args[:end] if word not in GLOBAL_FLAGS] + list(args[end:]), flags
+
+
+def _report(error: BaseException) -> int:
+    """Print one line for an error; returns the exit status."""
+    if isinstance(error, VivaceError):
+        console.error(str(error))
+        return error.exit_code
+    if isinstance(error, TyperException):
+        console.error(_usage_message(error))
+        return error.exit_code
+    if isinstance(error, Abort):
+        console.error("stopped")
+        return 130
+    if isinstance(error, OSError):
+        return _report_os_error(error)
+    console.error(f"{type(error).__name__}: {error} (not expected; --traceback shows where)")
+    return 1
+
+
+def _usage_message(error: TyperException) -> str:
+    """What the parser complains about, with the nearest flag where there is one."""
+    option = getattr(error, "option_name", None)
+    if hasattr(error, "possibilities"):
+        near = error.possibilities or ()
+        hint = f"did you mean {near[0]}?" if near else "--help lists them"
+        return f"no option {option}; {hint}"
+    return error.format_message()
+
+
+def _report_os_error(error: OSError) -> int:
+    if error.errno == errno.EPIPE:  # the reader of our output has left: nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    where = f"{error.filename}: " if error.filename else ""
+    console.error(f"{where}{error.strerror or error}")
+    return 1

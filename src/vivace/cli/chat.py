@@ -1,0 +1,75 @@
+"""``vivace chat``: a conversation, one line a turn."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.console import console
+from vivace.cli.generate import stream_answer
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.prompts import Message
+
+HELP = "/reset starts over, /exit ends (or Ctrl-D)"
+
+
+def chat(
+    model: options.Model = None,
+    system: Annotated[str | None, typer.Option(help="System message the conversation starts with.")] = None,
+    method: options.Method = "auto",
+    adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+    max_new_tokens: options.MaxNewTokens = 512,
+    do_sample: options.DoSample = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    stop_strings: options.StopStrings = None,
+    seed: options.Seed = None,
+) -> None:
+    """Talk with a model; every turn sees the whole conversation."""
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    settings = options.given(
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop_strings=stop_strings,
+        seed=seed,
+        method=method,
+    )
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    console.note(HELP)
+    while (line := _read_line()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+            console.note("started over")
+        elif line.startswith("/"):
+            console.note(f"no command {line.split()[0]}; {HELP}")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            result = stream_answer(engine, messages, settings)
+            messages.append({"role": "assistant", "content": result.text})
+
+
+def _read_line() -> str | None:
+    """The next line without surrounding space; None at the end of input."""
+    if sys.stdin.isatty():
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    line = sys.stdin.readline()
+    return line.strip() if line else None

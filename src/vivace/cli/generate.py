@@ -1,0 +1,131 @@
+"""``vivace generate``: a prompt in, text out as it is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine, stats_json
+from vivace.errors import ConfigError, CorruptError, NotFoundError
+from vivace.prompts import Message, load_prompts
+
+Request = str | list[Message]
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt, or - for stdin.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="One prompt as text, or many as .jsonl (one JSON object a line).")
+    ] = None,
+    model: options.Model = None,
+    method: options.Method = "auto",
+    adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+    max_new_tokens: options.MaxNewTokens = 128,
+    raw: options.Raw = False,
+    do_sample: options.DoSample = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
+    stop_strings: options.StopStrings = None,
+    seed: options.Seed = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Answer a prompt; the text streams to stdout, notes go to stderr."""
+    requests = read_requests(prompt, prompt_file)
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    settings = options.given(
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        stop_strings=stop_strings,
+        seed=seed,
+        method=method,
+        raw=raw,
+    )
+    if as_json:
+        console.json({"results": [_result_json(result) for result in engine.generate(requests, **settings)]})
+    elif len(requests) == 1:
+        stream_answer(engine, requests[0], settings)
+    else:
+        for number, result in enumerate(engine.generate(requests, **settings), 1):
+            console.note(f"[{number}/{len(requests)}]")
+            console.result(result.text)
+
+
+def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
+    """Prompts from where the command line says: the argument, ``-`` for stdin, or a file.
+
+    Raises:
+        ConfigError: none of them or two, or an empty prompt.
+        NotFoundError: no such file.
+    """
+    if (prompt is None) == (prompt_file is None):
+        found = "neither" if prompt is None else "both"
+        raise ConfigError(f"expected a prompt (or - for stdin) or --prompt-file, found {found}")
+    if prompt_file is not None and {".jsonl", ".gz"} & set(prompt_file.suffixes):
+        return [row.request for row in load_prompts(prompt_file)]
+    text = _read_text(prompt_file) if prompt_file is not None else sys.stdin.read() if prompt == "-" else prompt
+    assert text is not None
+    if not text.strip():
+        raise ConfigError("the prompt is empty; give at least one character that is not white space")
+    return [text.removesuffix("\n")]
+
+
+def stream_answer(engine: Any, request: Request, settings: dict[str, Any]) -> Any:
+    """Write an answer to stdout while it is made, and how it went to stderr; returns the result."""
+    result = None
+    for chunk in engine.stream(request, **settings):
+        console.result(chunk.text, end="")
+        result = getattr(chunk, "result", None) or result
+    console.result("")
+    if result is not None:
+        console.note(summary(result))
+    return result
+
+
+def summary(result: Any) -> str:
+    """How an answer was made, on one line."""
+    stats = result.stats
+    line = f"{stats.num_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, method {stats.method}"
+    if stats.num_draft_tokens:
+        line += (
+            f", {stats.num_accepted_draft_tokens}/{stats.num_draft_tokens} drafted tokens accepted"
+            f", {stats.tokens_per_target_pass:.2f} tokens per target pass"
+        )
+    return f"{line}, ended by {result.finish_reason}"
+
+
+def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise NotFoundError(f"prompt file {path}: no such file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptError(f"prompt file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _result_json(result: Any) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "logprobs": None if result.logprobs is None else list(result.logprobs),
+        "finish_reason": result.finish_reason,
+        "stats": stats_json(result.stats),
+    }

@@ -1,0 +1,43 @@
+"""The one place where the command line opens a model. Everything above it works on what `open_engine` returns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import vivace
+from vivace.cli.console import console
+from vivace.cli.options import parse_adapters
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model, as the flags say."""
+
+    model: str | None = None
+    adapters: list[str] | None = None
+    draft_model: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    kernels: str = "auto"
+
+
+def open_engine(choice: ModelChoice) -> Any:
+    """Load a model; says so on stderr."""
+    console.note(f"loading {choice.model or 'the model that ships'}")
+    return vivace.load(
+        choice.model,
+        device=choice.device,
+        dtype=choice.dtype,
+        adapters=parse_adapters(choice.adapters),
+        draft_model=str(choice.draft_model) if choice.draft_model else None,
+        kernels=choice.kernels,
+    )
+
+
+def stats_json(stats: Any) -> dict[str, Any]:
+    """Statistics as JSON has them: the counters and the rates computed from them."""
+    assert is_dataclass(stats), "statistics are a dataclass"
+    derived = [name for name, member in vars(type(stats)).items() if isinstance(member, property)]
+    return {**asdict(stats), **{name: getattr(stats, name) for name in derived}}  # type: ignore[arg-type]

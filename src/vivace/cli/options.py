@@ -1,0 +1,78 @@
+"""Flags that several commands share, and the values behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vivace.errors import ConfigError
+
+_SAMPLING = "Sampling"
+_MODEL = "Model"
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Folder or Hub id; left out: the model that ships.", rich_help_panel=_MODEL),
+]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", help="Adapter folder, repeatable.", metavar="[NAME=]DIR", rich_help_panel=_MODEL),
+]
+DraftModel = Annotated[
+    Path | None, typer.Option("--draft-model", help="Small model that drafts (method draft).", rich_help_panel=_MODEL)
+]
+Method = Annotated[str, typer.Option("--method", help="How to decode.", rich_help_panel=_MODEL)]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.", rich_help_panel=_MODEL)]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
+]
+Kernels = Annotated[str, typer.Option("--kernels", help="auto or torch.", rich_help_panel=_MODEL)]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+DoSample = Annotated[
+    bool | None,
+    typer.Option("--do-sample/--greedy", help="Draw tokens or take the likeliest.", rich_help_panel=_SAMPLING),
+]
+Temperature = Annotated[float | None, typer.Option("--temperature", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option("--top-p", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int | None, typer.Option("--top-k", rich_help_panel=_SAMPLING)]
+MinP = Annotated[float | None, typer.Option("--min-p", rich_help_panel=_SAMPLING)]
+RepetitionPenalty = Annotated[float | None, typer.Option("--repetition-penalty", rich_help_panel=_SAMPLING)]
+NoRepeatNgramSize = Annotated[int | None, typer.Option("--no-repeat-ngram-size", rich_help_panel=_SAMPLING)]
+StopStrings = Annotated[
+    list[str] | None,
+    typer.Option("--stop-strings", help="Text that ends the answer, repeatable.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
+
+
+def given(**flags: Any) -> dict[str, Any]:
+    """The flags that were given, so that the model's own defaults apply to the others."""
+    return {name: value for name, value in flags.items() if value is not None and value != []}
+
+
+def parse_adapters(words: list[str] | None) -> str | dict[str, str] | None:
+    """``["DIR"]`` to ``"DIR"``, ``["a=DIR", ...]`` to ``{"a": "DIR", ...}``; a folder's name stands for a missing name.
+
+    Raises:
+        ConfigError: an empty name or folder, or the same name twice.
+    """
+    if not words:
+        return None
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0]
+    adapters: dict[str, str] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not equals:
+            name, folder = Path(word).name, word
+        if not name or not folder:
+            raise ConfigError(f"--adapter {word!r}: expected [NAME=]DIR")
+        if name in adapters:
+            raise ConfigError(f"--adapter {word!r}: the name {name!r} is taken by {adapters[name]}; write NAME=DIR")
+        adapters[name] = folder
+    return adapters

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import Outcome
+
+Cli = Callable[..., Outcome]
+
+
+def test_data_says_what_it_wrote(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "dev.jsonl").write_text('{"mr": "name[Oak]", "ref": "Oak ."}\n', encoding="utf-8")
+    target = tmp_path / "out" / "e2e-dev.jsonl"
+    outcome = cli("data", "e2e", tmp_path, tmp_path / "out")
+    assert (outcome.status, outcome.out) == (0, f"{target}: 1 rows, 1 references, spacing restored\n")
+    assert target.read_text() == '{"prompt": "Describe: name[Oak]", "reference": "Oak.", "task": "e2e"}\n'
+    (file,) = cli("data", "e2e", tmp_path, tmp_path / "out", "--json").json["files"]
+    assert file["num_rows"] == 1
+    assert file["was_detokenised"] is True
+
+
+def test_a_full_disk_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "dev.jsonl").write_text('{"mr": "name[Oak]", "ref": "Oak."}\n', encoding="utf-8")
+    (tmp_path / "out").write_text("a file, not a folder")
+    outcome = cli("data", "e2e", tmp_path, tmp_path / "out")
+    assert outcome.status == 1
+    assert outcome.err.count("\n") == 1
+    assert "out" in outcome.err

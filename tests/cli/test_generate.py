@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import FakeEngine, Outcome
+
+Cli = Callable[..., Outcome]
+
+
+def test_text_goes_to_stdout_and_notes_to_stderr(cli: Cli, engine: FakeEngine) -> None:
+    outcome = cli("generate", "hello")
+    assert (outcome.status, outcome.out) == (0, "HELLO\n")
+    assert "3 tokens, 4.0 tokens/s, method plain, 2/4 drafted tokens accepted" in outcome.err
+    assert cli("generate", "hello", "--quiet") == Outcome(0, "HELLO\n", "")
+
+
+def test_only_flags_that_were_given_reach_the_engine(cli: Cli, engine: FakeEngine) -> None:
+    cli("generate", "hello")
+    assert engine.asked[-1] == ("hello", {"max_new_tokens": 128, "method": "auto", "raw": False})
+    flags = "--do-sample --temperature 0 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --seed 0 --raw"
+    flags += " --no-repeat-ngram-size 3 --stop-strings a --stop-strings b --method lookup --max-new-tokens 9"
+    cli("generate", "hello", *flags.split())
+    assert engine.asked[-1][1] == {
+        "do_sample": True,
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "no_repeat_ngram_size": 3,
+        "stop_strings": ["a", "b"],
+        "seed": 0,
+        "raw": True,
+        "method": "lookup",
+        "max_new_tokens": 9,
+    }
+
+
+def test_the_model_is_opened_as_asked(cli: Cli, engine: FakeEngine) -> None:
+    cli("generate", "hello")
+    plain = {"device": "auto", "dtype": "auto", "adapters": None, "draft_model": None, "kernels": "auto"}
+    assert engine.opened == {"path": None, **plain}
+    cli("generate", "hello", "--model", "m", "--adapter", "a/one", "--draft-model", "d", "--dtype", "float32")
+    assert engine.opened == {**plain, "path": "m", "adapters": "a/one", "draft_model": "d", "dtype": "float32"}
+    cli("generate", "hello", "--adapter", "a/one", "--adapter", "x=a/two")
+    assert engine.opened["adapters"] == {"one": "a/one", "x": "a/two"}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--adapter", "a=x", "--adapter", "a=y"], "the name 'a' is taken by x"),
+        (["--adapter", "=x"], "expected [NAME=]DIR"),
+    ],
+)
+def test_adapter_names_are_checked(cli: Cli, engine: FakeEngine, words: list[str], complaint: str) -> None:
+    outcome = cli("generate", "Hi", *words, "--quiet")
+    assert outcome.status == 2
+    assert complaint in outcome.err
+
+
+def test_prompts_come_from_stdin_a_text_file_or_jsonl(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
+    assert cli("generate", "-", stdin="from a\npipe\n").out == "PIPE\n"
+    assert engine.asked[-1][0] == "from a\npipe"
+    (tmp_path / "p.txt").write_text("from a file\n", encoding="utf-8")
+    assert cli("generate", "--prompt-file", tmp_path / "p.txt").out == "FROM A FILE\n"
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n')
+    outcome = cli("generate", "--prompt-file", tmp_path / "p.jsonl")
+    assert outcome.out == "ONE\nTWO\n"
+    assert "[2/2]" in outcome.err
+
+
+def test_json_is_one_object(cli: Cli, engine: FakeEngine) -> None:
+    (result,) = cli("generate", "hello", "--json").json["results"]
+    assert result["text"] == "HELLO"
+    assert result["token_ids"] == [5, 6, 7]
+    assert result["logprobs"] is None
+    assert result["finish_reason"] == "stop"
+    assert result["stats"]["num_tokens"] == 3
+    assert result["stats"]["tokens_per_target_pass"] == 1.5
+
+
+def test_broken_prompt_files_are_named(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
+    assert "no such file" in cli("generate", "--prompt-file", tmp_path / "none.txt").err
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
+    outcome = cli("generate", "--prompt-file", tmp_path / "bytes.txt")
+    assert (outcome.status, "not UTF-8 text" in outcome.err) == (1, True)
+    assert "found both" in cli("generate", "Hi", "--prompt-file", tmp_path / "p.txt").err
+    assert engine.opened == {}
