@@ -253,6 +253,7 @@ class Session:
         if stats.num_tokens == 0:
             sequence.first_at = now
             stats.first_token_s = now - sequence.admitted_at
+            stats.num_first_tokens = kept
         stats.num_tokens += kept
         stats.decode_s = now - sequence.first_at
         if kept < len(block):  # the step ran past the end of the text: forget what lies beyond it

@@ -24,8 +24,10 @@ class DecodeStats:
     verify_s: float = 0.0
     first_token_s: float = 0.0
     """From admission to the first token."""
+    num_first_tokens: int = 0
+    """Tokens of the first block, which arrive together: the decoding time starts behind all of them."""
     decode_s: float = 0.0
-    """From the first token to the last."""
+    """From the first block to the last."""
 
     def count(self, drafted: int, accepted: int, depth: int) -> None:
         """Record one decoding step: guesses made, guesses kept, longest path guessed."""
@@ -62,5 +64,5 @@ class DecodeStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first over the time after the first."""
-        return (self.num_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+        """Tokens after the first block over the time after it (for plain decoding a block is one token)."""
+        return (self.num_tokens - self.num_first_tokens) / self.decode_s if self.decode_s > 0 else 0.0
