@@ -1,0 +1,126 @@
+"""Reading a ``config.json`` so that no key is overlooked.
+
+Every key is either taken by the family's translator, known to leave the mathematics of inference alone
+(``HARMLESS``), or refused by name. A new key of a new transformers version is therefore an error here, not
+a wrong answer later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vivace.errors import ConfigError, UnsupportedError
+
+HARMLESS = frozenset(
+    {
+        # what wrote it, and how it is to be run elsewhere
+        *("_name_or_path", "architectures", "auto_map", "model_type", "name_or_path", "transformers_version"),
+        *("transformers.js_config", "unsloth_version", "unsloth_fixed", "torchscript", "use_cache", "use_bfloat16"),
+        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "cache_implementation"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("_from_model_config", "chunk_size_feed_forward", "fast_attention", "gradient_checkpointing"),
+        *("pretraining_tp", "reorder_and_upcast_attn", "hybrid_kvcache", "use_return_dict", "dtype", "torch_dtype"),
+        # training only
+        *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "layerdrop", "resid_pdrop"),
+        *("activation_dropout", "init_std", "initializer_range", "router_aux_loss_coef", "router_jitter_noise"),
+        *("classifier_dropout", "summary_first_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"),
+        # tokens: the tokenizer and generation_config.json decide
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
+        *("forced_bos_token_id", "forced_eos_token_id", "tokenizer_class", "unk_token_id"),
+        # generation settings that old versions wrote here; generation_config.json holds those in force
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length"),
+        *("min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences"),
+        *("output_scores", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate"),
+        *("suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
+        # other heads and other tasks
+        *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "summary_activation"),
+        *("summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params"),
+        *(
+            "cross_attention_hidden_size",
+            "is_decoder",
+            "tf_legacy_loss",
+            "tie_encoder_decoder",
+            "n_ctx",
+            "prefix_token_id",
+        ),
+    }
+)
+"""Keys that leave the numbers of a text-generating forward pass as they are, whatever their value."""
+
+NEUTRAL: Mapping[str, Any] = {"pruned_heads": {}, "is_encoder_decoder": False, "add_cross_attention": False}
+"""Keys that old versions wrote everywhere, and the value that switches them off."""
+
+_REQUIRED = object()
+
+
+class Keys:
+    """A ``config.json`` that remembers which of its keys were read.
+
+    Args:
+        raw: the parsed file.
+        defaults: what a missing key means in this family (transformers' own defaults).
+    """
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.family = str(raw.get("model_type"))
+        self._defaults = defaults
+        self._read: set[str] = set()
+
+    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Value of a key; a missing key or null means ``default``, or else the family's.
+
+        Raises:
+            ConfigError: the key is missing and there is no default.
+        """
+        self._read.add(name)
+        value = self.raw.get(name)
+        if value is not None:
+            return value
+        if name in self._defaults:
+            return self._defaults[name]
+        if default is _REQUIRED:
+            raise ConfigError(f"config.json of a {self.family} model has no {name!r}; the checkpoint is incomplete")
+        return default
+
+    def written(self, name: str) -> Any:
+        """Value of a key as written, None when it is missing or null."""
+        self._read.add(name)
+        return self.raw.get(name)
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse any value of a key but these; a missing key is fine.
+
+        Raises:
+            UnsupportedError: another value stands there.
+        """
+        value = self.take(name, None)
+        if value is not None and value not in allowed:
+            raise self.refusal(name, value, f"only {' or '.join(repr(a) for a in allowed)} is supported")
+
+    def refusal(self, name: str, value: Any, reason: str) -> UnsupportedError:
+        """The sentence that names the key."""
+        return UnsupportedError(f"config.json says {name} = {value!r}, which changes the mathematics; {reason}")
+
+    def finish(self) -> None:
+        """Refuse what nobody read.
+
+        Raises:
+            UnsupportedError: a key is neither used nor known to be harmless.
+        """
+        unread = {k: v for k, v in self.raw.items() if k not in self._read and k not in HARMLESS}
+        rest = {k: v for k, v in unread.items() if k not in NEUTRAL or v != NEUTRAL[k]}
+        if "quantization_config" in rest:
+            method = rest["quantization_config"].get("quant_method", "unknown")
+            raise UnsupportedError(
+                f"config.json has a quantization_config ({method}): quantised checkpoints are not read; "
+                "load the unquantised one"
+            )
+        if rest:
+            listed = ", ".join(f"{key} = {value!r}" for key, value in sorted(rest.items()))
+            raise UnsupportedError(
+                f"config.json of a {self.family} model has keys unknown to vivace, which may change the "
+                f"mathematics: {listed}"
+            )

@@ -1,0 +1,206 @@
+"""Checkpoint directories and the safetensors files in them.
+
+Tensors are views of a memory map: nothing is read until it is used, and what is used as stored is never
+copied. Saving writes a whole folder beside the target and then moves its files into place, so a full disk
+or a crash leaves what was there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vivace.errors import CheckpointError, CorruptError, NotFoundError
+from vivace.units import format_bytes
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
+"""What is fetched of a Hub repository: no pickles, no other formats."""
+
+
+def resolve(path: str | Path) -> Path:
+    """A checkpoint directory: the one named, or the local copy of a Hub repository, fetched if need be.
+
+    Args:
+        path: a directory, or a Hub id such as ``owner/name``; ``HF_HUB_OFFLINE=1`` keeps to local copies.
+
+    Raises:
+        NotFoundError: neither a directory nor an id that can be had.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise NotFoundError(f"{path} is a file; a checkpoint is a directory with config.json and safetensors weights")
+    if not _is_hub_id(str(path)):
+        raise NotFoundError(f"there is no checkpoint directory {path}")
+    return _from_hub(str(path))
+
+
+def _is_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/"))
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(PATTERNS)))
+    except errors.LocalEntryNotFoundError as exc:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        raise NotFoundError(f"no directory {name}, no local copy of the Hub repository {name}, and {why}") from exc
+    except errors.GatedRepoError as exc:
+        raise NotFoundError(f"the Hub repository {name} is gated; accept its terms, then `hf auth login`") from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise NotFoundError(f"there is neither a directory nor a Hub repository {name}") from exc
+    except (errors.HfHubHTTPError, OSError) as exc:
+        raise NotFoundError(f"the Hub repository {name} could not be fetched: {_one_line(exc)}") from exc
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        NotFoundError: no such file.
+        CorruptError: not a JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise NotFoundError(f"{path.parent} has no {path.name}") from exc
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise CorruptError(f"{path} is not readable JSON: {_one_line(exc)}") from exc
+    if not isinstance(found, dict):
+        raise CorruptError(f"{path} holds a JSON {type(found).__name__}, not an object")
+    return found
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name, memory-mapped, over one file or several shards."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        """Map files.
+
+        Args:
+            paths: tensor name -> file; from ``open_tensors``.
+        """
+        self._handles = {path: _open(path) for path in dict.fromkeys(paths.values())}
+        self._paths = dict(paths)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Stored tensors."""
+        return tuple(self._paths)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """A stored tensor as a view of the map."""
+        found: Tensor = self._handles[self._paths[name]].get_tensor(name)
+        return found
+
+    def _slice(self, name: str) -> Any:
+        return self._handles[self._paths[name]].get_slice(name)
+
+
+def open_tensors(folder: Path) -> TensorFiles:
+    """Weights of a checkpoint directory.
+
+    Raises:
+        NotFoundError: no safetensors weights, or a shard is missing.
+        CorruptError: a file is truncated or its index lies.
+    """
+    return TensorFiles(tensor_paths(folder))
+
+
+def tensor_paths(folder: Path) -> dict[str, Path]:
+    """Stored tensor -> file, from the index or the single file; raises as ``open_tensors``."""
+    if (folder / INDEX).is_file():
+        listed: Mapping[str, str] = read_json(folder / INDEX).get("weight_map") or {}
+        missing = sorted({shard for shard in listed.values() if not (folder / shard).is_file()})
+        if missing:
+            raise NotFoundError(f"{folder} lacks {len(missing)} of its shards: {', '.join(missing)}")
+        stored = {shard: set(_open(folder / shard).keys()) for shard in set(listed.values())}
+        lost = sorted(name for name, shard in listed.items() if name not in stored[shard])
+        if lost:
+            raise CorruptError(f"{folder / INDEX} lists tensors their shards do not hold: {summary(lost)}")
+        return {name: folder / shard for name, shard in listed.items()}
+    if (folder / WEIGHTS).is_file():
+        return dict.fromkeys(_open(folder / WEIGHTS).keys(), folder / WEIGHTS)
+    if any(folder.glob("*.bin")):
+        raise NotFoundError(f"{folder} has pickled .bin weights only; convert them to safetensors first")
+    raise NotFoundError(f"{folder} has no {WEIGHTS} and no {INDEX}")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file; raises as ``open_tensors``."""
+    if not path.is_file():
+        raise NotFoundError(f"{path.parent} has no {path.name}")
+    handle = _open(path)
+    return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a mapping
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError) as exc:
+        size = path.stat().st_size if path.exists() else 0
+        raise CorruptError(f"{path} ({format_bytes(size)}) is truncated or not safetensors: {_one_line(exc)}") from exc
+
+
+@contextmanager
+def staged(folder: str | Path) -> Iterator[Path]:
+    """Directory to write to, whose files move into ``folder`` when the block ends well.
+
+    It lies beside the target on the same disk; files of the target that are not written again stay.
+
+    Yields:
+        Path: an empty directory.
+
+    Raises:
+        CheckpointError: the disk is full or may not be written; the target is as it was.
+    """
+    target = Path(folder)
+    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        yield staging
+        target.mkdir(exist_ok=True)
+        for file in sorted(staging.iterdir()):
+            file.replace(target / file.name)
+    except (OSError, safetensors.SafetensorError) as exc:
+        raise CheckpointError(f"{target} could not be written, and is as it was: {_one_line(exc)}") from exc
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, readable by transformers; call inside ``staged``."""
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def summary(names: Sequence[str], limit: int = 5) -> str:
+    """The first few names and how many more there are."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split()) or type(exc).__name__

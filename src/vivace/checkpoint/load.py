@@ -1,0 +1,178 @@
+"""A Hugging Face checkpoint -> ``Decoder``, strictly: what is missing, unexpected or of another shape is named.
+
+The decoder is built without memory (``meta``) and every parameter is put in its place once: as a view of
+the file where it is stored as we use it, as one copy where we fuse several (query/key/value, gate/up), and
+converted where another dtype is asked for. There is no moment with two copies of the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from vivace.checkpoint.families import Family, family_of, translate
+from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, summary
+from vivace.checkpoint.names import Names, Piece, Target, layout
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.parts import Parts
+from vivace.errors import ConfigError, MismatchError
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The model configuration of a checkpoint directory or Hub id.
+
+    Raises:
+        NotFoundError: no such checkpoint.
+        UnsupportedError: a family or setting that is not supported.
+    """
+    return translate(read_json(resolve(path) / "config.json"))
+
+
+def load_decoder(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    *,
+    parts: Parts | None = None,
+) -> Decoder:
+    """A decoder with the weights of a checkpoint, frozen.
+
+    Args:
+        path: directory or Hub id.
+        dtype: of all weights; "auto" keeps the checkpoint's (float16 becomes float32 on a CPU, whose float16
+            arithmetic is slow and not row-invariant).
+        device: "auto" is the accelerator when there is one.
+        parts: builds the projections another way; parameters it leaves out are not read.
+
+    Raises:
+        NotFoundError: no such checkpoint.
+        CorruptError: a truncated or half-written file.
+        MismatchError: tensors are missing, unexpected or of another shape than config.json says.
+        UnsupportedError: a family or setting that is not supported.
+    """
+    folder = resolve(path)
+    raw = read_json(folder / "config.json")
+    family, config = family_of(raw), translate(raw)
+    stored = open_tensors(folder)
+    plan = plan_of(family, config, stored.names)
+    check(plan, stored, family, config)
+    place = choose_device(device)
+    written = raw.get("dtype") or raw.get("torch_dtype") or stored.tensor(plan["embedding"].pieces[0].name).dtype
+    kind = choose_dtype(dtype, written, place)
+    with torch.device("meta"):
+        decoder = Decoder(config, parts)
+    for name, target in plan.items():
+        put(decoder, name, assemble(target, stored, kind, place))
+    return decoder.requires_grad_(False).eval()
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """The device asked for; "auto" is the accelerator when there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str | torch.dtype, written: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype asked for; "auto" is the checkpoint's, float32 for float16 on a CPU.
+
+    Raises:
+        ConfigError: not a dtype weights can have.
+    """
+    asked = written if dtype == "auto" else dtype
+    found = asked if isinstance(asked, torch.dtype) else getattr(torch, asked.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"weights cannot be {asked!r}; use auto, float32 or bfloat16")
+    return torch.float32 if dtype == "auto" and found == torch.float16 and device.type == "cpu" else found
+
+
+def plan_of(family: Family, config: ModelConfig, stored: Sequence[str]) -> dict[str, Target]:
+    """Which stored tensors fill which of our parameters, in the spelling this checkpoint uses."""
+    names, present = family.names, set(stored)
+    root = next((r for r in names.roots if f"{r}{names.embedding}.weight" in present), names.roots[0])
+    head = next((h for h in names.heads if f"{h}.weight" in present), names.heads[0])
+    return layout(spelling(names, present, root), config, root, head)
+
+
+def spelling(names: Names, present: set[str], root: str) -> Names:
+    """The family's table with experts one by one, or as stacks where the checkpoint has them so."""
+    stacked = names.packed_up and any(name.startswith(root) and name.endswith(names.packed_up) for name in present)
+    return names.packed() if stacked else names
+
+
+def check(plan: Mapping[str, Target], stored: TensorFiles, family: Family, config: ModelConfig) -> None:
+    """Names and shapes, before anything is read.
+
+    Raises:
+        MismatchError: names every kind of difference.
+    """
+    needed = {piece.name for target in plan.values() for piece in target.pieces}
+    missing = sorted(needed - set(stored.names))
+    ignored = re.compile("|".join(family.names.ignored))
+    extra = {name for name in set(stored.names) - needed if not ignored.fullmatch(name)}
+    if config.tied_head:
+        extra -= _tied_heads(family, stored, plan, extra)
+    if missing or extra:
+        lists = [f"missing: {summary(missing)}"] if missing else []
+        lists += [f"unexpected: {summary(sorted(extra))}"] if extra else []
+        raise MismatchError(f"the weights do not fit config.json; {'; '.join(lists)}")
+    shapes = [(piece, stored.shape(piece.name), target) for target in plan.values() for piece in target.pieces]
+    wrong = [
+        f"{piece.name} is {list(found)}, expected {list(_stored_shape(target, piece))}"
+        for piece, found, target in shapes
+        if not _fits(found, _stored_shape(target, piece), piece)
+    ]
+    if wrong:
+        raise MismatchError(f"the weights do not fit config.json: {summary(wrong, 3)}")
+
+
+def _tied_heads(family: Family, stored: TensorFiles, plan: Mapping[str, Target], extra: set[str]) -> set[str]:
+    """Heads that a tied checkpoint stores all the same; they must say what the embedding says."""
+    heads = {f"{head}.weight" for head in family.names.heads} & extra
+    embedding = plan["embedding"].pieces[0].name
+    for head in heads:
+        if embedding in stored.names and not torch.equal(stored.tensor(head), stored.tensor(embedding)):
+            raise MismatchError(
+                f"config.json says tie_word_embeddings, but {head} differs from {embedding}; set it to false"
+            )
+    return heads
+
+
+def _stored_shape(target: Target, piece: Piece) -> tuple[int, ...]:
+    shape = (piece.stop - piece.start, *target.shape[1:])
+    return shape[::-1] if piece.transposed else shape
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int, ...], piece: Piece) -> bool:
+    if piece.expert is None:
+        return found == expected
+    return found[1:] == expected and found[0] > piece.expert
+
+
+def assemble(target: Target, stored: TensorFiles, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One parameter from its pieces: a view where it can be, one copy where several are fused."""
+    pieces = [_read(stored.tensor(p.name), p.expert, p.transposed) for p in target.pieces]
+    if len(pieces) == 1:
+        return pieces[0].to(device=device, dtype=dtype).contiguous()
+    whole = torch.empty(target.shape, dtype=dtype, device=device)
+    for piece, values in zip(target.pieces, pieces, strict=True):
+        whole[piece.start : piece.stop] = values
+    return whole
+
+
+def _read(values: Tensor, expert: int | None, transposed: bool) -> Tensor:
+    values = values if expert is None else values[expert]
+    return values.t() if transposed else values
+
+
+def put(module: nn.Module, name: str, values: Tensor) -> None:
+    """Make ``values`` the parameter ``name`` of a module, without a copy."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    assert leaf in owner._parameters, f"the decoder has no parameter {name}"
+    owner._parameters[leaf] = values if isinstance(values, nn.Parameter) else nn.Parameter(values, requires_grad=False)

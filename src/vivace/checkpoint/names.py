@@ -1,0 +1,232 @@
+"""Hugging Face tensor names <-> our parameters, as tables.
+
+Our query, key and value projections are rows q | k | v of one matrix, gate and up rows gate | up of another.
+``layout`` says for each of our parameters which stored tensors it is made of; loading, saving and sharing
+all read the same answer, so the three cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from vivace.core.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where one family stores what; stems without ``.weight`` unless they end in it, empty for absent parts."""
+
+    roots: tuple[str, ...] = ("model.",)
+    """Prefixes in use; the first is the one written."""
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    final_norm: str = "norm"
+    heads: tuple[str, ...] = ("lm_head",)
+    """Without a root; the first is the one written."""
+    layer: str = "layers.{}."
+    attention_norm: str = "input_layernorm"
+    attention_post_norm: str = ""
+    ffn_norm: str = "post_attention_layernorm"
+    ffn_post_norm: str = ""
+    q_norm: str = ""
+    k_norm: str = ""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    router: str = ""
+    expert_up: tuple[str, ...] = ()
+    """With a place for the expert's number."""
+    expert_down: str = ""
+    packed_up: str = ""
+    """All experts in one tensor (X, 2F, E): how a module in memory holds them."""
+    packed_down: str = ""
+    packed_router: str = ""
+    transposed: bool = False
+    """Matrices are stored (in, out)."""
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Patterns of stored tensors that hold no weights of the text model."""
+
+    def packed(self) -> Names:
+        """The same family with its experts as one stack per layer."""
+        return replace(self, expert_up=(), expert_down="", router=self.packed_router)
+
+
+LLAMA = Names()
+QWEN3 = replace(LLAMA, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+GEMMA = replace(
+    LLAMA,
+    attention_post_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    ffn_post_norm="post_feedforward_layernorm",
+)
+GEMMA3 = replace(GEMMA, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+GEMMA3_MULTIMODAL = replace(
+    GEMMA3,
+    roots=("model.language_model.", "language_model.model."),
+    heads=("lm_head", "language_model.lm_head"),
+    ignored=(*LLAMA.ignored, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+)
+PHI3 = replace(LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+OLMO2 = replace(
+    QWEN3,
+    attention_norm="",
+    attention_post_norm="post_attention_layernorm",
+    ffn_norm="",
+    ffn_post_norm="post_feedforward_layernorm",
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    router="mlp.gate",
+    expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    expert_down="mlp.experts.{}.down_proj",
+    packed_up="mlp.experts.gate_up_proj",
+    packed_down="mlp.experts.down_proj",
+    packed_router="mlp.gate",
+)
+OLMOE = QWEN3_MOE
+MIXTRAL = replace(
+    LLAMA,
+    router="block_sparse_moe.gate",
+    expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    expert_down="block_sparse_moe.experts.{}.w2",
+    packed_up="mlp.experts.gate_up_proj",
+    packed_down="mlp.experts.down_proj",
+    packed_router="mlp.gate",
+)
+GPT2 = Names(
+    roots=("transformer.", ""),
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    layer="h.{}.",
+    attention_norm="ln_1",
+    ffn_norm="ln_2",
+    qkv=("attn.c_attn",),
+    output="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    transposed=True,
+    ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+)
+OPT = Names(
+    roots=("model.decoder.", "decoder."),
+    positions="embed_positions",
+    final_norm="final_layer_norm",
+    attention_norm="self_attn_layer_norm",
+    ffn_norm="final_layer_norm",
+    output="self_attn.out_proj",
+    up=("fc1",),
+    down="fc2",
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor and the rows of our parameter it fills."""
+
+    name: str
+    start: int
+    stop: int
+    transposed: bool = False
+    expert: int | None = None
+    """Which matrix of a stack it is."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of our parameters: its shape and what it is made of, in row order."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def layout(names: Names, config: ModelConfig, root: str, head: str) -> dict[str, Target]:
+    """Every parameter of the decoder, by our name.
+
+    Args:
+        names: the family's table.
+        config: the model.
+        root: which of ``names.roots`` the checkpoint uses.
+        head: which of ``names.heads``.
+    """
+    c = config
+    table = {"embedding": _whole(f"{root}{names.embedding}.weight", (c.vocab_size, c.width))}
+    if names.positions:
+        rows = c.max_positions + c.position_offset
+        table["position_embedding"] = _whole(f"{root}{names.positions}.weight", (rows, c.width))
+    table.update(_norm("final_norm", root + names.final_norm, c.width, c))
+    if not c.tied_head:
+        table["lm_head.weight"] = _whole(f"{head}.weight", (c.vocab_size, c.width))
+    for index in range(c.num_layers):
+        stem = root + names.layer.format(index)
+        table.update(_layer(names, c, index, stem))
+    return table
+
+
+def _layer(names: Names, c: ModelConfig, index: int, stem: str) -> Iterator[tuple[str, Target]]:
+    ours = f"layers.{index}."
+    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield from _linear(f"{ours}qkv", _stems(stem, names.qkv), (query, key, key), c.width, c.qkv_bias, names.transposed)
+    yield from _linear(f"{ours}o", (stem + names.output,), (c.width,), query, c.output_bias, names.transposed)
+    for norm in ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"):
+        if stored := getattr(names, norm):
+            yield from _norm(ours + norm, stem + stored, c.width, c)
+    if names.q_norm:
+        full = c.qk_norm == "full"
+        for norm, width in (("q_norm", query), ("k_norm", key)):
+            stored = f"{stem}{getattr(names, norm)}.weight"
+            yield f"{ours}{norm}.weight", _whole(stored, (width if full else c.head_dim,))
+    ours += "feed_forward."
+    if c.is_moe(index):
+        yield from _experts(names, c, ours, stem)
+        return
+    parts = (c.ffn_width,) * (2 if c.gated else 1)
+    yield from _linear(f"{ours}up", _stems(stem, names.up), parts, c.width, c.ffn_bias, names.transposed)
+    yield from _linear(f"{ours}down", (stem + names.down,), (c.width,), c.ffn_width, c.ffn_bias, names.transposed)
+
+
+def _experts(names: Names, c: ModelConfig, ours: str, stem: str) -> Iterator[tuple[str, Target]]:
+    assert c.moe is not None
+    width, count = c.moe.expert_width, c.moe.num_experts
+    yield f"{ours}router.weight", _whole(f"{stem}{names.router}.weight", (count, c.width))
+    for expert in range(count):
+        mine = f"{ours}experts.{expert}."
+        if names.expert_up:
+            stored = tuple(name.format(expert) for name in names.expert_up)
+            yield from _linear(f"{mine}up", _stems(stem, stored), (width, width), c.width, False, False)
+            down = stem + names.expert_down.format(expert)
+            yield from _linear(f"{mine}down", (down,), (c.width,), width, False, False)
+        else:
+            up, down = stem + names.packed_up, stem + names.packed_down
+            yield f"{mine}up.weight", Target((2 * width, c.width), (Piece(up, 0, 2 * width, expert=expert),))
+            yield f"{mine}down.weight", Target((c.width, width), (Piece(down, 0, c.width, expert=expert),))
+
+
+def _stems(stem: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(stem + name for name in names)
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Target:
+    return Target(shape, (Piece(name, 0, shape[0]),))
+
+
+def _norm(ours: str, stored: str, width: int, c: ModelConfig) -> Iterator[tuple[str, Target]]:
+    for leaf in ("weight", "bias") if c.norm == "layer" else ("weight",):
+        yield f"{ours}.{leaf}", _whole(f"{stored}.{leaf}", (width,))
+
+
+def _linear(
+    ours: str, stored: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool, transposed: bool
+) -> Iterator[tuple[str, Target]]:
+    """Weight and bias of a projection whose ``rows`` are stored in one tensor or in one each."""
+    total = sum(rows)
+    if len(stored) == 1:
+        rows = (total,)
+    starts = [sum(rows[:place]) for place in range(len(rows))]
+    spans = list(zip(stored, starts, rows, strict=True))
+    weight = tuple(Piece(f"{name}.weight", start, start + size, transposed) for name, start, size in spans)
+    yield f"{ours}.weight", Target((total, width), weight)
+    if bias:
+        yield f"{ours}.bias", Target((total,), tuple(Piece(f"{n}.bias", s, s + size) for n, s, size in spans))

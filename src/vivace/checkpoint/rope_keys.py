@@ -1,0 +1,112 @@
+"""Rotary settings of a ``config.json`` -> ``RopeConfig``.
+
+transformers 5 writes ``rope_parameters`` (one dict, or one per layer type); older versions write
+``rope_theta``, ``rope_scaling`` (null, or a dict with ``type`` or ``rope_type``) and
+``partial_rotary_factor``. Both are read; a kind or a setting we do not compute is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from vivace.checkpoint.config_keys import Keys
+from vivace.core.config import RopeConfig, RopeKind
+from vivace.errors import ConfigError, UnsupportedError
+
+_SETTINGS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "truncate"),
+        }
+    ),
+}
+"""Settings each kind reads, besides its theta and partial factor."""
+
+_SHARED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_IGNORED = {
+    # transformers computes these kinds from max_position_embeddings and does not read the setting
+    "linear": frozenset({"original_max_position_embeddings"}),
+    "dynamic": frozenset({"original_max_position_embeddings"}),
+    "default": frozenset({"factor", "original_max_position_embeddings"}),
+}
+
+
+def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
+    """The one rotary embedding of a model whose layers share it.
+
+    Raises:
+        UnsupportedError: a kind or setting that is not computed here.
+    """
+    new, old = keys.written("rope_parameters"), keys.written("rope_scaling")
+    theta, partial = keys.written("rope_theta"), keys.written("partial_rotary_factor")
+    given = {"rope_theta": theta or default_theta, "partial_rotary_factor": partial, **(old or new or {})}
+    return make_rope(keys, given, head_dim)
+
+
+def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """One dict of rotary settings, checked and translated.
+
+    Args:
+        keys: the file, for the lengths some kinds need.
+        given: ``rope_theta``, ``rope_type`` and what the kind needs.
+        head_dim: D.
+
+    Raises:
+        UnsupportedError: a kind or setting that is not computed here.
+        ConfigError: a setting the kind needs is missing.
+    """
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _SETTINGS:
+        raise UnsupportedError(
+            f"config.json says rope_type = {kind!r}, which is not supported; supported: {', '.join(_SETTINGS)}"
+        )
+    rest = {k for k, v in given.items() if v is not None} - _SETTINGS[kind] - _SHARED - _IGNORED.get(kind, frozenset())
+    if rest:
+        listed = ", ".join(sorted(rest))
+        raise UnsupportedError(f"config.json sets {listed} for rope_type {kind!r}, which does not read it")
+    width = int(head_dim * (given.get("partial_rotary_factor") or 1.0))
+    factor = given.get("factor")
+    if kind != "default" and factor is None:
+        raise ConfigError(f"config.json has rope_type {kind!r} without its factor")
+    settings: dict[str, Any] = {}
+    longest = int(keys.take("max_position_embeddings"))
+    if kind == "dynamic":
+        settings["original_positions"] = longest
+    elif kind in ("llama3", "yarn"):
+        original = keys.take("original_max_position_embeddings", None) or given.get("original_max_position_embeddings")
+        settings["original_positions"] = int(original or longest)
+    if kind == "llama3":
+        settings |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        settings |= {
+            "beta_fast": float(given.get("beta_fast") or 32),
+            "beta_slow": float(given.get("beta_slow") or 1),
+            "truncate": bool(given.get("truncate", True)),
+            "attention_factor": _yarn_attention(given),
+        }
+    return RopeConfig(
+        theta=float(given["rope_theta"]),
+        kind=cast(RopeKind, kind),
+        width=None if width == head_dim else width,
+        factor=1.0 if kind == "default" else float(factor or 1.0),
+        **settings,
+    )
+
+
+def _yarn_attention(given: Mapping[str, Any]) -> float:
+    """Scale on cosine and sine: as written, else ``0.1 m ln(factor) + 1`` (Peng et al. 2023, eq. 22)."""
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    factor, above, below = float(given["factor"]), given.get("mscale"), given.get("mscale_all_dim")
+
+    def scale(m: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+    return scale(above) / scale(below) if above and below else scale(1.0)

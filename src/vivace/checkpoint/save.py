@@ -1,0 +1,65 @@
+"""``Decoder`` -> a Hugging Face checkpoint that plain transformers reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vivace.checkpoint.families import family_of, translate
+from vivace.checkpoint.files import INDEX, WEIGHTS, read_json, staged, write_tensors
+from vivace.checkpoint.names import Target, layout
+from vivace.core.model import Decoder
+from vivace.errors import MismatchError, UnsupportedError
+
+
+def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any]) -> None:
+    """Write ``config.json`` and ``model.safetensors``; other files of the directory stay.
+
+    Args:
+        decoder: with resident weights, as ``load_decoder`` or training made it.
+        path: directory, made if need be.
+        hf_config: the ``config.json`` to write; must describe this decoder.
+
+    Raises:
+        MismatchError: the configuration describes another decoder.
+        CheckpointError: the disk is full; what was there is as it was.
+    """
+    family, config = family_of(hf_config), translate(hf_config)
+    if config != decoder.config:
+        raise MismatchError("the config.json to save describes another model than the decoder's own configuration")
+    table = layout(family.names, config, family.names.roots[0], family.names.heads[0])
+    tensors = dict(stored_tensors(decoder, table))
+    kind = str(decoder.dtype).removeprefix("torch.")
+    with staged(path) as folder:
+        write_tensors(folder / WEIGHTS, tensors)
+        text = json.dumps({**hf_config, "dtype": kind}, indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    _forget_shards(Path(path))
+
+
+def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, Tensor]:
+    """The decoder's parameters cut and named as the family stores them."""
+    ours = dict(decoder.named_parameters())
+    if missing := sorted(set(table) - set(ours)):
+        raise UnsupportedError(f"only decoders with plain weights can be saved; this one has no {missing[0]}")
+    tensors: dict[str, Tensor] = {}
+    for name, target in table.items():
+        for piece in target.pieces:
+            assert piece.expert is None, "experts are saved one by one"
+            values = ours[name].detach()[piece.start : piece.stop]
+            tensors[piece.name] = (values.t() if piece.transposed else values).cpu()
+    return tensors
+
+
+def _forget_shards(folder: Path) -> None:
+    """Remove the sharded weights that the file just written replaces."""
+    index = folder / INDEX
+    if index.is_file():
+        shards = set(read_json(index).get("weight_map", {}).values()) - {WEIGHTS}
+        index.unlink()
+        for shard in shards:
+            (folder / shard).unlink(missing_ok=True)

@@ -1,0 +1,95 @@
+"""A ``Decoder`` over the storage of a transformers module: same data pointers, no copy.
+
+Projections that transformers keeps apart stand side by side (``SplitLinear``); stacks of experts and
+transposed matrices are views. Training or moving the module afterwards is seen by the decoder only as long
+as its parameters keep their storage.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from vivace.checkpoint.families import family_of, translate
+from vivace.checkpoint.load import put
+from vivace.checkpoint.names import Names, Piece, Target, layout
+from vivace.core.config import ModelConfig
+from vivace.core.layers import Linear, SplitLinear
+from vivace.core.model import Decoder
+from vivace.core.parts import DenseParts
+from vivace.errors import MismatchError
+
+
+class SplitParts(DenseParts):
+    """Projections in the pieces the family stores them in."""
+
+    def __init__(self, config: ModelConfig, names: Names) -> None:
+        super().__init__(config)
+        self.names = names
+
+    def projection(self, layer: int, site: str) -> nn.Module:
+        """The "qkv" site as three projections where they are three tensors."""
+        c = self.config
+        if site == "qkv" and len(self.names.qkv) > 1:
+            rows = (c.num_heads * c.head_dim, *(c.num_kv_heads * c.head_dim,) * 2)
+            return SplitLinear([Linear(c.width, size, bias=c.qkv_bias) for size in rows])
+        return super().projection(layer, site)
+
+    def feed_forward(self, layer: int) -> nn.Module:
+        """Gate and up as two projections where they are two tensors."""
+        made = super().feed_forward(layer)
+        c = self.config
+        if not c.is_moe(layer) and len(self.names.up) > 1:
+            made.up = SplitLinear([Linear(c.width, c.ffn_width, bias=c.ffn_bias) for _ in self.names.up])
+        return made
+
+
+def share_module(hf_module: nn.Module) -> Decoder:
+    """A decoder over a transformers causal language model's own parameters.
+
+    Args:
+        hf_module: e.g. ``LlamaForCausalLM``; its ``config`` says which family it is.
+
+    Raises:
+        UnsupportedError: a family or setting that is not supported.
+        MismatchError: the module lacks parameters its configuration promises.
+    """
+    raw = hf_config_of(hf_module)
+    family, config = family_of(raw), translate(raw)
+    names = family.names.packed() if config.moe is not None else family.names
+    table = layout(names, config, names.roots[0], names.heads[0])
+    theirs = dict(hf_module.named_parameters(remove_duplicate=False))
+    missing = sorted({p.name for t in table.values() for p in t.pieces} - set(theirs))
+    if missing:
+        raise MismatchError(f"the module has no parameter {missing[0]} (quantised or wrapped modules cannot be shared)")
+    with torch.device("meta"):
+        decoder = Decoder(config, SplitParts(config, names))
+    for ours, target in table.items():
+        for place, piece in enumerate(target.pieces):
+            put(decoder, _part(ours, target, place), _view(theirs[piece.name], piece))
+    return decoder.eval()
+
+
+def hf_config_of(hf_module: nn.Module) -> dict[str, Any]:
+    """The ``config.json`` that transformers would write for a module."""
+    config: Any = hf_module.config
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    return found
+
+
+def _part(ours: str, target: Target, place: int) -> str:
+    if len(target.pieces) == 1:
+        return ours
+    stem, _, leaf = ours.rpartition(".")
+    return f"{stem}.parts.{place}.{leaf}"
+
+
+def _view(parameter: nn.Parameter, piece: Piece) -> torch.Tensor:
+    """The parameter itself, or a view of its storage."""
+    if piece.expert is None and not piece.transposed:
+        return parameter
+    values = parameter.detach() if piece.expert is None else parameter.detach()[piece.expert]
+    return values.t() if piece.transposed else values
