@@ -1,0 +1,118 @@
+"""Adapters on disk: ``config.json`` (kind, base hash, plan, config) and ``adapter_model.safetensors``.
+
+An adapter belongs to one base. The base hash covers the base's configuration, every tensor's name, shape
+and dtype, and the bytes at both ends of every tensor: a different model is noticed in milliseconds, without
+reading the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from vivace.checkpoint.config_keys import HARMLESS
+from vivace.checkpoint.files import read_json, read_tensors, resolve, staged, tensor_paths, write_tensors
+from vivace.errors import CorruptError, MismatchError, NotFoundError
+
+CONFIG = "config.json"
+TENSORS = "adapter_model.safetensors"
+_END_BYTES = 64
+
+
+def base_hash(decoder_dir: str | Path) -> str:
+    """Fingerprint of a checkpoint, the same however it is sharded.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        NotFoundError: no such checkpoint.
+        CorruptError: a file of it is truncated.
+    """
+    folder = resolve(decoder_dir)
+    config = read_json(folder / "config.json")
+    used = {k: v for k, v in config.items() if k not in HARMLESS or k == "model_type"}
+    digest = hashlib.sha256(json.dumps(used, sort_keys=True).encode())
+    lines = [line for path in sorted(set(tensor_paths(folder).values())) for line in _ends(path)]
+    for name, line in sorted(lines):
+        digest.update(name.encode() + b"\0" + line)
+    return digest.hexdigest()
+
+
+def _ends(path: Path) -> list[tuple[str, bytes]]:
+    """(name, shape and dtype and end bytes) of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return [(name, _line(file, 8 + length, entry)) for name, entry in header.items()]
+
+
+def _line(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> bytes:
+    first, stop = (start + offset for offset in entry["data_offsets"])
+    size = min(_END_BYTES, stop - first)
+    file.seek(first)
+    head = file.read(size)
+    file.seek(stop - size)
+    return f"{entry['dtype']}{entry['shape']}".encode() + head + file.read(size)
+
+
+def save_adapter(
+    folder: str | Path,
+    kind: str,
+    base: str,
+    plan: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Write an adapter, complete or not at all.
+
+    Args:
+        folder: directory, made if need be.
+        kind: the method it is for, such as "multirate".
+        base: ``base_hash`` of the checkpoint it was trained on.
+        plan: how it was trained; kept for the record.
+        config: the method's configuration.
+        tensors: its weights.
+
+    Raises:
+        CheckpointError: the disk is full; what was there is as it was.
+    """
+    text = json.dumps({"kind": kind, "base_hash": base, "plan": plan, "config": config}, indent=2, sort_keys=True)
+    with staged(folder) as staging:
+        write_tensors(staging / TENSORS, tensors)
+        (staging / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read an adapter.
+
+    Args:
+        folder: its directory.
+        expected_base_hash: ``base_hash`` of the checkpoint it shall run on; None does not check.
+
+    Returns:
+        Its whole ``config.json`` ("kind", "base_hash", "plan", "config") and its weights, memory-mapped.
+
+    Raises:
+        NotFoundError: no adapter there.
+        MismatchError: it was trained on another base.
+        CorruptError: a file is truncated or a key is missing.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise NotFoundError(f"there is no adapter directory {place}")
+    found = read_json(place / CONFIG)
+    if missing := sorted({"kind", "base_hash", "plan", "config"} - set(found)):
+        raise CorruptError(f"{place / CONFIG} lacks {', '.join(missing)}; it is not an adapter's configuration")
+    if expected_base_hash is not None and found["base_hash"] != expected_base_hash:
+        raise MismatchError(
+            f"the adapter {place} was trained on base {found['base_hash'][:12]}, this model is "
+            f"{expected_base_hash[:12]}; train it on this model, or load the one it belongs to"
+        )
+    return found, read_tensors(place / TENSORS)

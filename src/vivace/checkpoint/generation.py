@@ -1,0 +1,82 @@
+"""``generation_config.json``: what a checkpoint's makers want generation to default to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vivace.checkpoint.files import read_json, resolve
+from vivace.errors import UnsupportedError
+
+HONOURED = (
+    *("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
+    *("max_new_tokens", "max_length", "stop_strings"),
+)
+"""Settings handed on as defaults."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "assistant_early_exit": (None,),
+    "bad_words_ids": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "constraints": (None,),
+    "diversity_penalty": (None, 0.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "exponential_decay_length_penalty": (None,),
+    "force_words_ids": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "num_beam_groups": (None, 1),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0.0),
+    "remove_invalid_values": (None, False),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None, []),
+    "top_h": (None, 1.0),
+    "typical_p": (None, 1.0),
+    "watermarking_config": (None,),
+}
+"""Settings that would change the text, and the values at which they do not."""
+
+
+def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
+    """Generation settings of a checkpoint that are set, under their Hugging Face names.
+
+    Args:
+        path: directory or Hub id; without ``generation_config.json`` the mapping is empty.
+
+    Raises:
+        UnsupportedError: the file asks for something we do not do.
+        NotFoundError: no such checkpoint.
+        CorruptError: the file is not JSON.
+    """
+    found = _read(resolve(path))
+    for name, neutral in _NEUTRAL.items():
+        if found.get(name) not in neutral:
+            raise UnsupportedError(
+                f"generation_config.json asks for {name} = {found[name]!r}, which is not supported; "
+                f"set it to {neutral[-1]!r} there"
+            )
+    return {name: found[name] for name in HONOURED if found.get(name) is not None}
+
+
+def load_eos_ids(path: str | Path) -> tuple[int, ...]:
+    """End-of-text ids as transformers would use them: ``generation_config.json``, else ``config.json``."""
+    folder = resolve(path)
+    for found in (_read(folder), read_json(folder / "config.json")):
+        ids = found.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
