@@ -1,0 +1,171 @@
+"""Two-model speculation: a second, smaller decoder drafts a chain and the target verifies it.
+
+Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"
+(arXiv:2211.17192). The draft model keeps a cache of its own that lags behind the text: at every step it
+first takes up the tokens it has not seen (the new token, and after a fully accepted chain also its own last
+guess, which it never ran), then guesses one token per pass. Slots may lag by different amounts; all of them
+share every pass. Where we differ: guesses are drawn from the draft's law *after* the request's processors,
+so that penalties and truncation do not cost acceptance, and the vocabularies may be padded differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.core.sampling import sample
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.errors import ConfigError
+
+CHUNK = 256
+"""Tokens of a slot that the draft model takes up at once when it lags far behind (a prompt)."""
+PASS_CHUNKS = 4
+"""Slots whose chunks share one such pass."""
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """How far the draft model guesses."""
+
+    num_draft_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 1:
+            raise ConfigError(f"num_draft_tokens must be at least 1, found {self.num_draft_tokens}")
+
+
+class DraftModel:
+    """Drafts with another decoder over the same tokens."""
+
+    name = "draft"
+
+    def __init__(self, model: Decoder, target_vocab_size: int, config: DraftModelConfig | None = None) -> None:
+        """Use ``model`` as a drafter.
+
+        Args:
+            model: the draft model; its tokenizer must agree with the target's on the ids both have.
+            target_vocab_size: V of the target, which may be padded more or less than the draft model's.
+            config: how far to guess.
+        """
+        self.config = DraftModelConfig() if config is None else config
+        self.traversal: Traversal = Climb()
+        self._model = model
+        self._target_vocab_size = target_vocab_size
+        self._target_cache: KVCache | None = None
+        self._cache: KVCache | None = None
+        self._unverified: dict[int, int] = {}
+        """Slots whose own cache holds guesses beyond the text, and how much the target had stored then."""
+
+    def propose(self, context: Context) -> Draft:
+        """A chain of up to ``num_draft_tokens`` guesses per slot, one draft-model pass per depth for all slots."""
+        draft = context.given()
+        counts = {slot: count for slot in context.slots if (count := self._room(context, slot)) > 0}
+        if not counts:
+            return draft
+        cache = self._cache_beside(context.cache)
+        self._catch_up(context.tokens, tuple(counts), cache)
+        rows = {slot: context.tokens[slot][cache.lengths[slot] :] for slot in counts}
+        leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+        self._unverified.update((slot, context.cache.lengths[slot]) for slot in counts)
+        for depth in range(max(counts.values())):
+            growing = [slot for slot in counts if counts[slot] > depth]
+            hidden = self._run({slot: rows[slot] for slot in growing}, cache)
+            below = torch.tensor([leaves[slot] for slot in growing])
+            tokens, probs = self._guess(self._logits(hidden), context, draft, below)
+            draft, nodes = draft.grow(below, tokens, probs)
+            leaves.update(zip(growing, nodes.tolist(), strict=True))
+            rows = dict(zip(growing, tokens.tolist(), strict=True))
+        return draft
+
+    def _room(self, context: Context, slot: int) -> int:
+        """Guesses worth making: within the request's limit and the positions the draft model knows."""
+        known = self._model.config.max_positions - len(context.tokens[slot]) + 1
+        return min(self.config.num_draft_tokens, known, context.max_nodes.get(slot, known))
+
+    def _cache_beside(self, target: KVCache) -> KVCache:
+        """The own cache, as many slots and entries as the target's; a drafter follows one session at a time."""
+        if self._cache is None or self._target_cache is not target:
+            self._target_cache = target
+            self._cache = self._model.new_cache(target.num_slots, target.capacity)
+            self._unverified.clear()
+        self._forget_guesses(tuple(self._unverified))
+        return self._cache
+
+    def _catch_up(self, tokens: Mapping[int, Sequence[int]], slots: Sequence[int], cache: KVCache) -> None:
+        """Take up long missing stretches in chunks; what a cycle leaves behind rides with the first guess."""
+        near = self.config.num_draft_tokens + 1
+        while far := [slot for slot in slots if len(tokens[slot]) - cache.lengths[slot] > near]:
+            spans = {slot: (cache.lengths[slot], len(tokens[slot]) - 1) for slot in far[:PASS_CHUNKS]}
+            rows = {slot: tokens[slot][at : min(at + CHUNK, last)] for slot, (at, last) in spans.items()}
+            self._run(rows, cache, chunk=True)
+
+    def _run(self, rows: Mapping[int, Sequence[int]], cache: KVCache, *, chunk: bool = False) -> Tensor:
+        """Store these tokens of each slot; the hidden row of each slot's last one, (slots, E)."""
+        taken = Draft.given_only(rows)
+        step = Step.of(taken, cache, chunk=chunk)
+        known = taken.tokens.clamp(max=self._model.config.vocab_size - 1)  # an id only the target has
+        hidden = self._model.run(self._model.embed(known, step), step)
+        cache.commit(taken.slots, [range(count) for count in taken.given])
+        return hidden[taken.roots()]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, (n, V) float32; ids the draft model lacks are impossible."""
+        logits = self._model.head(hidden)
+        missing = self._target_vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self._target_vocab_size]
+
+    @staticmethod
+    def _guess(logits: Tensor, context: Context, draft: Draft, below: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A token after each of the draft's rows ``below``, (n, 1), and the law it was drawn from, (n, V)."""
+        if context.law.is_greedy(context.slots):
+            return logits.argmax(-1, keepdim=True), None
+        probs = context.law(logits, draft, below)
+        slots = draft.slot[below].tolist()
+        drawn = [sample(law, context.generators[slot]) for law, slot in zip(probs, slots, strict=True)]
+        return torch.tensor(drawn)[:, None], probs
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """The tokens themselves are all it needs."""
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keep the own entries of accepted guesses; the last of a full chain was never run and stays missing."""
+        for slot, path in zip(slots, paths, strict=True):
+            if slot in self._unverified:
+                self.truncate([slot], [self._unverified[slot] + len(path)])
+                self._unverified.pop(slot)
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget positions >= length; a slot that lags behind it keeps what it has."""
+        if self._cache is not None:
+            own = self._cache.lengths
+            self._cache.truncate(slots, [min(own[s], length) for s, length in zip(slots, lengths, strict=True)])
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Copy what the sources have of their texts."""
+        if self._cache is not None:
+            self._forget_guesses((*sources, *targets))
+            self._cache.fork(sources, targets, length)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these sequences."""
+        if self._cache is not None:
+            self._forget_guesses(slots)
+            self._cache.release(slots)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Nothing to do: what is missing is taken up when the next draft is made."""
+
+    def _forget_guesses(self, slots: Sequence[int]) -> None:
+        """Back to the verified text where a draft was never verified."""
+        for slot in slots:
+            if slot in self._unverified:
+                self.truncate([slot], [self._unverified.pop(slot)])

@@ -1,0 +1,37 @@
+"""Fixtures of the decoding tests: precision, one thread, and decoders that are built once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tiny_decoders import build
+
+from vivace.core.model import Decoder
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def models() -> Callable[..., Decoder]:
+    """``build``, each decoder made once."""
+    made: dict[object, Decoder] = {}
+
+    def get(dtype: torch.dtype, **changes: object) -> Decoder:
+        key = (dtype, *sorted(changes.items(), key=str))
+        if key not in made:
+            made[key] = build(dtype, **changes)  # type: ignore[arg-type]
+        return made[key]
+
+    return get
