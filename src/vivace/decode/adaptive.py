@@ -1,0 +1,167 @@
+"""``auto``: measure while decoding, draft only as far as it pays, and say so.
+
+For every way to draft and every number of guesses n the gain of a step is ``E(n) / t(n)``:
+``E(n) = 1 + sum_{i<=n} p_i`` tokens, p_i the share of steps in which the guess at depth i was kept, and t(n)
+the wall time of a step, fitted as ``a + b n`` to this machine's own steps. Both forget old steps, so a
+drafter that becomes slow or wrong is dropped while it runs. Drafting nothing is one of the choices, and a
+normal one: on a busy machine or a hard text it wins.
+
+What was measured is kept per batch size (steps of 8 sequences cost something else than steps of one) and
+outlives a request: an ``Adaptive`` is made once per model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from vivace.core.seams import Context, Draft, Drafter, TargetPass, Traversal, Verdict
+from vivace.decode.plain import NoDrafts
+
+FORGET = 0.97
+"""Weight that a measurement keeps after each further step."""
+PROBE_EVERY = 32
+"""Steps after which a choice that was not taken is tried again."""
+WARM_UP = 3
+"""Steps each choice is tried for at first."""
+LONGEST = 8
+"""Guesses that are considered."""
+MARGIN = 1.03
+"""Drafting has to be this much faster than not drafting."""
+
+
+@dataclass
+class Measured:
+    """One way to draft at one batch size: decayed sums of a least-squares line, and of acceptance."""
+
+    weight: float = 0.0
+    n: float = 0.0
+    nn: float = 0.0
+    t: float = 0.0
+    nt: float = 0.0
+    tried: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+    kept: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+    steps: int = 0
+    idle: int = 0
+    """Steps since it was last taken."""
+
+    def record(self, guesses: float, seconds: float, allowed: int, accepted: Sequence[int]) -> None:
+        """Add a step: mean guesses per slot, its wall time, guesses allowed, guesses kept per slot."""
+        for name, value in (("weight", 1.0), ("n", guesses), ("nn", guesses**2), ("t", seconds)):
+            setattr(self, name, FORGET * getattr(self, name) + value)
+        self.nt = FORGET * self.nt + guesses * seconds
+        for depth in range(allowed):
+            self.tried[depth] = FORGET * self.tried[depth] + 1
+            share = sum(count > depth for count in accepted) / len(accepted)
+            self.kept[depth] = FORGET * self.kept[depth] + share
+        self.steps += 1
+        self.idle = 0
+
+    def seconds(self, guesses: int) -> float:
+        """t(n): the fitted line, flat while only one n was seen."""
+        spread = self.weight * self.nn - self.n**2
+        slope = (self.weight * self.nt - self.n * self.t) / spread if spread > 1e-9 else 0.0
+        slope = max(slope, 0.0)
+        return (self.t - slope * self.n) / self.weight + slope * guesses
+
+    def tokens(self, guesses: int) -> float:
+        """E(n): depths never tried count as never kept."""
+        pairs = zip(self.kept[:guesses], self.tried[:guesses], strict=True)
+        return 1 + sum(kept / tried if tried else 0.0 for kept, tried in pairs)
+
+    def best(self) -> tuple[int, float]:
+        """(n, tokens per second) with the highest rate, n >= 1."""
+        deepest = max(1, sum(tried > 0 for tried in self.tried))
+        rates = [(n, self.tokens(n) / self.seconds(n)) for n in range(1, deepest + 1)]
+        return max(rates, key=lambda pair: pair[1])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step does and why."""
+
+    drafter: int
+    """Index of the way to draft; 0 drafts nothing."""
+    guesses: int
+    reason: str
+
+
+class Adaptive:
+    """A drafter that takes, step by step, whichever of its drafters is fastest now."""
+
+    name = "auto"
+
+    def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Choose among ``drafters`` and drafting nothing."""
+        self.drafters: tuple[Drafter, ...] = (NoDrafts(), *drafters)
+        self.traversal: Traversal = self.drafters[0].traversal
+        self.choice = Choice(0, 0, "nothing measured yet")
+        self._clock = clock
+        self._measured: dict[tuple[int, int], Measured] = {}
+        self._started = 0.0
+        self._batch = 1
+        self._allowed = 0
+
+    def propose(self, context: Context) -> Draft:
+        """A draft by the best choice for this batch size."""
+        self._started = self._clock()
+        self._batch = len(context.slots)
+        room = max(context.max_nodes.values(), default=LONGEST)
+        self.choice = self._choose(room)
+        self._allowed = min(self.choice.guesses, room)
+        capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
+        return self.drafters[self.choice.drafter].propose(replace(context, max_nodes=capped))
+
+    def _choose(self, room: int) -> Choice:
+        if len(self.drafters) == 1 or room == 0:
+            return Choice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
+        arms = [self._measured.setdefault((self._batch, i), Measured()) for i in range(len(self.drafters))]
+        for index, arm in enumerate(arms):
+            arm.idle += 1
+            if arm.steps < WARM_UP or arm.idle > PROBE_EVERY:
+                return Choice(index, LONGEST if index else 0, f"measuring {self.drafters[index].name}")
+        plain = 1 / arms[0].seconds(0)
+        index, (guesses, rate) = max(
+            ((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1]
+        )
+        name = self.drafters[index].name
+        gain = rate / plain
+        if gain < MARGIN:
+            return Choice(0, 0, f"{name} would give {gain:.2f}x plain at batch {self._batch}: not drafting")
+        return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {self._batch}")
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Take the measurement, then let every drafter see what was shown."""
+        for drafter in self.drafters:
+            drafter.observe(draft, passed, verdict)
+        if verdict is None:
+            return
+        guesses = (len(draft.tokens) - sum(draft.given)) / len(draft.slots)
+        arm = self._measured.setdefault((self._batch, self.choice.drafter), Measured())
+        arm.record(guesses, self._clock() - self._started, min(self._allowed, LONGEST), verdict.accepted)
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Tell every drafter."""
+        for drafter in self.drafters:
+            drafter.commit(slots, paths)
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Tell every drafter."""
+        for drafter in self.drafters:
+            drafter.truncate(slots, lengths)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Tell every drafter."""
+        for drafter in self.drafters:
+            drafter.fork(sources, targets, length)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Tell every drafter."""
+        for drafter in self.drafters:
+            drafter.release(slots)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Tell every drafter."""
+        for drafter in self.drafters:
+            drafter.settle(slots)

@@ -1,0 +1,416 @@
+"""The composition root: a checkpoint and a recipe in, a ready engine out.
+
+With ``recipe.py`` the only place that names two techniques together. What a user touches in Python:
+
+    engine = vivace.load("path/or/hub-id")
+    result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
+    for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.checkpoint.files import resolve
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.tokenizer import Tokenizer, TokenStream, load_generation_defaults
+from vivace.core.model import Decoder
+from vivace.core.sampling import Sampling
+from vivace.core.seams import Drafter
+from vivace.core.step import Step
+from vivace.decode.adaptive import Adaptive
+from vivace.decode.draft_model import DraftModel, DraftModelConfig
+from vivace.decode.lookup import LookupConfig, PromptLookup
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Emitted, FinishReason, Request, StopRule
+from vivace.decode.session import Progress, Session
+from vivace.decode.stats import DecodeStats
+from vivace.errors import CapacityError, ConfigError, MismatchError, NotFoundError, nearest
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.drafter import self_speculation
+from vivace.multirate.residual import Accelerator
+from vivace.recipe import METHODS, build, find_method
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""Text (one user message unless raw), or messages."""
+
+SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
+"""The model that comes with the package."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate, under Hugging Face's names; None takes the checkpoint's ``generation_config.json``."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    method: str = "auto"
+    raw: bool = False
+    """Give the prompt as it is, without the chat template."""
+    logprobs: bool = True
+    """Return log p of every token under the model, before any processor."""
+    batch_size: int = 16
+    """Sequences decoded at once; further prompts wait."""
+    num_draft_tokens: int | None = None
+    """Guesses per step; None is what the method's adapter says."""
+    progress: Progress | None = None
+    """Told (done, all) prompt tokens while prompts are read."""
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Options:
+        """From keyword arguments, strictly.
+
+        Raises:
+            ConfigError: an unknown name; the nearest is named.
+        """
+        known = {f.name for f in dataclasses.fields(Options)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"generate has no argument {name!r}{nearest(name, known)}")
+        options = Options(**values)
+        stops = options.stop_strings
+        return replace(options, stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one prompt."""
+
+    text: str
+    """Without special tokens, and without the stop string that ended it."""
+    token_ids: tuple[int, ...]
+    """What was generated, an end token included."""
+    logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason
+    stats: DecodeStats
+    method: str
+    """What was asked for; ``choice`` says what ``auto`` made of it."""
+    choice: str | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer while it is made; the last one carries the result."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    result: Result | None = None
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    adapters: str | Path | Mapping[str, str | Path] | None = None,
+    draft_model: str | Path | None = None,
+    kernels: str = "auto",
+) -> Engine:
+    """Open a checkpoint.
+
+    Args:
+        path: directory or Hub id; None is the model that ships with the package.
+        device: "auto", "cpu" or "cuda".
+        dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        adapters: a folder, or folders by name; without it a method uses ``<model>/adapters/<method>``.
+        draft_model: a smaller checkpoint for the method ``draft``.
+        kernels: "auto" or "torch".
+
+    Raises:
+        CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
+        UsageError: something that is not supported was asked for.
+    """
+    if kernels not in ("auto", "torch"):
+        raise ConfigError(f"kernels must be auto or torch, found {kernels!r}")
+    if path is None and not SHIPPED.is_dir():
+        raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
+    folder = resolve(SHIPPED if path is None else path)
+    by_name = {} if adapters is None else adapters
+    if not isinstance(by_name, Mapping):
+        by_name = {Path(by_name).name: by_name}
+    return Engine(
+        model=load_decoder(folder, dtype=dtype, device=device),
+        tokenizer=Tokenizer.load(folder),
+        folder=folder,
+        adapters={name: Path(at) for name, at in by_name.items()},
+        draft_folder=None if draft_model is None else resolve(draft_model),
+        dtype=dtype,
+    )
+
+
+class Engine:
+    """A model ready to answer; keeps its drafters, and what ``auto`` has measured, between calls."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        folder: Path,
+        adapters: Mapping[str, Path],
+        draft_folder: Path | None,
+        dtype: str = "auto",
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self.defaults = load_generation_defaults(folder)
+        self._adapters = adapters
+        self._draft_folder = draft_folder
+        self._dtype = dtype
+        self._drafters: dict[tuple[str, int | None], Drafter] = {}
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
+        """Answer prompts, batched; keyword arguments are the fields of ``Options``.
+
+        Args:
+            prompts: one prompt or several; a prompt is text or a list of messages.
+            options: see ``Options``.
+
+        Returns:
+            One result per prompt, in order.
+        """
+        chosen = Options.of(options)
+        requests = [self.request(prompt, chosen) for prompt in _as_list(prompts)]
+        if not requests:
+            return []
+        session = self.session(requests, chosen)
+        for request in requests:
+            session.admit(request)
+        answers = [_Answer(self, request, chosen) for request in requests]
+        for emitted in session.drain():
+            answers[emitted.request_id].take(emitted)
+        return [answer.result() for answer in answers]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
+        """Answer one prompt, yielding text as it becomes certain; closing the iterator stops the work."""
+        chosen = Options.of(options)
+        request = self.request(prompt, chosen)
+        session = self.session([request], chosen)
+        session.admit(request)
+        answer = _Answer(self, request, chosen)
+        for emitted in session.drain():
+            text = answer.take(emitted)
+            done = answer.result() if emitted.finish_reason else None
+            yield Chunk(text, emitted.tokens, done)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Next-token logits at every position, (B, T) -> (B, T, V) float32, nothing cached."""
+        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.model.device)
+        if ids.dim() != 2:
+            raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
+        step = Step.dense(*ids.shape)
+        flat = self.model.head(self.model.run(self.model.embed(ids.reshape(-1), step), step))
+        return flat.view(*ids.shape, -1)
+
+    def request(self, prompt: Prompt, options: Options) -> Request:
+        """A prompt in tokens with everything its decoding needs.
+
+        Raises:
+            ConfigError: an empty prompt or a value out of range.
+            CapacityError: prompt and answer do not fit the model's context.
+        """
+        tokens = tuple(self.tokenizer.encode(prompt, raw=options.raw))
+        if not tokens:
+            raise ConfigError("the prompt is empty; give at least one character")
+        limit = options.max_new_tokens if options.max_new_tokens is not None else self.defaults.get("max_new_tokens")
+        context = self.model.config.max_positions
+        if len(tokens) >= context:
+            raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
+        stop = StopRule(
+            end_tokens=frozenset() if options.ignore_eos else self.tokenizer.end_tokens,
+            stop_strings=options.stop_strings,
+            detokenize=self.tokenizer.decode if options.stop_strings else None,
+            min_new_tokens=options.min_new_tokens,
+        )
+        request = Request(
+            tokens=tokens,
+            max_new_tokens=context - len(tokens) if limit is None else limit,
+            drafter=self.drafter(options.method, options.num_draft_tokens),
+            sampling=self._sampling(options),
+            stop=stop,
+            seed=options.seed,
+            logprobs=options.logprobs,
+        )
+        request.check_fits(context)
+        return request
+
+    def session(self, requests: Sequence[Request], options: Options) -> Session:
+        """A session with room for these requests."""
+        return Session(
+            self.model,
+            num_slots=max(1, min(len(requests), options.batch_size)),
+            capacity=max(len(r.tokens) + r.max_new_tokens for r in requests),
+            progress=options.progress,
+        )
+
+    def drafter(self, method: str, num_draft_tokens: int | None = None) -> Drafter:
+        """The drafter of a method, made once.
+
+        Raises:
+            ConfigError: no such method.
+            UnsupportedError: not built yet.
+            NotFoundError: its weights are missing; names the command that trains them.
+        """
+        find_method(method)
+        key = (method, num_draft_tokens)
+        if key not in self._drafters:
+            self._drafters[key] = self._make(method, num_draft_tokens)
+        return self._drafters[key]
+
+    def _make(self, method: str, length: int | None) -> Drafter:
+        match method:
+            case "plain":
+                return NoDrafts()
+            case "lookup":
+                return PromptLookup(LookupConfig() if length is None else LookupConfig(num_draft_tokens=length))
+            case "draft":
+                return self._draft_model(length)
+            case "multirate" | "multirate+lookup":
+                accelerator = self._accelerator(length)
+                return self_speculation(
+                    self.model, accelerator, lookup=PromptLookup() if method.endswith("lookup") else None
+                )
+        return self._adaptive()
+
+    def _adaptive(self) -> Adaptive:
+        """Everything that can draft here without further files."""
+        names = ["lookup"]
+        if self._adapter_folder("multirate").is_dir():
+            names.append("multirate")
+        if self._draft_folder is not None:
+            names.append("draft")
+        return Adaptive([self._make(name, None) for name in names])
+
+    def _accelerator(self, length: int | None) -> Accelerator:
+        folder = self._adapter_folder("multirate")
+        if not folder.is_dir():
+            raise NotFoundError(
+                f"method multirate needs an accelerator for this model, and {folder} does not exist; train one with "
+                f"`vivace train recipes/multirate.yaml --model {self.folder} --out {folder}`"
+            )
+        written, tensors = load_adapter(folder, kind="multirate", base=base_hash(self.folder))
+        config = build(MultirateConfig, written)
+        if length is not None:
+            config = replace(config, widths=(1,) * length)
+        accelerator = Accelerator(config, self.model.config)
+        expected = {name: value.shape for name, value in accelerator.state_dict().items()}
+        if expected != {name: value.shape for name, value in tensors.items()}:
+            raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
+        accelerator.load_state_dict(dict(tensors))
+        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False)
+
+    def _adapter_folder(self, kind: str) -> Path:
+        return self._adapters.get(kind, self.folder / "adapters" / kind)
+
+    def _draft_model(self, length: int | None) -> DraftModel:
+        if self._draft_folder is None:
+            raise NotFoundError("method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID")
+        other = Tokenizer.load(self._draft_folder)
+        self.tokenizer.check_same_pieces(other)
+        config = DraftModelConfig() if length is None else DraftModelConfig(num_draft_tokens=length)
+        small = load_decoder(self._draft_folder, dtype=self._dtype, device=str(self.model.device))
+        return DraftModel(small, config, target_vocab=self.model.config.vocab_size)
+
+    def _sampling(self, options: Options) -> Sampling:
+        values = {}
+        for field in dataclasses.fields(Sampling):
+            given = getattr(options, field.name)
+            values[field.name] = self.defaults.get(field.name, field.default) if given is None else given
+        return Sampling(**values)
+
+    def methods(self) -> list[str]:
+        """Methods that can run on this model as it stands, ``auto`` left out."""
+        ready = []
+        for name, method in METHODS.items():
+            needs_folder = method.adapter is not None and not self._adapter_folder(method.adapter).is_dir()
+            if method.built and name != "auto" and not needs_folder and (name != "draft" or self._draft_folder):
+                ready.append(name)
+        return ready
+
+
+class _Answer:
+    """Tokens of one request becoming text."""
+
+    def __init__(self, engine: Engine, request: Request, options: Options) -> None:
+        self._request = request
+        self._options = options
+        self._drafter = request.drafter
+        self._stream: TokenStream = engine.tokenizer.stream()
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._pending = ""
+        self._text = ""
+        self._last: Emitted | None = None
+
+    def take(self, emitted: Emitted) -> str:
+        """Add a step's tokens; returns the text that is certain now."""
+        self._tokens += emitted.tokens
+        self._logprobs += emitted.logprobs or ()
+        self._last = emitted
+        ended = emitted.finish_reason is not None
+        self._pending += self._stream.push(emitted.tokens) + (self._stream.flush() if ended else "")
+        if ended:
+            certain = self._cut_at_stop(self._pending)
+        else:
+            held = _possible_start(self._pending, self._options.stop_strings)
+            certain = self._pending[: len(self._pending) - held]
+        self._pending = self._pending[len(certain) :]
+        self._text += certain
+        return certain
+
+    def _cut_at_stop(self, text: str) -> str:
+        places = [at for stop in self._options.stop_strings if (at := text.find(stop)) >= 0]
+        return text[: min(places)] if places else text
+
+    def result(self) -> Result:
+        """The finished answer."""
+        assert self._last is not None
+        assert self._last.finish_reason is not None
+        adaptive = isinstance(self._drafter, Adaptive)
+        return Result(
+            text=self._text,
+            token_ids=tuple(self._tokens),
+            logprobs=tuple(self._logprobs) if self._request.logprobs else None,
+            finish_reason=self._last.finish_reason,
+            stats=self._last.stats,
+            method=self._options.method,
+            choice=self._drafter.choice.reason if adaptive else None,
+        )
+
+
+def _possible_start(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may be the beginning of a stop string."""
+    longest = max((len(stop) for stop in stops), default=0)
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], Mapping):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

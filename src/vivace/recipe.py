@@ -1,0 +1,154 @@
+"""The closed table of method names, and recipes: strict YAML or JSON into frozen dataclasses.
+
+The same names everywhere: command line, Python, JSON, docs. A name whose part is not built yet is in the
+table, so it is refused with the list of those that are, and a typo with its nearest match.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode."""
+
+    name: str
+    summary: str
+    built: bool = False
+    adapter: str | None = None
+    """Kind of adapter it needs, trained by ``vivace train recipes/<kind>.yaml``."""
+    lossless: bool = True
+    """The text is what plain decoding writes (greedy), or distributed as it is (sampling)."""
+
+
+METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method("auto", "measure on this machine and take what is fastest", built=True),
+        Method("plain", "one token per pass", built=True),
+        Method("lookup", "draft what followed the same words before", built=True),
+        Method("draft", "a second, smaller model drafts", built=True),
+        Method("multirate", "the accelerated residual drafts (M2R2)", built=True, adapter="multirate"),
+        Method("multirate+lookup", "look up first, else the accelerated residual", built=True, adapter="multirate"),
+        Method("multistream", "speculative streams draft and verify in one pass", adapter="multistream"),
+        Method("dynamic", "leave early where the accelerated residual is sure", adapter="dynamic", lossless=False),
+        Method("medusa", "heads on the last residual draft a tree", adapter="medusa"),
+        Method("lookahead", "Jacobi windows fill an n-gram pool"),
+        Method("eagle", "a one-layer feature drafter", adapter="eagle"),
+        Method("deed", "early exit with an adapter drafts", adapter="deed"),
+        Method("layerskip", "the lower layers of a model trained for it draft"),
+        Method("calm", "leave early by confidence", adapter="calm", lossless=False),
+        Method("lite", "leave early by a fine-tuned model's own probability", lossless=False),
+        Method("skipdecode", "skip middle layers by position", lossless=False),
+        Method("mod", "Mixture-of-Depths", lossless=False),
+    )
+}
+
+
+def find_method(name: str) -> Method:
+    """The method called ``name``.
+
+    Raises:
+        ConfigError: no such name; the nearest is named.
+        UnsupportedError: a method that is not built yet; those that are stand in the message.
+    """
+    method = METHODS.get(name)
+    if method is None:
+        raise ConfigError(f"there is no method {name!r}{nearest(name, METHODS)}")
+    if not method.built:
+        built = ", ".join(m.name for m in METHODS.values() if m.built)
+        raise UnsupportedError(f"method {name!r} is not built yet; use one of {built}")
+    return method
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """A recipe file, YAML or JSON, as a mapping.
+
+    Raises:
+        NotFoundError: no such file.
+        CorruptError: it is not YAML or JSON, or not a mapping.
+    """
+    import yaml
+
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise NotFoundError(f"cannot read the recipe {path}: {exc.strerror}") from exc
+    try:
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as exc:
+        raise CorruptError(f"{path} is not valid YAML or JSON: {' '.join(str(exc).split())}") from exc
+    if not isinstance(loaded, dict):
+        raise CorruptError(f"{path} must hold a mapping, found {type(loaded).__name__}")
+    return loaded
+
+
+def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """A frozen dataclass from a mapping, strict both ways.
+
+    Args:
+        kind: the dataclass; nested dataclasses and tuples are built too.
+        values: what the file says.
+        where: path of keys so far, for messages.
+
+    Raises:
+        ConfigError: an unknown key (nearest match named), a missing one or a value of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"unknown key {where}{key}{nearest(key, fields)}")
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where or 'the recipe '}needs {', '.join(missing)}")
+    return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as the annotation says, or an error that names the key."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _first_that_fits([a for a in args if a is not type(None)], value, where)
+    if origin is typing.Literal:
+        if value not in args:
+            raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}, found {value!r}")
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return build(typing.cast(type[Any], hint), value, f"{where}.")
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_value(args[0], item, f"{where}[{place}]") for place, item in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = origin or hint
+    if plain is Any or (isinstance(value, plain) and not (plain is int and isinstance(value, bool))):
+        return value
+    raise ConfigError(f"{where} must be {getattr(plain, '__name__', plain)}, found {value!r}")
+
+
+def _first_that_fits(hints: list[Any], value: Any, where: str) -> Any:
+    for hint in hints[:-1]:
+        try:
+            return _value(hint, value, where)
+        except ConfigError:
+            continue
+    return _value(hints[-1], value, where)
