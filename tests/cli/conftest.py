@@ -38,6 +38,8 @@ class FakeResult:
     token_ids: list[int] = field(default_factory=lambda: [5, 6, 7])
     logprobs: list[float] | None = None
     finish_reason: str = "stop"
+    method: str = "auto"
+    choice: str | None = "lookup pays"
     stats: FakeStats = field(default_factory=FakeStats)
 
 

@@ -14,16 +14,21 @@ def test_text_goes_to_stdout_and_notes_to_stderr(cli: Cli, engine: FakeEngine) -
     outcome = cli("generate", "hello")
     assert (outcome.status, outcome.out) == (0, "HELLO\n")
     assert "3 tokens, 4.0 tokens/s, method plain, 2/4 drafted tokens accepted" in outcome.err
+    assert "ended by stop; auto: lookup pays" in outcome.err
     assert cli("generate", "hello", "--quiet") == Outcome(0, "HELLO\n", "")
 
 
 def test_only_flags_that_were_given_reach_the_engine(cli: Cli, engine: FakeEngine) -> None:
     cli("generate", "hello")
-    assert engine.asked[-1] == ("hello", {"max_new_tokens": 128, "method": "auto", "raw": False})
+    prompt, settings = engine.asked[-1]
+    assert callable(settings.pop("progress"))
+    assert (prompt, settings) == ("hello", {"max_new_tokens": 256, "method": "auto", "raw": False})
     flags = "--do-sample --temperature 0 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --seed 0 --raw"
     flags += " --no-repeat-ngram-size 3 --stop-strings a --stop-strings b --method lookup --max-new-tokens 9"
     cli("generate", "hello", *flags.split())
-    assert engine.asked[-1][1] == {
+    settings = engine.asked[-1][1]
+    del settings["progress"]
+    assert settings == {
         "do_sample": True,
         "temperature": 0.0,
         "top_p": 0.9,
@@ -44,7 +49,7 @@ def test_the_model_is_opened_as_asked(cli: Cli, engine: FakeEngine) -> None:
     plain = {"device": "auto", "dtype": "auto", "adapters": None, "draft_model": None, "kernels": "auto"}
     assert engine.opened == {"path": None, **plain}
     cli("generate", "hello", "--model", "m", "--adapter", "a/one", "--draft-model", "d", "--dtype", "float32")
-    assert engine.opened == {**plain, "path": "m", "adapters": "a/one", "draft_model": "d", "dtype": "float32"}
+    assert engine.opened == {**plain, "path": "m", "adapters": "a/one", "draft_model": Path("d"), "dtype": "float32"}
     cli("generate", "hello", "--adapter", "a/one", "--adapter", "x=a/two")
     assert engine.opened["adapters"] == {"one": "a/one", "x": "a/two"}
 

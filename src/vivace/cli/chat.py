@@ -63,7 +63,8 @@ def chat(
         elif line:
             messages.append({"role": "user", "content": line})
             result = stream_answer(engine, messages, settings)
-            messages.append({"role": "assistant", "content": result.text})
+            if result is not None:
+                messages.append({"role": "assistant", "content": result.text})
 
 
 def _read_line() -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine, stats_json
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import Message, load_prompts
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine, Result
 
 Request = str | list[Message]
 
@@ -29,7 +32,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 256,
     raw: options.Raw = False,
     do_sample: options.DoSample = None,
     temperature: options.Temperature = None,
@@ -59,14 +62,18 @@ def generate(
         method=method,
         raw=raw,
     )
+    with console.progress("reading the prompt") as progress:
+        settings["progress"] = progress
+        if len(requests) == 1 and not as_json:
+            stream_answer(engine, requests[0], settings)
+            return
+        results = engine.generate(requests, **settings)
     if as_json:
-        console.json({"results": [_result_json(result) for result in engine.generate(requests, **settings)]})
-    elif len(requests) == 1:
-        stream_answer(engine, requests[0], settings)
-    else:
-        for number, result in enumerate(engine.generate(requests, **settings), 1):
-            console.note(f"[{number}/{len(requests)}]")
-            console.result(result.text)
+        console.json({"results": [_result_json(result) for result in results]})
+        return
+    for number, result in enumerate(results, 1):
+        console.note(f"[{number}/{len(requests)}] {summary(result)}")
+        console.result(result.text)
 
 
 def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
@@ -88,19 +95,19 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
     return [text.removesuffix("\n")]
 
 
-def stream_answer(engine: Any, request: Request, settings: dict[str, Any]) -> Any:
+def stream_answer(engine: Engine, request: Request, settings: dict[str, Any]) -> Result | None:
     """Write an answer to stdout while it is made, and how it went to stderr; returns the result."""
     result = None
     for chunk in engine.stream(request, **settings):
         console.result(chunk.text, end="")
-        result = getattr(chunk, "result", None) or result
+        result = chunk.result
     console.result("")
     if result is not None:
         console.note(summary(result))
     return result
 
 
-def summary(result: Any) -> str:
+def summary(result: Result) -> str:
     """How an answer was made, on one line."""
     stats = result.stats
     line = f"{stats.num_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, method {stats.method}"
@@ -109,7 +116,8 @@ def summary(result: Any) -> str:
             f", {stats.num_accepted_draft_tokens}/{stats.num_draft_tokens} drafted tokens accepted"
             f", {stats.tokens_per_target_pass:.2f} tokens per target pass"
         )
-    return f"{line}, ended by {result.finish_reason}"
+    chosen = f"; auto: {result.choice}" if result.choice else ""
+    return f"{line}, ended by {result.finish_reason}{chosen}"
 
 
 def _read_text(path: Path) -> str:
@@ -121,11 +129,13 @@ def _read_text(path: Path) -> str:
         raise CorruptError(f"prompt file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _result_json(result: Any) -> dict[str, Any]:
+def _result_json(result: Result) -> dict[str, Any]:
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
         "logprobs": None if result.logprobs is None else list(result.logprobs),
         "finish_reason": result.finish_reason,
+        "method": result.method,
+        "choice": result.choice,
         "stats": stats_json(result.stats),
     }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vivace
 from vivace.cli.console import console
 from vivace.cli.options import parse_adapters
+
+if TYPE_CHECKING:
+    from vivace.decode.stats import DecodeStats
+    from vivace.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class ModelChoice:
     kernels: str = "auto"
 
 
-def open_engine(choice: ModelChoice) -> Any:
+def open_engine(choice: ModelChoice) -> Engine:
     """Load a model; says so on stderr."""
     console.note(f"loading {choice.model or 'the model that ships'}")
     return vivace.load(
@@ -31,13 +35,12 @@ def open_engine(choice: ModelChoice) -> Any:
         device=choice.device,
         dtype=choice.dtype,
         adapters=parse_adapters(choice.adapters),
-        draft_model=str(choice.draft_model) if choice.draft_model else None,
+        draft_model=choice.draft_model,
         kernels=choice.kernels,
     )
 
 
-def stats_json(stats: Any) -> dict[str, Any]:
+def stats_json(stats: DecodeStats) -> dict[str, Any]:
     """Statistics as JSON has them: the counters and the rates computed from them."""
-    assert is_dataclass(stats), "statistics are a dataclass"
     derived = [name for name, member in vars(type(stats)).items() if isinstance(member, property)]
-    return {**asdict(stats), **{name: getattr(stats, name) for name in derived}}  # type: ignore[arg-type]
+    return {**asdict(stats), **{name: getattr(stats, name) for name in derived}}

@@ -1,0 +1,235 @@
+"""The bench's harness: several ways to answer the same prompts, in turns, on one machine.
+
+Words: a *contestant* answers a batch of prompts (a decoding method of ours, or another engine, a *peer*); a *take* is
+one batch answered once. Every contestant answers a batch before the next batch begins, each time in another order,
+so that a slow minute of the machine hurts all alike. Per batch the median over the repeats counts.
+
+``tokens_per_s`` is tokens after the first block over the time after it (for plain decoding a block is one token; a
+drafter's first block may hold several, and they do not count). Beside it stands the end-to-end rate: all tokens over
+the whole time, prompt included. ``mean_acceptance_length`` is 1 + accepted / steps, as vLLM has it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vivace.errors import ConfigError
+from vivace.evaluate.bootstrap import Interval, paired_bootstrap, ratio_of_sums
+
+Progress = Callable[[int, int], None]
+"""Called with (takes done, takes in all)."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """One batch answered once."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    """New tokens of each prompt."""
+    num_first_tokens: int
+    """Tokens of the first blocks, all prompts together."""
+    decode_s: float
+    """From the first block to the last token."""
+    total_s: float
+    """From the call to its return."""
+    prefill_s: float | None = None
+    draft_s: float | None = None
+    verify_s: float | None = None
+    peak_memory_bytes: int | None = None
+    num_steps: int = 0
+    """Target passes that decoded, summed over prompts; 0 where the contestant does not say."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, all prompts together."""
+        return sum(map(len, self.token_ids))
+
+
+class Contestant(Protocol):
+    """Answers batches of prompts, given as token ids."""
+
+    @property
+    def name(self) -> str:
+        """In tables and files."""
+
+    def answer(self, batch: Sequence[Sequence[int]]) -> Take:
+        """Answer one batch, greedily."""
+
+
+@dataclass
+class Record:
+    """All takes of one contestant: ``takes[batch][repeat]``."""
+
+    name: str
+    takes: list[list[Take]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contestant's figures, as they are stored."""
+
+    method: str
+    tokens_per_s: float
+    tokens_per_s_spread: tuple[float, float]
+    """Lowest and highest of the repeats."""
+    speedup: float
+    """tokens_per_s over the baseline's."""
+    speedup_interval: tuple[float, float]
+    """95 % bootstrap over batches."""
+    end_to_end_tokens_per_s: float
+    identical: bool
+    """Every answer has the baseline's token ids."""
+    num_different: int
+    num_tokens: int
+    mean_acceptance_length: float | None
+    acceptance_per_position: tuple[float, ...]
+    tokens_per_target_pass: float | None
+    prefill_s: float | None
+    draft_s: float | None
+    verify_s: float | None
+    """Sums over all prompts, medians over repeats."""
+    peak_memory_bytes: int | None
+
+
+def hold(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 1,
+    repeats: int = 3,
+    warm_up: int = 2,
+    on_step: Progress | None = None,
+) -> list[Record]:
+    """Let every contestant answer every prompt.
+
+    Args:
+        contestants: Who takes part.
+        prompts: Token ids of each prompt.
+        batch_size: Prompts answered together.
+        repeats: Times each batch is answered by each.
+        warm_up: Batches answered by each before anything counts.
+        on_step: Told about progress.
+
+    Raises:
+        ConfigError: nobody, nothing to answer, or counts below 1.
+    """
+    if not contestants or not prompts or batch_size < 1 or repeats < 1:
+        raise ConfigError(
+            f"a bench needs a method, a prompt, a batch and a repeat, found {len(contestants)} methods, "
+            f"{len(prompts)} prompts, batch {batch_size}, {repeats} repeats"
+        )
+    batches = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+    for batch in batches[:warm_up]:
+        for contestant in contestants:
+            contestant.answer(batch)
+    records = [Record(contestant.name, [[] for _ in batches]) for contestant in contestants]
+    total, done = repeats * len(batches) * len(contestants), 0
+    for repeat in range(repeats):
+        for index, batch in enumerate(batches):
+            shift = (repeat + index) % len(contestants)
+            for place in [*range(shift, len(contestants)), *range(shift)]:
+                records[place].takes[index].append(contestants[place].answer(batch))
+                done += 1
+                if on_step is not None:
+                    on_step(done, total)
+    return records
+
+
+def summarise(records: Sequence[Record], baseline: str) -> list[Run]:
+    """Figures of every contestant beside the baseline's.
+
+    Raises:
+        ConfigError: the baseline did not take part.
+    """
+    base = next((record for record in records if record.name == baseline), None)
+    if base is None:
+        raise ConfigError(f"the baseline {baseline!r} is not among {', '.join(record.name for record in records)}")
+    return [_summarise(record, base) for record in records]
+
+
+def tokens_per_s(record: Record) -> float:
+    """Decoding rate of a contestant over all batches."""
+    return _rate([_batch_rate(takes) for takes in record.takes])
+
+
+def _summarise(record: Record, base: Record) -> Run:
+    takes = [take for batch in record.takes for take in batch]
+    firsts = [batch[0] for batch in record.takes]
+    repeats = [_rate([_batch_rate([take]) for take in round_]) for round_ in zip(*record.takes, strict=True)]
+    num_different = sum(_num_different(ours, theirs) for ours, theirs in zip(record.takes, base.takes, strict=True))
+    steps = sum(take.num_steps for take in firsts)
+    gain = _speedup(record, base)
+    return Run(
+        method=record.name,
+        tokens_per_s=tokens_per_s(record),
+        tokens_per_s_spread=(min(repeats), max(repeats)),
+        speedup=gain.estimate,
+        speedup_interval=(gain.low, gain.high),
+        end_to_end_tokens_per_s=_rate([(b[0].num_tokens, _median([t.total_s for t in b])) for b in record.takes]),
+        identical=num_different == 0,
+        num_different=num_different,
+        num_tokens=sum(take.num_tokens for take in firsts),
+        mean_acceptance_length=1 + sum(take.num_accepted for take in firsts) / steps if steps else None,
+        acceptance_per_position=_acceptance(firsts),
+        tokens_per_target_pass=sum(take.num_tokens for take in firsts) / steps if steps else None,
+        prefill_s=_sum_of_medians([[take.prefill_s for take in batch] for batch in record.takes]),
+        draft_s=_sum_of_medians([[take.draft_s for take in batch] for batch in record.takes]),
+        verify_s=_sum_of_medians([[take.verify_s for take in batch] for batch in record.takes]),
+        peak_memory_bytes=max((take.peak_memory_bytes or 0 for take in takes), default=0) or None,
+    )
+
+
+def _speedup(record: Record, base: Record) -> Interval:
+    """Ratio of the rates; where the answers are equally long it is the ratio of the decoding times."""
+    ours = [_batch_rate(takes) for takes in record.takes]
+    theirs = [_batch_rate(takes) for takes in base.takes]
+    scaled = [seconds * (ours[i][0] / tokens if tokens else 1.0) for i, (tokens, seconds) in enumerate(theirs)]
+    interval = paired_bootstrap(scaled, [max(seconds, 1e-12) for _, seconds in ours], statistic=ratio_of_sums)
+    ratio = tokens_per_s(record) / tokens_per_s(base) if tokens_per_s(base) else 0.0
+    return Interval(ratio, interval.low, interval.high, interval.confidence)
+
+
+def _batch_rate(takes: Sequence[Take]) -> tuple[int, float]:
+    """Tokens after the first blocks, and the median time for them."""
+    return takes[0].num_tokens - takes[0].num_first_tokens, _median([take.decode_s for take in takes])
+
+
+def _rate(pairs: Sequence[tuple[int, float]]) -> float:
+    seconds = sum(pair[1] for pair in pairs)
+    return sum(pair[0] for pair in pairs) / seconds if seconds > 0 else 0.0
+
+
+def _num_different(ours: Sequence[Take], theirs: Sequence[Take]) -> int:
+    """Prompts of a batch that some take answers otherwise than the baseline's first."""
+    expected = theirs[0].token_ids
+    return sum(any(take.token_ids[row] != ids for take in ours) for row, ids in enumerate(expected))
+
+
+def _acceptance(takes: Sequence[Take]) -> tuple[float, ...]:
+    """Share of steps that drafted to each position in which the guess there was kept."""
+    depth = max((len(take.drafted_per_position) for take in takes), default=0)
+    drafted, accepted = [0] * depth, [0] * depth
+    for take in takes:
+        for position, (tried, kept) in enumerate(
+            zip(take.drafted_per_position, take.accepted_per_position, strict=True)
+        ):
+            drafted[position] += tried
+            accepted[position] += kept
+    return tuple(kept / tried for kept, tried in zip(accepted, drafted, strict=True) if tried)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def _sum_of_medians(batches: Sequence[Sequence[float | None]]) -> float | None:
+    """Sum over batches of the median over repeats; None where it was not measured."""
+    known = [[value for value in batch if value is not None] for batch in batches]
+    return sum(_median(batch) for batch in known) if all(known) else None

@@ -1,0 +1,77 @@
+"""Where a number comes from: code, versions, machine. Stored with every result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("vivace", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What has to be the same for two numbers to be comparable."""
+
+    commit: str | None
+    """Of the source tree; ``+changes`` when files differ from it; None for an installed package."""
+    python: str
+    packages: dict[str, str]
+    system: str
+    cpu: str
+    num_cores: int
+    num_threads: int
+    device: str
+
+
+def provenance(device: torch.device) -> Provenance:
+    """Code, versions and machine as they are now."""
+    return Provenance(
+        commit=_commit(),
+        python=sys.version.split()[0],
+        packages={name: found for name in PACKAGES if (found := _version(name)) is not None},
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu(),
+        num_cores=os.cpu_count() or 1,
+        num_threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
+    return match[1].strip() if match else platform.processor() or "unknown"
+
+
+def _commit() -> str | None:
+    """Short commit id of the source tree this package runs from."""
+    folder = Path(__file__).resolve().parents[3]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+changes" if changes else "")
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

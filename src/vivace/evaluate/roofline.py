@@ -1,0 +1,105 @@
+"""What the machine allows: reading every weight once a pass bounds decoding, so speed stands beside bandwidth.
+
+Decoding one token reads all weights, so ``tokens/s <= bandwidth / weight bytes``; a pass over k rows reads them
+once too, and how much longer it takes than a pass over one row, ``verify(k) / decode(1)``, bounds what drafting can
+gain. All three are measured here, on the model and with the threads that the bench uses.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft
+from vivace.decode.climb import Climb
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Limits of one model on one machine."""
+
+    read_bytes_per_s: float
+    """Measured on a buffer far larger than any cache."""
+    weight_bytes: int
+    """Read by a pass: all weights but the rows of the embedding that are not looked up."""
+    decode_s: float
+    """Median of a pass over one row."""
+    verify_cost: tuple[float, ...]
+    """Median of a pass over k = 1..16 rows, in units of ``decode_s``."""
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        """Weights over the time of a one-row pass."""
+        return self.weight_bytes / self.decode_s
+
+
+def measure_roofline(model: Decoder, *, context: int = 128, repeats: int = 9) -> Roofline:
+    """Measure bandwidth and passes.
+
+    Args:
+        model: The decoder.
+        context: Tokens in the cache during the passes.
+        repeats: Measurements per median.
+    """
+    seconds = pass_seconds(model, range(1, MAX_ROWS + 1), context=context, repeats=repeats)
+    return Roofline(
+        read_bytes_per_s=read_bandwidth(model.device),
+        weight_bytes=pass_bytes(model),
+        decode_s=seconds[0],
+        verify_cost=tuple(value / seconds[0] for value in seconds),
+    )
+
+
+def read_bandwidth(device: torch.device, *, num_bytes: int = 1 << 28, repeats: int = 7) -> float:
+    """Bytes per second of summing a buffer, the best of a few runs."""
+    buffer = torch.ones(num_bytes // 4, device=device)
+    return num_bytes / min(_time(buffer.sum, device, repeats + 1)[1:])
+
+
+@torch.inference_mode()
+def pass_seconds(model: Decoder, num_rows: Sequence[int], *, context: int, repeats: int) -> list[float]:
+    """Median time of a target pass and its greedy choice, for each number of rows; sizes take turns."""
+    cache = model.new_cache(1, context + max(num_rows) + 1)
+    climb = Climb()
+    prompt = Draft.given_only({0: [1] * context})
+    climb.run(model, prompt, cache, chunk=True)
+    cache.commit([0], [range(context)])
+    drafts = [Draft.given_only({0: [1] * rows}) for rows in num_rows]
+    times: list[list[float]] = [[] for _ in drafts]
+    for _ in range(repeats + 1):
+        for draft, found in zip(drafts, times, strict=True):
+            found += _time(partial(_pass, model, climb, draft, cache), model.device, 1)
+    return [statistics.median(found[1:]) for found in times]
+
+
+def pass_bytes(model: Decoder) -> int:
+    """Bytes of weights that a pass reads; tables that are looked up do not count, all experts of a mixture do."""
+    weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    looked_up = 0 if model.config.tied_head else model.embedding.nbytes
+    looked_up += 0 if model.position_embedding is None else model.position_embedding.nbytes
+    return sum(weights.values()) - looked_up
+
+
+def _pass(model: Decoder, climb: Climb, draft: Draft, cache: KVCache) -> None:
+    model.greedy(climb.run(model, draft, cache).hidden)
+
+
+def _time(work: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    """Seconds of each of a number of runs, the accelerator's queue included."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times
