@@ -21,8 +21,9 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.checkpoint.files import resolve
+from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import load_decoder
-from vivace.checkpoint.tokenizer import Tokenizer, TokenStream, load_generation_defaults
+from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter
@@ -33,6 +34,7 @@ from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
+from vivace.decode.shallow import DraftPlan
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, MismatchError, NotFoundError, nearest
 from vivace.multirate.config import MultirateConfig
@@ -149,7 +151,7 @@ def load(
         by_name = {Path(by_name).name: by_name}
     return Engine(
         model=load_decoder(folder, dtype=dtype, device=device),
-        tokenizer=Tokenizer.load(folder),
+        tokenizer=load_tokenizer(folder),
         folder=folder,
         adapters={name: Path(at) for name, at in by_name.items()},
         draft_folder=None if draft_model is None else resolve(draft_model),
@@ -230,7 +232,7 @@ class Engine:
             ConfigError: an empty prompt or a value out of range.
             CapacityError: prompt and answer do not fit the model's context.
         """
-        tokens = tuple(self.tokenizer.encode(prompt, raw=options.raw))
+        tokens = tuple(self.tokenizer.encode_prompt(prompt, raw=options.raw))
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
         limit = options.max_new_tokens if options.max_new_tokens is not None else self.defaults.get("max_new_tokens")
@@ -238,7 +240,7 @@ class Engine:
         if len(tokens) >= context:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
         stop = StopRule(
-            end_tokens=frozenset() if options.ignore_eos else self.tokenizer.end_tokens,
+            end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
             stop_strings=options.stop_strings,
             detokenize=self.tokenizer.decode if options.stop_strings else None,
             min_new_tokens=options.min_new_tokens,
@@ -287,10 +289,10 @@ class Engine:
             case "draft":
                 return self._draft_model(length)
             case "multirate" | "multirate+lookup":
-                accelerator = self._accelerator(length)
-                return self_speculation(
-                    self.model, accelerator, lookup=PromptLookup() if method.endswith("lookup") else None
-                )
+                accelerator, plan = self._accelerator()
+                plan = plan if length is None else replace(plan, widths=(1,) * length)
+                lookup = PromptLookup() if method.endswith("lookup") else None
+                return self_speculation(self.model, accelerator, plan, lookup=lookup)
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
@@ -302,23 +304,23 @@ class Engine:
             names.append("draft")
         return Adaptive([self._make(name, None) for name in names])
 
-    def _accelerator(self, length: int | None) -> Accelerator:
+    def _accelerator(self) -> tuple[Accelerator, DraftPlan]:
         folder = self._adapter_folder("multirate")
         if not folder.is_dir():
             raise NotFoundError(
                 f"method multirate needs an accelerator for this model, and {folder} does not exist; train one with "
                 f"`vivace train recipes/multirate.yaml --model {self.folder} --out {folder}`"
             )
-        written, tensors = load_adapter(folder, kind="multirate", base=base_hash(self.folder))
-        config = build(MultirateConfig, written)
-        if length is not None:
-            config = replace(config, widths=(1,) * length)
-        accelerator = Accelerator(config, self.model.config)
+        written, tensors = load_adapter(folder, base_hash(self.folder))
+        if written["kind"] != "multirate":
+            raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for multirate")
+        accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
         expected = {name: value.shape for name, value in accelerator.state_dict().items()}
         if expected != {name: value.shape for name, value in tensors.items()}:
             raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
         accelerator.load_state_dict(dict(tensors))
-        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False)
+        plan = build(DraftPlan, written["plan"])
+        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
 
     def _adapter_folder(self, kind: str) -> Path:
         return self._adapters.get(kind, self.folder / "adapters" / kind)
@@ -326,11 +328,11 @@ class Engine:
     def _draft_model(self, length: int | None) -> DraftModel:
         if self._draft_folder is None:
             raise NotFoundError("method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID")
-        other = Tokenizer.load(self._draft_folder)
-        self.tokenizer.check_same_pieces(other)
+        other = load_tokenizer(self._draft_folder)
+        require_same_pieces(self.tokenizer, other)
         config = DraftModelConfig() if length is None else DraftModelConfig(num_draft_tokens=length)
         small = load_decoder(self._draft_folder, dtype=self._dtype, device=str(self.model.device))
-        return DraftModel(small, config, target_vocab=self.model.config.vocab_size)
+        return DraftModel(small, self.model.config.vocab_size, config)
 
     def _sampling(self, options: Options) -> Sampling:
         values = {}
@@ -355,8 +357,8 @@ class _Answer:
     def __init__(self, engine: Engine, request: Request, options: Options) -> None:
         self._request = request
         self._options = options
-        self._drafter = request.drafter
-        self._stream: TokenStream = engine.tokenizer.stream()
+        self._drafter: object = request.drafter
+        self._stream: TextStream = engine.tokenizer.stream()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._pending = ""
@@ -369,7 +371,7 @@ class _Answer:
         self._logprobs += emitted.logprobs or ()
         self._last = emitted
         ended = emitted.finish_reason is not None
-        self._pending += self._stream.push(emitted.tokens) + (self._stream.flush() if ended else "")
+        self._pending += self._stream.push(emitted.tokens) + (self._stream.finish() if ended else "")
         if ended:
             certain = self._cut_at_stop(self._pending)
         else:
@@ -387,7 +389,6 @@ class _Answer:
         """The finished answer."""
         assert self._last is not None
         assert self._last.finish_reason is not None
-        adaptive = isinstance(self._drafter, Adaptive)
         return Result(
             text=self._text,
             token_ids=tuple(self._tokens),
@@ -395,7 +396,7 @@ class _Answer:
             finish_reason=self._last.finish_reason,
             stats=self._last.stats,
             method=self._options.method,
-            choice=self._drafter.choice.reason if adaptive else None,
+            choice=self._drafter.choice.reason if isinstance(self._drafter, Adaptive) else None,
         )
 
 

@@ -139,7 +139,9 @@ class Fresh:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values (T, K, D) of a dense step."""
+        """Keep keys and values (T, K, D) of a dense step; a call of readers alone leaves what is there."""
+        if step.num_write == 0:
+            return
         assert step.grid is not None, "Fresh memory holds dense calls only"
         batch, length = step.grid
         self._stored[layer] = (

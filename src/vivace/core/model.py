@@ -91,7 +91,8 @@ class Layer(nn.Module):
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         c = self.config
-        assert self.q_norm is not None and self.k_norm is not None
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         q, k, v = torch.split(qkv, [query, key, key], -1)
         if c.qk_norm == "head":

@@ -101,7 +101,7 @@ class Draft:
         count, width = tokens.shape
         parent = leaves.repeat_interleave(width)
         slot = self.slot[parent]
-        next_node = {s: n for s, n in zip(self.slot.tolist(), self.node.tolist(), strict=True)}
+        next_node = dict(zip(self.slot.tolist(), self.node.tolist(), strict=True))
         node = []
         for s in slot.tolist():
             next_node[s] += 1
@@ -255,6 +255,26 @@ class Drafter(SlotState, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Training rows of one length, padded on the right."""
+
+    tokens: Tensor
+    """(B, T) int64."""
+    scored: Tensor
+    """(B, T) bool: the token here is to be predicted from those before it (an answer's token)."""
+
+    @property
+    def predicting(self) -> Tensor:
+        """Packed rows (b * T + t) whose next token is scored, (n,)."""
+        return torch.nn.functional.pad(self.scored[:, 1:], (0, 1)).reshape(-1).nonzero()[:, 0]
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens those rows predict, (n,)."""
+        return self.tokens.reshape(-1)[self.predicting + 1]
+
+
 class Objective(Protocol):
     """Something to train; owns its parameters, the loop owns everything else."""
 
@@ -262,7 +282,7 @@ class Objective(Protocol):
         """Optimiser groups: {"params": [...], "name": str, ...}."""
         ...
 
-    def losses(self, model: Decoder, batch: object) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         """Independent parts, each backed through at once, so memory stays flat."""
         ...
 

@@ -23,10 +23,6 @@ class MultirateConfig:
     feedback: bool = False
     """Start from the embedding plus a projection of the last verified position's final residual. Ours, not
     the paper's: it tells the shallow stream what the full depth concluded a few tokens ago."""
-    widths: tuple[int, ...] = (1, 1, 1, 1)
-    """Shape of the draft (``decode.shallow.DraftPlan``)."""
-    min_confidence: float = 0.0
-    """Stop drafting below a guess less likely than this."""
 
     def __post_init__(self) -> None:
         if self.gate < 1:

@@ -49,17 +49,15 @@ class AcceleratedGuess:
 
 
 def self_speculation(
-    model: Decoder, accelerator: Accelerator, plan: DraftPlan | None = None, *, lookup: PromptLookup | None = None
+    model: Decoder, accelerator: Accelerator, plan: DraftPlan, *, lookup: PromptLookup | None = None
 ) -> ShallowDrafter:
     """A drafter for ``model`` from its accelerator.
 
     Args:
         model: the frozen target.
         accelerator: trained on it.
-        plan: shape of the draft; None is the one saved with the weights.
+        plan: shape of the draft.
         lookup: drafts instead wherever the text repeats itself (``multirate+lookup``).
     """
-    config = accelerator.config
-    plan = DraftPlan(config.widths, config.min_confidence) if plan is None else plan
     name = "multirate" if lookup is None else "multirate+lookup"
     return ShallowDrafter(model, AcceleratedGuess(model, accelerator), plan, name=name, first=lookup)
