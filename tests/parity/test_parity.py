@@ -1,0 +1,182 @@
+"""The decoder against transformers, family by family: the same logits and the same greedy text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parity.families import CONFIGS, VOCAB, make
+from vivace.checkpoint.load import load_decoder, put
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft
+from vivace.core.step import Step
+
+TOLERANCE = 1e-4
+NUM_FAMILIES = 13
+LENGTHS = (23, 37, 58, 83)
+NUM_STEPS = 12
+
+_seen: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in both."""
+
+    theirs: nn.Module
+    ours: Decoder
+
+    def reset(self) -> None:
+        """Dynamic rotary embeddings of transformers remember the longest text until a short one comes."""
+        self.theirs(torch.tensor([[1]]))
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    theirs = make(request.param)
+    theirs.save_pretrained(folder)
+    _seen.add(request.param)
+    with torch.inference_mode():
+        yield Pair(theirs, load_decoder(folder))
+
+
+def tokens(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def written_at_once(step: Step, length: int) -> Step:
+    """transformers rotates every row of a call as part of a text as long as that call's."""
+    return replace(step, extent=torch.full((step.num_rows,), length))
+
+
+def ascend(model: Decoder, draft: Draft, step: Step) -> Tensor:
+    return model.head(model.run(model.embed(draft.tokens, step), step))
+
+
+def stepwise(theirs: nn.Module, text: Tensor, prompt: int) -> Tensor:
+    """transformers' logits with a cache: the prompt at once, then token by token."""
+    out = theirs(text[None, :prompt], use_cache=True)
+    logits = [out.logits[0]]
+    for place in range(prompt, len(text)):
+        out = theirs(text[None, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits[0])
+    return torch.cat(logits)
+
+
+def test_full(pair: Pair) -> None:
+    batch = torch.stack([tokens(96, seed) for seed in range(2)])
+    pair.reset()
+    expected = pair.theirs(batch).logits
+    step = written_at_once(Step.dense(2, 96), 96)
+    got = pair.ours.head(pair.ours.run(pair.ours.embed(batch.view(-1), step), step)).view_as(expected)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_cached_step_by_step(pair: Pair) -> None:
+    text = tokens(96)
+    pair.reset()
+    expected = stepwise(pair.theirs, text, 80)
+    cache = pair.ours.new_cache(1, 96)
+    draft = Draft.given_only({0: text[:80].tolist()})
+    got = [ascend(pair.ours, draft, written_at_once(Step.of(draft, cache, chunk=True), 80))]
+    cache.commit([0], [range(80)])
+    for token in text[80:].tolist():
+        draft = Draft.given_only({0: [token]})
+        got.append(ascend(pair.ours, draft, Step.of(draft, cache)))
+        cache.commit([0], [[0]])
+    torch.testing.assert_close(torch.cat(got), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_ragged_batch(pair: Pair) -> None:
+    texts = [tokens(length + NUM_STEPS, seed) for seed, length in enumerate(LENGTHS)]
+    expected = []
+    for text, length in zip(texts, LENGTHS, strict=True):
+        pair.reset()
+        expected.append(stepwise(pair.theirs, text, length))
+    cache = pair.ours.new_cache(5, 128)
+    slots = (3, 0, 4, 1)
+    draft = Draft.given_only({slot: t[:n].tolist() for slot, t, n in zip(slots, texts, LENGTHS, strict=True)})
+    extent = torch.cat([torch.full((length,), length) for length in LENGTHS])
+    step = replace(Step.of(draft, cache, chunk=True), extent=extent)
+    got = [[rows] for rows in ascend(pair.ours, draft, step).split(LENGTHS)]
+    cache.commit(slots, [range(length) for length in LENGTHS])
+    for place in range(NUM_STEPS):
+        draft = Draft.given_only({s: [int(t[n + place])] for s, t, n in zip(slots, texts, LENGTHS, strict=True)})
+        for mine, row in zip(got, ascend(pair.ours, draft, Step.of(draft, cache)).split(1), strict=True):
+            mine.append(row)
+        cache.commit(slots, [[0]] * 4)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(torch.cat(mine), theirs, atol=TOLERANCE, rtol=0)
+
+
+def test_greedy_text(pair: Pair) -> None:
+    prompt = tokens(40, 7)
+    pair.reset()
+    expected = pair.theirs.generate(prompt[None], max_new_tokens=64, do_sample=False, pad_token_id=0)[0, 40:]
+    cache = pair.ours.new_cache(1, 128)
+    given, text = prompt.tolist(), list[int]()
+    while len(text) < 64:
+        draft = Draft.given_only({0: given})
+        logits = ascend(pair.ours, draft, Step.of(draft, cache, chunk=len(given) > 1))
+        cache.commit([0], [range(len(given))])
+        text.append(int(logits[-1].argmax()))
+        given = text[-1:]
+    assert text == expected.tolist()
+    assert len(set(text)) > 5, "a text that repeats one token proves little"
+
+
+def test_every_family_ran() -> None:
+    assert len(CONFIGS) == NUM_FAMILIES
+    if not _seen:
+        pytest.skip("asked for this test alone")
+    assert len(_seen) == NUM_FAMILIES
+
+
+NEUTRAL: dict[str, object] = {
+    "windows": (),
+    "rope_of_layer": (),
+    "attention_softcap": None,
+    "logit_softcap": None,
+    "attention_scale": None,
+    "qkv_clip": None,
+    "norm_offset": 0.0,
+    "embedding_scale": 1.0,
+    "position_offset": 0,
+}
+"""Settings and the value at which they do nothing."""
+
+
+def variants(config: ModelConfig) -> dict[str, ModelConfig]:
+    """The configuration with one of its peculiarities taken away at a time."""
+    plain = {name: value for name, value in NEUTRAL.items() if getattr(config, name) != value}
+    found = {name: replace(config, **{name: value}) for name, value in plain.items()}
+    if config.positions == "rotary":
+        for name, value in {"kind": "default", "width": None, "attention_factor": 1.0, "truncate": True}.items():
+            bare = tuple(replace(rope, **{name: value}) for rope in config.ropes)
+            if bare != config.ropes:
+                found[f"rope {name}"] = replace(config, ropes=bare)
+    if config.moe is not None:
+        found["normalise"] = replace(config, moe=replace(config.moe, normalise=not config.moe.normalise))
+    found["activation"] = replace(config, activation="silu" if config.activation != "silu" else "gelu")
+    return found
+
+
+def test_every_peculiarity_shows(pair: Pair) -> None:
+    """The comparisons above would notice if any one of the family's settings were ignored."""
+    text = tokens(96)
+    step = written_at_once(Step.dense(1, 96), 96)
+    expected = ascend(pair.ours, Draft.given_only({0: text.tolist()}), step)
+    for name, config in variants(pair.ours.config).items():
+        other = Decoder(config)
+        for ours, parameter in pair.ours.named_parameters():
+            put(other, ours, parameter)
+        step = written_at_once(Step.dense(1, 96), 96)
+        got = ascend(other, Draft.given_only({0: text.tolist()}), step)
+        assert (got - expected).abs().max() > 10 * TOLERANCE, f"{name} makes no difference"
