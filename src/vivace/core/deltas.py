@@ -53,7 +53,11 @@ class Deltas:
             inner = F.linear(x[rows], down[adapter])
             if site[1] == "mlp":
                 inner = F.silu(inner)
-            y[rows] += F.linear(inner, up[adapter])
+            term = F.linear(inner, up[adapter])
+            if isinstance(rows, slice):
+                y[rows].add_(term)
+            else:
+                y.index_add_(0, rows, term)
 
     def covers(self, site: Site) -> bool:
         """Whether any row changes at this site."""

@@ -80,7 +80,7 @@ class MultirateObjective:
         return step, model.run(model.embed(tokens.reshape(-1), step), step)
 
     def _accelerate(self, model: Decoder, tokens: Tensor, step: Step, final: Tensor) -> Tensor:
-        """p at the gate for every position, (B * T, E)."""
+        """Residuals p at the gate for every position, (B * T, E)."""
         config = self.accelerator.config
         count = step.num_rows
         deltas = self.accelerator.terms(torch.zeros(count, dtype=torch.int64))

@@ -1,0 +1,148 @@
+"""The wide twin: a k times wider model that computes the same function.
+
+A small model fits a processor's cache and says little about a user's model, which does not. Widening
+repeats every channel k times and rescales what sums over them (function-preserving widening in the manner
+of Net2Net, Chen et al. 2016, arXiv:1511.05641): same text, same acceptance of drafts, k^2 times the weight
+bytes. It is a measuring instrument and says so wherever its results stand.
+
+    residual h' = (h, ..., h)           norm weights repeated; the mean square is unchanged
+    y = W x  ->  y' = (y, ..., y)       W' = W repeated in rows and columns, divided by k
+    heads, feed-forward units           repeated, with their outputs' columns divided by k
+    logits                              the final norm is divided by k, since E' = k E products are summed
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
+from vivace.checkpoint.files import INDEX, read_json, resolve, tensor_paths
+from vivace.checkpoint.load import load_decoder, put
+from vivace.checkpoint.save import save_decoder
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError, UnsupportedError
+
+_WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
+    """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
+
+    Args:
+        source: directory or Hub id of a dense model with rotary positions and RMS norms before each half.
+        out: directory to write.
+        factor: k; a power of two keeps every scaled weight exact.
+
+    Raises:
+        UnsupportedError: a model that has other parts.
+    """
+    folder = resolve(source)
+    if factor < 2:
+        raise ConfigError(f"the factor must be at least 2, found {factor}")
+    wide = widen(load_decoder(folder, device="cpu"), factor)
+    raw = read_json(folder / "config.json")
+    head_dim = wide.config.head_dim
+    scaled = {key: raw[key] * factor for key in _WIDTHS if raw.get(key) is not None}
+    target = Path(out)
+    save_decoder(wide, target, {**raw, **scaled, "head_dim": head_dim})
+    _copy_extras(folder, target)
+    for adapter in sorted((folder / "adapters").glob("*/config.json")):
+        _widen_adapter(adapter.parent, target / "adapters" / adapter.parent.name, base_hash(target), factor)
+    return target
+
+
+def widen(decoder: Decoder, factor: int) -> Decoder:
+    """The wide twin of a decoder, in its dtype."""
+    config = decoder.config
+    _check(config)
+    wide_config = replace(
+        config,
+        width=config.width * factor,
+        num_heads=config.num_heads * factor,
+        num_kv_heads=config.num_kv_heads * factor,
+        ffn_width=config.ffn_width * factor,
+    )
+    with torch.device("meta"):
+        wide = Decoder(wide_config)
+    for name, value in decoder.named_parameters():
+        put(wide, name, _widened(name, value.detach(), config, factor))
+    return wide.requires_grad_(False).eval()
+
+
+def _check(config: ModelConfig) -> None:
+    plain = (
+        config.norm == "rms"
+        and config.norm_placement == "pre"
+        and config.norm_offset == 0
+        and config.qk_norm in ("none", "head")
+        and config.positions == "rotary"
+        and config.moe is None
+        and config.gated
+    )
+    if not plain:
+        raise UnsupportedError(
+            "only dense models with rotary positions, gated feed-forwards and RMS norms before each half can be widened"
+        )
+
+
+def _widened(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
+    """One parameter of the wide twin."""
+    if name == "embedding":
+        return value.repeat(1, k)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return value.clone()
+    if name == "final_norm.weight":
+        return value.repeat(k) / k
+    if name == "lm_head.weight":
+        return value.repeat(1, k)
+    if name == "lm_head.bias":
+        return value.clone()
+    parts = _outputs(name, config)
+    blocks = value.split(parts) if parts else (value,)
+    repeated = [block.repeat(k) if block.dim() == 1 else block.repeat(k, k) / k for block in blocks]
+    return torch.cat(repeated)
+
+
+def _outputs(name: str, config: ModelConfig) -> list[int] | None:
+    """Sizes of what a fused matrix holds, each widened by itself."""
+    if ".qkv." in name:
+        key = config.num_kv_heads * config.head_dim
+        return [config.num_heads * config.head_dim, key, key]
+    if ".feed_forward.up." in name:
+        return [config.ffn_width, config.ffn_width]
+    return None
+
+
+def _copy_extras(source: Path, target: Path) -> None:
+    """Tokenizer, templates, generation settings: whatever is neither configuration nor weights."""
+    rewritten = {"config.json", INDEX, *(path.name for path in tensor_paths(source).values())}
+    for path in source.iterdir():
+        if path.is_file() and path.name not in rewritten:
+            shutil.copyfile(path, target / path.name)
+
+
+def _widen_adapter(source: Path, target: Path, base: str, k: int) -> None:
+    """An adapter for the wide twin: ranks grow with the widths, so its share of the work stays what it was."""
+    found, tensors = load_adapter(source)
+    wide = {name: _widened_term(name, value, k) for name, value in tensors.items()}
+    save_adapter(target, found["kind"], base, found["plan"], _scaled_ranks(found["config"], k), wide)
+
+
+def _scaled_ranks(config: Mapping[str, Any], k: int) -> dict[str, Any]:
+    return {key: value * k if key in ("rank", "bottleneck") else value for key, value in config.items()}
+
+
+def _widened_term(name: str, value: Tensor, k: int) -> Tensor:
+    if name == "feedback":  # reads the final norm, which already divides by k
+        return value.repeat(k, k)
+    if value.dim() == 1:
+        return value.repeat(k)
+    return (value.repeat(1, k, k) if value.dim() == 3 else value.repeat(k, k)) / k
