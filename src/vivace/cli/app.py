@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import chat, data, generate
+from vivace.cli import bench, chat, check, data, generate
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -35,6 +35,8 @@ def build() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
+    app.add_typer(bench.app, name="bench")
+    app.command("check")(check.check)
     app.command("data")(data.data)
     app.callback()(_root)
     return app

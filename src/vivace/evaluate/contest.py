@@ -18,9 +18,18 @@ from typing import Protocol
 
 from vivace.errors import ConfigError
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap, ratio_of_sums
+from vivace.prompts import Message
 
 Progress = Callable[[int, int], None]
 """Called with (takes done, takes in all)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt, as a user writes it and as the model reads it."""
+
+    request: str | list[Message]
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,13 +62,13 @@ class Take:
 
 
 class Contestant(Protocol):
-    """Answers batches of prompts, given as token ids."""
+    """Answers batches of prompts."""
 
     @property
     def name(self) -> str:
         """In tables and files."""
 
-    def answer(self, batch: Sequence[Sequence[int]]) -> Take:
+    def answer(self, batch: Sequence[Question]) -> Take:
         """Answer one batch, greedily."""
 
 
@@ -100,32 +109,32 @@ class Run:
 
 def hold(
     contestants: Sequence[Contestant],
-    prompts: Sequence[Sequence[int]],
+    questions: Sequence[Question],
     *,
     batch_size: int = 1,
     repeats: int = 3,
     warm_up: int = 2,
-    on_step: Progress | None = None,
+    on_progress: Progress | None = None,
 ) -> list[Record]:
     """Let every contestant answer every prompt.
 
     Args:
         contestants: Who takes part.
-        prompts: Token ids of each prompt.
+        questions: The prompts.
         batch_size: Prompts answered together.
         repeats: Times each batch is answered by each.
         warm_up: Batches answered by each before anything counts.
-        on_step: Told about progress.
+        on_progress: Told about progress.
 
     Raises:
         ConfigError: nobody, nothing to answer, or counts below 1.
     """
-    if not contestants or not prompts or batch_size < 1 or repeats < 1:
+    if not contestants or not questions or batch_size < 1 or repeats < 1:
         raise ConfigError(
             f"a bench needs a method, a prompt, a batch and a repeat, found {len(contestants)} methods, "
-            f"{len(prompts)} prompts, batch {batch_size}, {repeats} repeats"
+            f"{len(questions)} prompts, batch {batch_size}, {repeats} repeats"
         )
-    batches = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+    batches = [questions[start : start + batch_size] for start in range(0, len(questions), batch_size)]
     for batch in batches[:warm_up]:
         for contestant in contestants:
             contestant.answer(batch)
@@ -137,8 +146,8 @@ def hold(
             for place in [*range(shift, len(contestants)), *range(shift)]:
                 records[place].takes[index].append(contestants[place].answer(batch))
                 done += 1
-                if on_step is not None:
-                    on_step(done, total)
+                if on_progress is not None:
+                    on_progress(done, total)
     return records
 
 

@@ -1,0 +1,174 @@
+"""``vivace bench``: how fast, beside what the machine allows, and whether the answers stayed the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import ConfigError, DependencyError
+from vivace.files import write_text
+from vivace.prompts import Prompt
+from vivace.units import format_bytes
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
+    from vivace.evaluate.contest import Record, Run
+    from vivace.evaluate.roofline import Roofline
+
+app = typer.Typer(no_args_is_help=True, help="How fast, and whether the answers stayed the same.")
+
+BASELINE = "plain"
+
+
+@app.command("decode")
+def decode(
+    model: options.Model = None,
+    methods: Annotated[
+        str, typer.Option(help="Decoding methods, with commas; plain is the baseline.")
+    ] = "plain,lookup",
+    peers: Annotated[
+        str, typer.Option(help="Other engines: transformers, transformers-lookup, transformers-assisted.")
+    ] = "",
+    prompts: Prompts = "e2e",
+    limit: Limit = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Times every prompt is answered by every method.", min=1)] = 3,
+    adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+    raw: options.Raw = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
+    ] = None,
+) -> None:
+    """Measure decoding: methods take turns on every prompt; medians over the repeats count."""
+    from vivace.evaluate.contest import hold, summarise
+    from vivace.evaluate.entrants import Entrant
+    from vivace.evaluate.peers import enter_peers
+
+    names = split_names(methods)
+    if BASELINE not in names:
+        raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
+    rows = read_prompts(prompts, limit)
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    questions = questions_of(engine, rows, raw=raw)
+    rivals, heat = enter_peers(
+        split_names(peers),
+        engine.folder,
+        questions,
+        max_new_tokens=max_new_tokens,
+        device=engine.model.device,
+        draft_folder=draft_model,
+    )
+    entrants = [Entrant(name, engine, max_new_tokens, raw) for name in names]
+    with console.progress("answering") as progress:
+        records = hold([*entrants, *rivals], questions, batch_size=batch, repeats=repeats, on_progress=progress)
+    runs = summarise(records, BASELINE)
+    report = {
+        **facts(engine),
+        "setting": {
+            "model": engine.folder.name,
+            "prompts": prompts if prompts in ("e2e", "sql") else Path(prompts).name,
+            "num_prompts": len(rows),
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch,
+            "repeats": repeats,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "kernels": kernels,
+        },
+        "peers": None if heat is None else asdict(heat),
+        "quality": quality(engine, rows, records),
+        "runs": [asdict(run) for run in runs],
+    }
+    write_report(report, json_file)
+    if str(json_file) != "-":
+        print_runs(runs)
+        console.note(roofline_note(report["roofline"]))
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """Where the figures come from, and what the machine allows."""
+    from vivace.evaluate.provenance import provenance
+    from vivace.evaluate.roofline import measure_roofline
+
+    roofline: Roofline = measure_roofline(engine.model)
+    measured = {**asdict(roofline), "achieved_bytes_per_s": roofline.achieved_bytes_per_s}
+    return {"provenance": asdict(provenance(engine.model.device)), "roofline": measured}
+
+
+def quality(engine: Engine, prompts: list[Prompt], records: list[Record]) -> dict[str, Any] | None:
+    """Quality of the baseline's answers; None, with a note, where its packages are missing."""
+    from vivace.evaluate.quality import score
+
+    base = next(record for record in records if record.name == BASELINE)
+    texts = [engine.tokenizer.decode(ids) for takes in base.takes for ids in takes[0].token_ids]
+    try:
+        return score(prompts, texts)
+    except DependencyError as error:
+        console.note(f"no quality figures: {error}")
+        return None
+
+
+def write_report(report: dict[str, Any], target: Path | None) -> None:
+    """Write results to a file, or print them for ``-``."""
+    if target is None:
+        return
+    if str(target) == "-":
+        console.json(report)
+        return
+    write_text(target, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    console.note(f"results written to {target}")
+
+
+def print_runs(runs: list[Run]) -> None:
+    """The table of a bench."""
+    columns = [
+        "method",
+        "tokens/s",
+        "speed-up",
+        "identical",
+        "accept. length",
+        "tokens/pass",
+        "end to end",
+        "peak memory",
+    ]
+    rows = [
+        [
+            run.method,
+            f"{run.tokens_per_s:.1f}",
+            f"{run.speedup:.2f}x",
+            "yes" if run.identical else f"no ({run.num_different} differ)",
+            _figure(run.mean_acceptance_length),
+            _figure(run.tokens_per_target_pass),
+            f"{run.end_to_end_tokens_per_s:.1f}",
+            "-" if run.peak_memory_bytes is None else format_bytes(run.peak_memory_bytes),
+        ]
+        for run in runs
+    ]
+    console.table("", columns, rows)
+    console.note("accept. length = 1 + accepted / steps; tokens/s without the first block; end to end with the prompt")
+
+
+def roofline_note(roofline: dict[str, Any]) -> str:
+    """What the machine allows, on one line."""
+    cost = roofline["verify_cost"]
+    return (
+        f"reads {roofline['achieved_bytes_per_s'] / 1e9:.1f} GB/s of weights in a one-row pass; this machine reads "
+        f"{roofline['read_bytes_per_s'] / 1e9:.1f} GB/s; verify(k)/decode(1): "
+        + ", ".join(f"k={k} {cost[k - 1]:.2f}" for k in (2, 4, 8, 16))
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,93 @@
+"""Our own methods as contestants of the bench. The engine comes in from above, as what it can do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.decode.stats import DecodeStats
+from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.memory import peak_memory
+from vivace.prompts import Message
+
+
+class Answered(Protocol):
+    """The answer to one prompt."""
+
+    @property
+    def text(self) -> str:
+        """Without special tokens."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """New tokens."""
+
+    @property
+    def stats(self) -> DecodeStats:
+        """How it went."""
+
+
+class Answering(Protocol):
+    """What the bench needs of an engine."""
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder."""
+
+    def generate(self, prompts: Any, **options: Any) -> Sequence[Answered]:
+        """Answer prompts together."""
+
+    def logits(self, token_ids: Any) -> Tensor:
+        """(B, T) -> (B, T, V)."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One of our decoding methods."""
+
+    name: str
+    engine: Answering
+    max_new_tokens: int
+    raw: bool = False
+
+    def answer(self, batch: Sequence[Question]) -> Take:
+        """Answer one batch, greedily."""
+        requests: list[str | list[Message]] = [question.request for question in batch]
+        with peak_memory(self.engine.model.device) as peak:
+            start = time.perf_counter()
+            results = self.engine.generate(
+                requests,
+                method=self.name,
+                max_new_tokens=self.max_new_tokens,
+                do_sample=False,
+                raw=self.raw,
+                logprobs=False,
+                batch_size=len(batch),
+            )
+            total_s = time.perf_counter() - start
+        stats = [result.stats for result in results]
+        return Take(
+            token_ids=tuple(tuple(result.token_ids) for result in results),
+            num_first_tokens=sum(s.num_first_tokens for s in stats),
+            decode_s=max(s.decode_s for s in stats),
+            total_s=total_s,
+            prefill_s=max(s.prefill_s for s in stats),
+            draft_s=max(s.draft_s for s in stats),
+            verify_s=max(s.verify_s for s in stats),
+            peak_memory_bytes=peak.num_bytes,
+            num_steps=sum(s.num_spec_steps for s in stats),
+            num_drafted=sum(s.num_draft_tokens for s in stats),
+            num_accepted=sum(s.num_accepted_draft_tokens for s in stats),
+            drafted_per_position=_column_sums([s.drafted_per_position for s in stats]),
+            accepted_per_position=_column_sums([s.accepted_per_position for s in stats]),
+        )
+
+
+def _column_sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))

@@ -1,0 +1,179 @@
+"""Other engines as contestants of the bench: plain transformers, and transformers' own speculation.
+
+A peer reads the same checkpoint, answers the same token ids with the same number of threads, and is timed by the
+same clock: tokens after the first block over the time after it, seen through transformers' streamer. transformers
+runs in the checkpoint's dtype or in float32, whichever is faster on this machine in a heat before the bench.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vivace.errors import ConfigError, nearest
+from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.memory import peak_memory
+
+Speculation = Literal["none", "lookup", "assisted"]
+
+PEERS: Mapping[str, Speculation] = {
+    "transformers": "none",
+    "transformers-lookup": "lookup",
+    "transformers-assisted": "assisted",
+}
+"""Name on the command line -> how transformers speculates."""
+
+NUM_LOOKUP_TOKENS = 10
+"""``prompt_lookup_num_tokens``: the value of transformers' own documentation."""
+HEAT_PROMPTS = 3
+
+
+class Stopwatch:
+    """A streamer: notes when each block of tokens arrives, the prompt first."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[float, int]] = []
+
+    def put(self, value: Tensor) -> None:
+        """Called by transformers with token ids."""
+        self.blocks.append((time.perf_counter(), value.numel()))
+
+    def end(self) -> None:
+        """Called by transformers after the last block."""
+
+
+@dataclass(frozen=True)
+class TransformersPeer:
+    """A checkpoint run by transformers' ``generate``."""
+
+    name: str
+    model: Any
+    max_new_tokens: int
+    assistant: Any = None
+
+    def answer(self, batch: Sequence[Question]) -> Take:
+        """Answer one batch, greedily; shorter prompts are padded on the left."""
+        ids, mask = _pad([question.token_ids for question in batch], self.model.device)
+        watch = Stopwatch()
+        with peak_memory(self.model.device) as peak, torch.inference_mode():
+            start = time.perf_counter()
+            output = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=self.max_new_tokens,
+                do_sample=False,
+                streamer=watch,
+                **self._speculation(),
+            )
+            total_s = time.perf_counter() - start
+        first_at, num_first = watch.blocks[1]
+        return Take(
+            token_ids=tuple(_cut(row, self._end_tokens()) for row in output[:, ids.shape[1] :].tolist()),
+            num_first_tokens=num_first,
+            decode_s=watch.blocks[-1][0] - first_at,
+            total_s=total_s,
+            prefill_s=first_at - start,
+            peak_memory_bytes=peak.num_bytes,
+        )
+
+    def _speculation(self) -> dict[str, Any]:
+        match PEERS[self.name]:
+            case "lookup":
+                return {"prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
+            case "assisted":
+                return {"assistant_model": self.assistant}
+        return {}
+
+    def _end_tokens(self) -> set[int]:
+        found = self.model.generation_config.eos_token_id
+        return set() if found is None else set(found) if isinstance(found, list) else {found}
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Which dtype transformers runs in, and the rates (tokens per second, whole time) that decided it."""
+
+    dtype: str
+    rates: dict[str, float]
+
+
+def enter_peers(
+    names: Sequence[str],
+    folder: Path,
+    questions: Sequence[Question],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    draft_folder: Path | None = None,
+) -> tuple[list[TransformersPeer], Heat | None]:
+    """Load the peers of a bench.
+
+    Args:
+        names: Keys of `PEERS`.
+        folder: The checkpoint.
+        questions: The bench's prompts; the first few are run for the heat.
+        max_new_tokens: Longest answer.
+        device: Where the model runs.
+        draft_folder: The small checkpoint, for ``transformers-assisted``.
+
+    Raises:
+        ConfigError: an unknown name, or no draft model for assisted generation.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"no peer {name!r}{nearest(name, PEERS)}")
+    if "transformers-assisted" in names and draft_folder is None:
+        raise ConfigError("peer transformers-assisted needs a small model that drafts; give --draft-model DIR")
+    if not names:
+        return [], None
+    rates = {}
+    models = {}
+    for dtype in ("auto", "float32"):
+        if dtype in rates:  # the checkpoint's own
+            continue
+        models[dtype] = _load(folder, dtype, device)
+        peer = TransformersPeer("transformers", models[dtype], max_new_tokens)
+        peer.answer(questions[:1])
+        takes = [peer.answer([question]) for question in questions[:HEAT_PROMPTS]]
+        rates[_dtype(models[dtype])] = sum(t.num_tokens for t in takes) / sum(t.total_s for t in takes)
+    best = max(rates, key=lambda name: rates[name])
+    model = next(model for model in models.values() if _dtype(model) == best)
+    wants_assistant = draft_folder is not None and "transformers-assisted" in names
+    assistant = _load(draft_folder, best, device) if wants_assistant and draft_folder is not None else None
+    return [TransformersPeer(name, model, max_new_tokens, assistant) for name in names], Heat(best, rates)
+
+
+def _load(folder: Path, dtype: str, device: torch.device) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, (B, T) each, padded on the left."""
+    longest = max(map(len, rows))
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for place, row in enumerate(rows):
+        ids[place, longest - len(row) :] = torch.tensor(row)
+        mask[place, longest - len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _cut(row: Sequence[int], end_tokens: set[int]) -> tuple[int, ...]:
+    """Tokens up to the first end token, which stays."""
+    for place, token in enumerate(row):
+        if token in end_tokens:
+            return tuple(row[: place + 1])
+    return tuple(row)
