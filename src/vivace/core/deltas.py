@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.kernels import reference as kernels
+
 Site = tuple[int, str]
 """(layer, "q" | "k" | "v" | "o" | "gate" | "up" | "down" | "mlp")."""
 
@@ -50,10 +52,10 @@ class Deltas:
             return
         up = self.up[site]
         for adapter, rows in self.spans:
-            inner = F.linear(x[rows], down[adapter])
+            inner = kernels.linear(x[rows], down[adapter])
             if site[1] == "mlp":
                 inner = F.silu(inner)
-            term = F.linear(inner, up[adapter])
+            term = kernels.linear(inner, up[adapter])
             if isinstance(rows, slice):
                 y[rows].add_(term)
             else:
