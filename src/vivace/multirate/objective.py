@@ -114,5 +114,6 @@ class MultirateObjective:
         weights = self.loss
         total = weights.distillation * tau**2 * kl + weights.cross_entropy * ce + weights.alignment * away
         agreed = (guess.argmax(-1) == truth.argmax(-1)).sum()
-        seen = {"kl": float(kl) * share, "away": float(away) * share, "agreement": float(agreed) * share}
+        sums = {"kl": kl, "away": away, "agreement": agreed}
+        seen = {name: float(value.detach()) * share for name, value in sums.items()}
         return total * share, seen
