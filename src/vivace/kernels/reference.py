@@ -4,8 +4,9 @@ A decoded row must get the same bits alone, beside fifteen others, or as a node 
 speculative decoding is then lossless by construction (``decode/verify.py``). PyTorch gives that only where
 it is asked for:
 
-* ``linear`` in bfloat16 computes a row the same way for any number of rows; float32 does so for multiples
-  of four, so float32 rows are padded to one.
+* ``linear`` in bfloat16 computes a row the same way for two and more rows; a single one only where the
+  matrix is neither tiny nor has more than 1024 inputs, so elsewhere it is doubled. float32 is row-invariant
+  for multiples of four, so float32 rows are padded to one.
 * ``attend_rows`` treats every row as a batch element of its own, over keys padded to a multiple of 64:
   what is computed for a row then depends on the row and its visible entries alone (bfloat16). float32 runs
   row by row over exactly the visible entries.
@@ -24,6 +25,11 @@ from torch import Tensor
 KEY_BLOCK = 64
 """Entries are read in blocks of this many, so that a longer neighbour does not regroup a row's sums."""
 
+WIDE = 1024
+"""A single bfloat16 row over more inputs than this is summed in another order than two or more are."""
+TINY = 4096
+"""A matrix of at most this many weights takes another path for a single bfloat16 row."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` with each row's bits independent of the others.
@@ -41,6 +47,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         padded = x.new_zeros(rows + (-rows) % 4, x.shape[1])
         padded[:rows] = x
         return F.linear(padded, weight, bias)[:rows]
+    if rows == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled():
+        out_width, in_width = weight.shape
+        if in_width > WIDE or in_width * out_width <= TINY:
+            return F.linear(torch.cat((x, x)), weight, bias)[:1]
     return F.linear(x, weight, bias)
 
 
