@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
-from tiny_decoders import build
 
+from tests.decode.oracles import Text, plain_text
+from tests.decode.tiny_decoders import build, prompts
 from vivace.core.model import Decoder
 
-@pytest.fixture(autouse=True)
+
+@pytest.fixture(autouse=True, scope="package")
 def single_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -33,5 +36,16 @@ def models() -> Callable[..., Decoder]:
         if key not in made:
             made[key] = build(dtype, **changes)  # type: ignore[arg-type]
         return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def plain(models: Callable[..., Decoder]) -> Callable[..., list[Text]]:
+    """What plain decoding makes of sixteen prompts, 28 tokens each, by precision."""
+
+    @cache
+    def get(dtype: torch.dtype) -> list[Text]:
+        return [plain_text(models(dtype), prompt, 28) for prompt in prompts(16)]
 
     return get

@@ -23,13 +23,14 @@ class Text:
 
 
 @torch.inference_mode()
-def plain_text(model: Decoder, prompt: tuple[int, ...], count: int) -> Text:
+def plain_text(model: Decoder, prompt: tuple[int, ...], count: int, chunk: int = 8) -> Text:
     """One sequence, one row at a time, no session: the oracle, to the bit."""
     cache = model.new_cache(1, CAPACITY)
-    if len(prompt) > 1:
-        step = Step.of(Draft.given_only({0: prompt[:-1]}), cache, chunk=True)
-        model.run(model.embed(torch.tensor(prompt[:-1]), step), step)
-        cache.commit([0], [range(len(prompt) - 1)])
+    for at in range(0, len(prompt) - 1, chunk):
+        span = prompt[at : min(at + chunk, len(prompt) - 1)]
+        step = Step.of(Draft.given_only({0: span}), cache, chunk=True)
+        model.run(model.embed(torch.tensor(span), step), step)
+        cache.commit([0], [range(len(span))])
     tokens, logprobs = list(prompt), []
     for _ in range(count):
         step = Step.of(Draft.given_only({0: tokens[-1:]}), cache)

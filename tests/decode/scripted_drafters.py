@@ -72,7 +72,7 @@ class Scripted(Stateless):
     def _children(self, context: Context, draft: Draft, slot: int, row: int, depth: int, width: int) -> list[int]:
         tokens = context.tokens[slot]
         place = len(tokens) + depth
-        text = next(text for text in self.texts if text[: len(tokens)] == list(tokens))
+        text = next((text for text in self.texts if text[: len(tokens)] == list(tokens)), [])
         right = text[place] if place < len(text) else place % self.vocab
         first = 0 if self.is_right(place) else 1
         children = [(right + first + j) % self.vocab for j in range(width)]

@@ -257,9 +257,8 @@ class Session:
         stats.num_tokens += kept
         stats.decode_s = now - sequence.first_at
         if kept < len(block):  # the step ran past the end of the text: forget what lies beyond it
-            stored = min(self.cache.lengths[sequence.slot], len(sequence.tokens))
             for state in self._states([sequence]):
-                state.truncate([sequence.slot], [stored])
+                state.truncate([sequence.slot], [len(sequence.tokens) - 1])
         if reason is not None:
             self._release(sequence)
         return Emitted(
