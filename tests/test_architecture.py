@@ -38,12 +38,14 @@ FLOORS: dict[str, int] = {
     "train": 4,
     "recipe": 5,
     "evaluate": 5,
-    "engine": 6,
-    "assistant": 7,
-    "serve": 8,
-    "cli": 8,
-    "__main__": 9,
-    "__init__": 9,
+    "methods": 6,
+    "engine": 7,
+    "assistant": 8,
+    "custom_generate": 8,
+    "serve": 9,
+    "cli": 9,
+    "__main__": 10,
+    "__init__": 10,
 }
 
 # Libraries that only some rooms may import.

@@ -1,46 +1,35 @@
-"""The composition root: a checkpoint and a recipe in, a ready engine out.
+"""A checkpoint in, a ready engine out: what a user touches in Python.
 
-With ``recipe.py`` the only place that names two techniques together. What a user touches in Python:
-
-    engine = vivace.load("path/or/hub-id")
-    result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
-    for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
-        print(chunk.text, end="")
+engine = vivace.load("path/or/hub-id")
+result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
+for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
+print(chunk.text, end="")
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.core.seams import Drafter
 from vivace.core.step import Step
 from vivace.decode.adaptive import Adaptive
-from vivace.decode.draft_model import DraftModel, DraftModelConfig
-from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
-from vivace.decode.shallow import DraftPlan
 from vivace.decode.stats import DecodeStats
-from vivace.errors import CapacityError, ConfigError, MismatchError, NotFoundError, nearest
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.drafter import self_speculation
-from vivace.multirate.residual import Accelerator
-from vivace.recipe import METHODS, build, find_method
+from vivace.errors import CapacityError, ConfigError, NotFoundError, nearest
+from vivace.methods import Methods
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Text (one user message unless raw), or messages."""
@@ -62,7 +51,7 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: str | Sequence[str] | None = None
     ignore_eos: bool = False
     seed: int = 0
     method: str = "auto"
@@ -88,9 +77,7 @@ class Options:
         for name in values:
             if name not in known:
                 raise ConfigError(f"generate has no argument {name!r}{nearest(name, known)}")
-        options = Options(**values)
-        stops = options.stop_strings
-        return replace(options, stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()))
+        return Options(**values)
 
 
 @dataclass(frozen=True)
@@ -149,37 +136,27 @@ def load(
     by_name = {} if adapters is None else adapters
     if not isinstance(by_name, Mapping):
         by_name = {Path(by_name).name: by_name}
-    return Engine(
-        model=load_decoder(folder, dtype=dtype, device=device),
-        tokenizer=load_tokenizer(folder),
-        folder=folder,
-        adapters={name: Path(at) for name, at in by_name.items()},
-        draft_folder=None if draft_model is None else resolve(draft_model),
-        dtype=dtype,
-    )
+    model, tokenizer = load_decoder(folder, dtype=dtype, device=device), load_tokenizer(folder)
+    second = None if draft_model is None else _second_model(draft_model, tokenizer, dtype, device)
+    methods = Methods(model, folder, {name: Path(at) for name, at in by_name.items()}, second)
+    return Engine(model, tokenizer, methods, load_generation_defaults(folder))
+
+
+def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: str) -> Decoder:
+    folder = resolve(path)
+    require_same_pieces(tokenizer, load_tokenizer(folder))
+    return load_decoder(folder, dtype=dtype, device=device)
 
 
 class Engine:
     """A model ready to answer; keeps its drafters, and what ``auto`` has measured, between calls."""
 
-    def __init__(
-        self,
-        *,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        folder: Path,
-        adapters: Mapping[str, Path],
-        draft_folder: Path | None,
-        dtype: str = "auto",
-    ) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, methods: Methods, defaults: Mapping[str, Any]) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.folder = folder
-        self.defaults = load_generation_defaults(folder)
-        self._adapters = adapters
-        self._draft_folder = draft_folder
-        self._dtype = dtype
-        self._drafters: dict[tuple[str, int | None], Drafter] = {}
+        self.methods = methods
+        self.defaults = defaults
+        """Generation settings of the checkpoint, for whatever a call leaves open."""
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
         """Answer prompts, batched; keyword arguments are the fields of ``Options``.
@@ -235,20 +212,20 @@ class Engine:
         tokens = tuple(self.tokenizer.encode_prompt(prompt, raw=options.raw))
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
-        limit = options.max_new_tokens if options.max_new_tokens is not None else self.defaults.get("max_new_tokens")
         context = self.model.config.max_positions
         if len(tokens) >= context:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
+        stops = self._stop_strings(options)
         stop = StopRule(
             end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
-            stop_strings=options.stop_strings,
-            detokenize=self.tokenizer.decode if options.stop_strings else None,
+            stop_strings=stops,
+            detokenize=self.tokenizer.decode if stops else None,
             min_new_tokens=options.min_new_tokens,
         )
         request = Request(
             tokens=tokens,
-            max_new_tokens=context - len(tokens) if limit is None else limit,
-            drafter=self.drafter(options.method, options.num_draft_tokens),
+            max_new_tokens=self._limit(options, len(tokens)),
+            drafter=self.methods.drafter(options.method, options.num_draft_tokens),
             sampling=self._sampling(options),
             stop=stop,
             seed=options.seed,
@@ -266,73 +243,18 @@ class Engine:
             progress=options.progress,
         )
 
-    def drafter(self, method: str, num_draft_tokens: int | None = None) -> Drafter:
-        """The drafter of a method, made once.
+    def _limit(self, options: Options, num_prompt_tokens: int) -> int:
+        """New tokens at most: what was asked, what the checkpoint says, or what fits."""
+        if options.max_new_tokens is not None:
+            return options.max_new_tokens
+        room = self.model.config.max_positions - num_prompt_tokens
+        if "max_new_tokens" in self.defaults:
+            return min(room, int(self.defaults["max_new_tokens"]))
+        return min(room, max(1, int(self.defaults.get("max_length", room + num_prompt_tokens)) - num_prompt_tokens))
 
-        Raises:
-            ConfigError: no such method.
-            UnsupportedError: not built yet.
-            NotFoundError: its weights are missing; names the command that trains them.
-        """
-        find_method(method)
-        key = (method, num_draft_tokens)
-        if key not in self._drafters:
-            self._drafters[key] = self._make(method, num_draft_tokens)
-        return self._drafters[key]
-
-    def _make(self, method: str, length: int | None) -> Drafter:
-        match method:
-            case "plain":
-                return NoDrafts()
-            case "lookup":
-                return PromptLookup(LookupConfig() if length is None else LookupConfig(num_draft_tokens=length))
-            case "draft":
-                return self._draft_model(length)
-            case "multirate" | "multirate+lookup":
-                accelerator, plan = self._accelerator()
-                plan = plan if length is None else replace(plan, widths=(1,) * length)
-                lookup = PromptLookup() if method.endswith("lookup") else None
-                return self_speculation(self.model, accelerator, plan, lookup=lookup)
-        return self._adaptive()
-
-    def _adaptive(self) -> Adaptive:
-        """Everything that can draft here without further files."""
-        names = ["lookup"]
-        if self._adapter_folder("multirate").is_dir():
-            names.append("multirate")
-        if self._draft_folder is not None:
-            names.append("draft")
-        return Adaptive([self._make(name, None) for name in names])
-
-    def _accelerator(self) -> tuple[Accelerator, DraftPlan]:
-        folder = self._adapter_folder("multirate")
-        if not folder.is_dir():
-            raise NotFoundError(
-                f"method multirate needs an accelerator for this model, and {folder} does not exist; train one with "
-                f"`vivace train recipes/multirate.yaml --model {self.folder} --out {folder}`"
-            )
-        written, tensors = load_adapter(folder, base_hash(self.folder))
-        if written["kind"] != "multirate":
-            raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for multirate")
-        accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
-        expected = {name: value.shape for name, value in accelerator.state_dict().items()}
-        if expected != {name: value.shape for name, value in tensors.items()}:
-            raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
-        accelerator.load_state_dict(dict(tensors))
-        plan = build(DraftPlan, written["plan"])
-        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
-
-    def _adapter_folder(self, kind: str) -> Path:
-        return self._adapters.get(kind, self.folder / "adapters" / kind)
-
-    def _draft_model(self, length: int | None) -> DraftModel:
-        if self._draft_folder is None:
-            raise NotFoundError("method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID")
-        other = load_tokenizer(self._draft_folder)
-        require_same_pieces(self.tokenizer, other)
-        config = DraftModelConfig() if length is None else DraftModelConfig(num_draft_tokens=length)
-        small = load_decoder(self._draft_folder, dtype=self._dtype, device=str(self.model.device))
-        return DraftModel(small, self.model.config.vocab_size, config)
+    def _stop_strings(self, options: Options) -> tuple[str, ...]:
+        stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())
+        return (stops,) if isinstance(stops, str) else tuple(stops)
 
     def _sampling(self, options: Options) -> Sampling:
         values = {}
@@ -341,15 +263,6 @@ class Engine:
             values[field.name] = self.defaults.get(field.name, field.default) if given is None else given
         return Sampling(**values)
 
-    def methods(self) -> list[str]:
-        """Methods that can run on this model as it stands, ``auto`` left out."""
-        ready = []
-        for name, method in METHODS.items():
-            needs_folder = method.adapter is not None and not self._adapter_folder(method.adapter).is_dir()
-            if method.built and name != "auto" and not needs_folder and (name != "draft" or self._draft_folder):
-                ready.append(name)
-        return ready
-
 
 class _Answer:
     """Tokens of one request becoming text."""
@@ -357,6 +270,7 @@ class _Answer:
     def __init__(self, engine: Engine, request: Request, options: Options) -> None:
         self._request = request
         self._options = options
+        self._stops = request.stop.stop_strings
         self._drafter: object = request.drafter
         self._stream: TextStream = engine.tokenizer.stream()
         self._tokens: list[int] = []
@@ -375,14 +289,14 @@ class _Answer:
         if ended:
             certain = self._cut_at_stop(self._pending)
         else:
-            held = _possible_start(self._pending, self._options.stop_strings)
+            held = _possible_start(self._pending, self._stops)
             certain = self._pending[: len(self._pending) - held]
         self._pending = self._pending[len(certain) :]
         self._text += certain
         return certain
 
     def _cut_at_stop(self, text: str) -> str:
-        places = [at for stop in self._options.stop_strings if (at := text.find(stop)) >= 0]
+        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
 
     def result(self) -> Result:
