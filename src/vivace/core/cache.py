@@ -58,6 +58,9 @@ class KVCache:
         self.num_slots = num_slots
         self.lengths = [0] * num_slots
         """Committed tokens per slot."""
+        self.prompts = [0] * num_slots
+        """Length of the prompt a slot was admitted with; a dynamic rotary embedding rotates the prompt as a whole."""
+        self._written = [0] * num_slots
         try:
             self._keys = [self._allocate(s.num_heads, s.key_width, dtype, device) for s in specs]
             self._values = [self._allocate(s.num_heads, s.value_width, dtype, device) for s in specs]
@@ -77,6 +80,13 @@ class KVCache:
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
     # Memory
+
+    def reserve(self, slots: Sequence[int], entries: Sequence[int]) -> None:
+        """Note how far each slot is written; who writes beyond its end would write into a neighbour."""
+        for slot, entry in zip(slots, entries, strict=True):
+            if entry >= self._written[slot]:
+                assert entry < self.capacity, f"entry {entry} of a slot of {self.capacity}"
+                self._written[slot] = entry + 1
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
         """Store keys (num_write, K, D) and values of the writing rows at ``step.entry``."""
@@ -120,13 +130,18 @@ class KVCache:
         target = torch.tensor(list(targets), device=self._keys[0].device)
         for stored in (*self._keys, *self._values):
             stored[target, :, :longest] = stored[source, :, :longest]
-        for slot, kept in zip(targets, lengths, strict=True):
+        written, prompts = self._written.copy(), self.prompts.copy()
+        for slot, origin, kept in zip(targets, sources, lengths, strict=True):
             self.lengths[slot] = kept
+            self._written[slot] = max(written[slot], longest)
+            self.prompts[slot] = prompts[origin]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget these sequences."""
+        """Forget these sequences, and clear what they left: hidden entries are multiplied by zero, not skipped."""
         for slot in slots:
-            self.lengths[slot] = 0
+            for stored in (*self._keys, *self._values):
+                stored[slot, :, : self._written[slot]] = 0
+            self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
 
     def settle(self, slots: Sequence[int]) -> None:
         """Nothing to do: this cache is complete after every commit."""

@@ -59,7 +59,9 @@ class Step:
         slots = draft.slot.tolist()
         nodes = draft.node.tolist()
         lengths = memory.lengths
-        entry = torch.tensor([lengths[s] + n for s, n in zip(slots, nodes, strict=True)])
+        entries = [lengths[s] + n for s, n in zip(slots, nodes, strict=True)]
+        memory.reserve(slots, entries)
+        entry = torch.tensor(entries)
         if len(slots) == sum(draft.given) or draft.is_chain:
             chunks = _runs(slots) if chunk else None
             position, seen, tail = entry, entry + 1, None
@@ -67,7 +69,8 @@ class Step:
             chunks = None
             position, seen, tail = _tree(draft, [lengths[s] for s in slots])
         count = len(slots)
-        return Step(memory, draft.slot, position, entry, seen, tail, count, count, chunk=chunks)
+        extent = _extent(slots, position, memory)
+        return Step(memory, draft.slot, position, entry, seen, tail, count, count, extent=extent, chunk=chunks)
 
     @staticmethod
     def dense(batch: int, length: int, *, causal: bool = True) -> Step:
@@ -222,6 +225,13 @@ class Step:
     def rotations(self) -> dict[object, tuple[Tensor, Tensor]]:
         """Cosines and sines of this call by rotary table, filled by the layers."""
         return {}
+
+
+def _extent(slots: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
+    """Length of the text each row belongs to: the whole prompt, or what stands before the row and itself."""
+    if all(memory.prompts[slot] <= memory.lengths[slot] + 1 for slot in set(slots)):
+        return None
+    return torch.maximum(position + 1, torch.tensor([memory.prompts[slot] for slot in slots]))
 
 
 def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
