@@ -158,6 +158,12 @@ class Engine:
         self.defaults = defaults
         """Generation settings of the checkpoint, for whatever a call leaves open."""
 
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint lies."""
+        assert self.methods.folder is not None, "an engine is made from a checkpoint"
+        return self.methods.folder
+
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
         """Answer prompts, batched; keyword arguments are the fields of ``Options``.
 

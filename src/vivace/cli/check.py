@@ -39,7 +39,7 @@ def check(
     rows = read_prompts(prompts, limit)
     named = [find_method(name).name for name in split_names(methods or "")]
     engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
-    chosen = named or [name for name in engine.methods() if METHODS[name].lossless and name != "plain"]
+    chosen = named or [name for name in engine.methods.ready() if METHODS[name].lossless and name != "plain"]
     with console.progress("answering") as progress:
         found = compare(
             engine,
