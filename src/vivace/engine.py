@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vivace.checkpoint.adapters import load_adapter
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import load_decoder
@@ -120,7 +121,8 @@ def load(
         path: directory or Hub id; None is the model that ships with the package.
         device: "auto", "cpu" or "cuda".
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-        adapters: a folder, or folders by name; without it a method uses ``<model>/adapters/<method>``.
+        adapters: a folder, or folders by name, each used by the method it says it is for; a method without one
+            uses ``<model>/adapters/<method>``.
         draft_model: a smaller checkpoint for the method ``draft``.
         kernels: "auto" or "torch".
 
@@ -133,13 +135,22 @@ def load(
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
-    by_name = {} if adapters is None else adapters
-    if not isinstance(by_name, Mapping):
-        by_name = {Path(by_name).name: by_name}
     model, tokenizer = load_decoder(folder, dtype=dtype, device=device), load_tokenizer(folder)
     second = None if draft_model is None else _second_model(draft_model, tokenizer, dtype, device)
-    methods = Methods(model, folder, {name: Path(at) for name, at in by_name.items()}, second)
+    methods = Methods(model, folder, _by_method(adapters), second)
     return Engine(model, tokenizer, methods, load_generation_defaults(folder))
+
+
+def _by_method(adapters: str | Path | Mapping[str, str | Path] | None) -> dict[str, Path]:
+    """Adapter folders by the method they are for, as their own ``config.json`` says."""
+    folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
+    found: dict[str, Path] = {}
+    for folder in map(Path, folders):
+        kind = load_adapter(folder)[0]["kind"]
+        if kind in found:
+            raise ConfigError(f"{found[kind]} and {folder} are both adapters for {kind}; give one of them")
+        found[kind] = folder
+    return found
 
 
 def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: str) -> Decoder:
