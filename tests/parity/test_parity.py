@@ -84,9 +84,12 @@ def test_cached_step_by_step(pair: Pair) -> None:
     pair.reset()
     expected = stepwise(pair.theirs, text, 80)
     cache = pair.ours.new_cache(1, 96)
-    draft = Draft.given_only({0: text[:80].tolist()})
-    got = [ascend(pair.ours, draft, written_at_once(Step.of(draft, cache, chunk=True), 80))]
-    cache.commit([0], [range(80)])
+    cache.prompts[0] = 80
+    got = []
+    for first, stop in ((0, 48), (48, 80)):
+        draft = Draft.given_only({0: text[first:stop].tolist()})
+        got.append(ascend(pair.ours, draft, Step.of(draft, cache, chunk=True)))
+        cache.commit([0], [range(stop - first)])
     for token in text[80:].tolist():
         draft = Draft.given_only({0: [token]})
         got.append(ascend(pair.ours, draft, Step.of(draft, cache)))
@@ -103,9 +106,9 @@ def test_ragged_batch(pair: Pair) -> None:
     cache = pair.ours.new_cache(5, 128)
     slots = (3, 0, 4, 1)
     draft = Draft.given_only({slot: t[:n].tolist() for slot, t, n in zip(slots, texts, LENGTHS, strict=True)})
-    extent = torch.cat([torch.full((length,), length) for length in LENGTHS])
-    step = replace(Step.of(draft, cache, chunk=True), extent=extent)
-    got = [[rows] for rows in ascend(pair.ours, draft, step).split(LENGTHS)]
+    for slot, length in zip(slots, LENGTHS, strict=True):
+        cache.prompts[slot] = length
+    got = [[rows] for rows in ascend(pair.ours, draft, Step.of(draft, cache, chunk=True)).split(LENGTHS)]
     cache.commit(slots, [range(length) for length in LENGTHS])
     for place in range(NUM_STEPS):
         draft = Draft.given_only({s: [int(t[n + place])] for s, t, n in zip(slots, texts, LENGTHS, strict=True)})
@@ -117,10 +120,11 @@ def test_ragged_batch(pair: Pair) -> None:
 
 
 def test_greedy_text(pair: Pair) -> None:
-    prompt = tokens(40, 7)
+    prompt = tokens(75, 7)
     pair.reset()
-    expected = pair.theirs.generate(prompt[None], max_new_tokens=64, do_sample=False, pad_token_id=0)[0, 40:]
-    cache = pair.ours.new_cache(1, 128)
+    expected = pair.theirs.generate(prompt[None], max_new_tokens=64, do_sample=False, pad_token_id=0)[0, 75:]
+    cache = pair.ours.new_cache(1, 160)
+    cache.prompts[0] = 75
     given, text = prompt.tolist(), list[int]()
     while len(text) < 64:
         draft = Draft.given_only({0: given})
