@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.decode.runs import finish
 from tests.parity.families import CONFIGS, VOCAB, make
 from vivace.checkpoint.load import load_decoder, put
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request
+from vivace.decode.session import Session
 
 TOLERANCE = 1e-4
 NUM_FAMILIES = 13
@@ -134,6 +138,20 @@ def test_greedy_text(pair: Pair) -> None:
         given = text[-1:]
     assert text == expected.tolist()
     assert len(set(text)) > 5, "a text that repeats one token proves little"
+
+
+def test_a_session_writes_transformers_texts(pair: Pair) -> None:
+    """Ragged, in chunks, all at once: the text each prompt has alone in transformers."""
+    prompts = [tokens(length, 20 + length) for length in LENGTHS]
+    expected = []
+    for prompt in prompts:
+        pair.reset()
+        text = pair.theirs.generate(prompt[None], max_new_tokens=NUM_STEPS, do_sample=False, pad_token_id=0)
+        expected.append(tuple(text[0, len(prompt) :].tolist()))
+    session = Session(pair.ours, num_slots=3, capacity=128, chunk=32)
+    plain = NoDrafts()
+    texts = finish(session, [Request(tuple(prompt.tolist()), NUM_STEPS, plain) for prompt in prompts])
+    assert [text.tokens for text in texts] == expected
 
 
 def test_every_family_ran() -> None:

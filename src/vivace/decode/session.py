@@ -133,6 +133,7 @@ class Session:
         while self._free and self._waiting:
             request_id, request = self._waiting.popleft()
             slot = self._free.pop()
+            self.cache.prompts[slot] = len(request.tokens)
             generator = torch.Generator().manual_seed(request.seed)
             stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
             sequence = Sequence(
