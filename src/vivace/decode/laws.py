@@ -29,7 +29,7 @@ class Laws:
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
         """Whether argmax of the raw logits is the answer for all of these slots."""
-        return all(self._requests[s].sampling.is_argmax and self._requests[s].stop.min_new_tokens == 0 for s in slots)
+        return all(self._requests[s].takes_argmax for s in slots)
 
     def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
         """(n, V) probabilities for draft rows."""
@@ -41,8 +41,13 @@ class Laws:
         for slot, places in by_slot.items():
             prefixes = [self._prefix(draft, slot, int(rows[place])) for place in places]
             request = self._requests[slot]
+            scores = logits[places]
+            for place, prefix in enumerate(prefixes if request.processors else ()):
+                ids = torch.tensor([prefix], device=logits.device)
+                for processor in request.processors:
+                    scores[place] = processor(ids, scores[place][None])[0]
             barred = [self._barred(request, prefix) for prefix in prefixes]
-            out[places] = law(logits[places], request.sampling, prefixes, barred)
+            out[places] = law(scores, request.sampling, prefixes, barred)
         return out
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:

@@ -6,10 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A logits processor of transformers: (1, S) token ids and (1, V) logits -> (1, V) logits."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -26,6 +31,8 @@ class StopRule:
     """Needed for stop strings."""
     min_new_tokens: int = 0
     """End tokens cannot be drawn before this many tokens."""
+    criterion: Callable[[Sequence[int]], bool] | None = None
+    """Any other reason to stop, asked with the new tokens after each of them."""
 
     def __post_init__(self) -> None:
         if any(not text for text in self.stop_strings):
@@ -35,6 +42,8 @@ class StopRule:
     def stops_at(self, tokens: Sequence[int]) -> bool:
         """Whether a text whose new tokens are these ends with the last of them."""
         if tokens[-1] in self.end_tokens and len(tokens) > self.min_new_tokens:
+            return True
+        if self.criterion is not None and self.criterion(tokens):
             return True
         if not self.stop_strings or self.detokenize is None:
             return False
@@ -58,12 +67,19 @@ class Request:
     seed: int = 0
     logprobs: bool = False
     """Also return log p(token) under the model before any processor."""
+    processors: tuple[Processor, ...] = ()
+    """Applied to the logits before ``sampling``, in order."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ConfigError("the prompt is empty; give at least one token")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the argmax of the raw logits is always the next token."""
+        return self.sampling.is_argmax and self.stop.min_new_tokens == 0 and not self.processors
 
     def check_fits(self, capacity: int) -> None:
         """Refuse what a slot of this capacity cannot hold.
