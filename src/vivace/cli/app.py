@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, data, generate
+from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -38,6 +38,9 @@ def build() -> typer.Typer:
     app.add_typer(bench.app, name="bench")
     app.command("check")(check.check)
     app.command("data")(data.data)
+    app.command("doctor")(doctor.doctor)
+    app.command("inspect")(inspect.inspect)
+    app.command("demo")(demo.demo)
     app.callback()(_root)
     return app
 

@@ -1,0 +1,111 @@
+"""``vivace doctor``: what works on this machine and for this model, and what is in the way of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import VivaceError
+from vivace.recipe import METHODS, Method
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
+
+EXTRAS = {"bench": ("sacrebleu", "rouge_score"), "train": ("tensorboard",)}
+"""Extra -> what it brings."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    works: bool
+    detail: str
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
+    adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Look at machine, packages, model and methods; ends with status 1 if the model cannot answer."""
+    findings = machine_findings()
+    engine: Engine | None = None
+
+    def load() -> str:
+        nonlocal engine
+        engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype))
+        c = engine.model.config
+        return f"{c.num_layers} layers of width {c.width}, context {c.max_positions}, {engine.model.dtype}"
+
+    findings.append(look("model", load))
+    if engine is not None:
+        findings += model_findings(engine)
+    can_answer = engine is not None and next(finding for finding in findings if finding.subject == "answer").works
+    if as_json:
+        console.json({"can_answer": can_answer, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            console.result(f"{'ok' if finding.works else '--'}  {finding.subject:<24}{finding.detail}")
+    if not can_answer:
+        raise typer.Exit(1)
+
+
+def look(subject: str, attempt: Callable[[], str]) -> Finding:
+    """Try something; what goes wrong is a finding, not an error."""
+    try:
+        return Finding(subject, True, attempt())
+    except VivaceError as error:
+        return Finding(subject, False, " ".join(str(error).split()))
+
+
+def machine_findings() -> list[Finding]:
+    """This machine and the packages on it."""
+    import torch
+
+    from vivace.evaluate.provenance import provenance
+
+    has_gpu = torch.cuda.is_available()
+    here = provenance(torch.device("cuda" if has_gpu else "cpu"))
+    versions = ", ".join(f"{name} {found}" for name, found in here.packages.items())
+    findings = [
+        Finding("processor", True, f"{here.cpu}, {here.num_cores} cores, {here.num_threads} threads, {here.system}"),
+        Finding("accelerator", has_gpu, here.device if has_gpu else "none; the CPU does everything"),
+        Finding("packages", True, f"python {here.python}, {versions}"),
+    ]
+    for extra, modules in EXTRAS.items():
+        has_all = all(find_spec(module) is not None for module in modules)
+        detail = ", ".join(modules) if has_all else f"not installed; pip install 'vivace[{extra}]'"
+        findings.append(Finding(f"extra {extra}", has_all, detail))
+    return findings
+
+
+def model_findings(engine: Engine) -> list[Finding]:
+    """A loaded model: its tokenizer, an answer, and every method there is."""
+    has_template = engine.tokenizer.has_template
+    findings = [
+        Finding("chat template", has_template, "yes" if has_template else "none; prompts go in as they are"),
+        look("answer", lambda: repr(engine.generate("Hello", max_new_tokens=4, method="plain")[0].text)),
+    ]
+    for method in METHODS.values():
+        if method.built:
+            findings.append(look(f"method {method.name}", partial(_try_method, engine, method)))
+    missing = [method.name for method in METHODS.values() if not method.built]
+    return [*findings, Finding("methods to come", not missing, ", ".join(missing) or "none")]
+
+
+def _try_method(engine: Engine, method: Method) -> str:
+    engine.methods.drafter(method.name)
+    return method.summary

@@ -1,0 +1,131 @@
+"""``vivace inspect``: what is in a checkpoint or adapter folder, without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.console import console
+from vivace.errors import NotFoundError
+from vivace.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def inspect(
+    model: Annotated[
+        str | None, typer.Argument(help="A model or adapter folder, or a Hub id; left out: the model that ships.")
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show configuration, size and adapters of a checkpoint."""
+    from vivace.checkpoint.adapters import TENSORS
+    from vivace.checkpoint.files import resolve
+    from vivace.engine import SHIPPED
+
+    if model is None and not SHIPPED.is_dir():
+        raise NotFoundError("this installation carries no model; name a folder or a Hub id")
+    folder = resolve(SHIPPED if model is None else model)
+    facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder)
+    if not tensors:
+        del facts["tensors"]
+    if as_json:
+        console.json(facts)
+        return
+    for name, value in facts.items():
+        if name == "config":  # long, and mostly said above
+            continue
+        if name == "tensors":
+            for tensor in value:
+                console.result(f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}")
+        else:
+            console.result(f"{name:<18}{_plain(name, value)}")
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """A checkpoint in numbers.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+        UnsupportedError: a family or setting that is not supported.
+    """
+    from vivace.checkpoint.files import open_tensors, read_json
+    from vivace.checkpoint.load import load_config
+
+    config = load_config(folder)
+    stored = open_tensors(folder)
+    weights = {name: stored.tensor(name) for name in stored.names}
+    adapters = folder / "adapters"
+    return {
+        "folder": str(folder),
+        "model_type": read_json(folder / "config.json")["model_type"],
+        **_size(weights),
+        "layers": config.num_layers,
+        "width": config.width,
+        "ffn_width": config.ffn_width,
+        "heads": [config.num_heads, config.num_kv_heads],
+        "vocabulary": config.vocab_size,
+        "context": config.max_positions,
+        "tied_head": config.tied_head,
+        "adapters": sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else [],
+        "config": asdict(config),
+        "tensors": _list(weights),
+    }
+
+
+def adapter_facts(folder: Path) -> dict[str, Any]:
+    """An adapter in numbers.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
+    from vivace.checkpoint.adapters import load_adapter
+
+    written, weights = load_adapter(folder)
+    return {
+        "folder": str(folder),
+        "kind": written["kind"],
+        **_size(weights),
+        "base_hash": written["base_hash"],
+        "plan": written["plan"],
+        "config": written["config"],
+        "tensors": _list(weights),
+    }
+
+
+def _size(weights: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
+        "bytes": sum(tensor.nbytes for tensor in weights.values()),
+        "dtypes": sorted({_dtype(tensor) for tensor in weights.values()}),
+    }
+
+
+def _list(weights: dict[str, Tensor]) -> list[dict[str, Any]]:
+    return [{"name": name, "dtype": _dtype(t), "shape": list(t.shape)} for name, t in sorted(weights.items())]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(name: str, value: Any) -> str:
+    """A value as a person reads it."""
+    match name, value:
+        case "bytes", int():
+            return format_bytes(value)
+        case "parameters", int():
+            return f"{value / 1e6:.1f} million"
+        case "heads", [queries, keys]:
+            return f"{queries} query, {keys} key/value"
+        case _, list():
+            return ", ".join(map(str, value)) or "none"
+        case _, dict():
+            return ", ".join(f"{key}={item}" for key, item in value.items())
+    return str(value)

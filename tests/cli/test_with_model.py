@@ -1,0 +1,114 @@
+"""The commands on a real, tiny checkpoint: nothing faked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+from tests.tiny_checkpoints import make_checkpoint
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_streamed_text_is_the_text_of_the_result(cli: Cli, folder: Path) -> None:
+    words = ("generate", "Hello", "--model", folder, "--max-new-tokens", 12, "--method", "lookup")
+    outcome = cli(*words)
+    assert outcome.status == 0, outcome.err
+    (result,) = cli(*words, "--json").json["results"]
+    assert outcome.out == result["text"] + "\n"
+    assert len(result["token_ids"]) == len(result["logprobs"]) == result["stats"]["num_tokens"]
+    assert result["stats"]["method"] == "lookup"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "complaint"),
+    [
+        (["--method", "lokup"], 2, "did you mean 'lookup'"),
+        (["--method", "medusa"], 2, "not built yet; use one of"),
+        (["--method", "multirate"], 1, "vivace train"),
+        (["--method", "draft"], 1, "--draft-model"),
+        (["--temperature", "-1"], 2, "temperature must be >= 0, found -1.0"),
+        (["--max-new-tokens", "999"], 2, "the context holds 256"),
+        (["--kernels", "cuda"], 2, "kernels must be"),
+        (["--adapter", "nowhere", "--method", "multirate"], 1, "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(cli: Cli, folder: Path, words: list[str], status: int, complaint: str) -> None:
+    outcome = cli("generate", "Hello", "--model", folder, *words, "--quiet")
+    assert complaint in outcome.err
+    assert (outcome.status, outcome.out, outcome.err.count("\n")) == (status, "", 1)
+
+
+def test_a_truncated_model_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    broken = make_checkpoint(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    outcome = cli("generate", "Hello", "--model", broken, "--quiet")
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+    assert "model.safetensors" in outcome.err
+    assert cli("generate", "Hello", "--model", tmp_path / "none", "--quiet").status == 1
+
+
+def test_check_compares_every_lossless_method(cli: Cli, folder: Path) -> None:
+    outcome = cli("check", folder, "--limit", 3, "--max-new-tokens", 12)
+    assert (outcome.status, outcome.out) == (0, "lookup: identical: yes (3 of 3 answers)\n")
+    (found,) = cli("check", folder, "--limit", 2, "--max-new-tokens", 8, "--batch", 2, "--json").json["methods"]
+    assert (found["method"], found["identical"], found["num_prompts"]) == ("lookup", True, 2)
+
+
+def test_bench_writes_figures_with_their_provenance(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "results.json"
+    words = ("bench", "decode", "--model", folder, "--limit", 2, "--max-new-tokens", 6, "--repeats", 1)
+    outcome = cli(*words, "--methods", "plain,lookup", "--peers", "transformers", "--json", target)
+    assert outcome.status == 0, outcome.err
+    assert "speed-up" in outcome.out
+    report = json.loads(target.read_text())
+    assert {"provenance", "roofline", "setting", "quality", "runs"} <= set(report)
+    assert [run["method"] for run in report["runs"]] == ["plain", "lookup", "transformers"]
+    assert report["runs"][1]["identical"] is True
+    assert report["runs"][0]["speedup"] == 1.0
+    assert report["runs"][0]["tokens_per_target_pass"] == 1.0
+    assert report["setting"]["num_prompts"] == 2
+    assert report["quality"]["e2e"]["num_texts"] == 2
+    assert cli(*words, "--methods", "plain", "--json", "-").json["runs"][0]["method"] == "plain"
+    assert "add it" in cli(*words, "--methods", "lookup").err
+
+
+def test_demo_shows_samples_and_identity(cli: Cli, folder: Path) -> None:
+    outcome = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.count("> Describe: ") == 1
+    assert outcome.out.count("lookup: identical: yes") == 2
+    assert "multirate is left out" in outcome.err
+
+
+def test_doctor_says_what_works(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    report = cli("doctor", folder, "--json").json
+    works = {finding["subject"]: finding["works"] for finding in report["findings"]}
+    assert report["can_answer"] is True
+    assert works["method lookup"]
+    assert not works["method multirate"]
+    outcome = cli("doctor", tmp_path / "none")
+    assert outcome.status == 1
+    assert "--  model" in outcome.out
+
+
+def test_inspect_counts_what_is_stored(cli: Cli, folder: Path) -> None:
+    facts = cli("inspect", folder, "--json", "--tensors").json
+    assert facts["model_type"] == "llama"
+    assert facts["parameters"] == sum(_size(tensor["shape"]) for tensor in facts["tensors"])
+    assert facts["layers"] == 2
+    assert "model.embed_tokens.weight" in cli("inspect", folder, "--tensors").out
+
+
+def _size(shape: list[int]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
