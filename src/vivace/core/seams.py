@@ -126,12 +126,16 @@ class Draft:
 
     def path(self, row: int) -> list[int]:
         """Rows from the slot's first given token down to this one."""
-        parents = self.parent.tolist()
         rows = []
         while row >= 0:
             rows.append(row)
-            row = parents[row]
+            row = self._parents[row]
         return rows[::-1]
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        parents: list[int] = self.parent.tolist()
+        return parents
 
 
 def _point_masses(tokens: Tensor, vocab: int) -> Tensor:

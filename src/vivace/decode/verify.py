@@ -32,6 +32,9 @@ from torch import Tensor
 from vivace.core.sampling import sample, uniform
 from vivace.core.seams import Draft, Verdict
 
+Guess = tuple[int, int, float]
+"""(row, token, probability it was drawn with)."""
+
 
 def verify_greedy(draft: Draft, choice: Tensor) -> Verdict:
     """Keep the path the target itself would have taken.
@@ -65,6 +68,7 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         generators: random numbers of each slot, used by no other.
     """
     tokens = draft.tokens.tolist()
+    chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
     children = _children(draft)
     paths, accepted, following = [], [], []
     for slot, root in zip(draft.slots, draft.roots().tolist(), strict=True):
@@ -72,7 +76,8 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         given = len(path)
         row, token = root, None
         while token is None:
-            child, token = _descend(draft, target[row], children[row], tokens, generators[slot])
+            guesses = [(child, tokens[child], chances[child]) for child in children[row]]
+            child, token = _descend(target[row], guesses, draft.probs, generators[slot])
             if child is not None:
                 path.append(child)
                 row = child
@@ -83,18 +88,18 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
 
 
 def _descend(
-    draft: Draft, law: Tensor, children: Sequence[int], tokens: Sequence[int], generator: torch.Generator
+    law: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
 ) -> tuple[int | None, int | None]:
     """(child to go on from, None), or (None, token that ends the step)."""
-    if draft.probs is None:
-        token = sample(law, generator)
-        child = _carrying(token, children, tokens)
-        return (None, token) if child is None else (child, None)
-    for child in children:
-        q, token = draft.probs[child], tokens[child]
-        if uniform(generator) * float(q[token]) < float(law[token]):
+    # told by the guesses themselves, so that a slot's draws do not depend on what its neighbours drafted
+    if probs is None or all(chance == 1.0 for _, _, chance in guesses):
+        drawn = sample(law, generator)
+        child = next((row for row, token, _ in guesses if token == drawn), None)
+        return (None, drawn) if child is None else (child, None)
+    for child, token, chance in guesses:
+        if uniform(generator) * chance < float(law[token]):
             return child, None
-        rest = (law - q).clamp(min=0)
+        rest = (law - probs[child]).clamp(min=0)
         mass = float(rest.sum())
         if mass == 0.0:  # the two laws are equal up to rounding: there is nothing to recover from
             return child, None
@@ -102,13 +107,19 @@ def _descend(
     return None, sample(law, generator)
 
 
+def _chances(probs: Tensor, tokens: Tensor) -> list[float]:
+    """How likely each guess was under the law it was drawn from, (T,)."""
+    chances: list[float] = probs.gather(1, tokens[:, None])[:, 0].tolist()
+    return chances
+
+
 def _children(draft: Draft) -> list[list[int]]:
     """Guesses below each row, in the order they were proposed."""
+    given = dict(zip(draft.slots, draft.given, strict=True))
     children: list[list[int]] = [[] for _ in range(len(draft.tokens))]
-    for row, (parent, node, slot) in enumerate(
-        zip(draft.parent.tolist(), draft.node.tolist(), draft.slot.tolist(), strict=True)
-    ):
-        if parent >= 0 and node >= draft.given[draft.slots.index(slot)]:
+    places = zip(draft.parent.tolist(), draft.node.tolist(), draft.slot.tolist(), strict=True)
+    for row, (parent, node, slot) in enumerate(places):
+        if node >= given[slot]:
             children[parent].append(row)
     return children
 
