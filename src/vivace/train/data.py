@@ -1,0 +1,168 @@
+"""Prompt files -> batches of token rows: chat template, what is scored, rows of like length together.
+
+A row is a prompt through the chat template, an answer and the end-of-text token; only the answer and that
+token are scored. Batches hold about ``tokens_per_batch`` tokens, padding included, of rows that are padded
+to the same multiple of 8. Everything about epoch n is drawn from (seed, n), so a place in training is two
+numbers and a resumed run sees the batches the killed one would have seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.core.seams import Batch
+from vivace.errors import CapacityError, ConfigError
+from vivace.prompts import Prompt
+from vivace.train.variation import Pair
+
+_GRID = 8  # row lengths are multiples of this, so that few shapes occur
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training example as tokens."""
+
+    tokens: tuple[int, ...]
+    num_given: int
+    """Tokens of the prompt, template included; what follows is scored."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where training stands in its data."""
+
+    epoch: int = 0
+    index: int = 0
+    """Of the next batch in the epoch."""
+
+
+Draw = Callable[[random.Random, int], Sequence[Pair]]
+"""Pairs of an epoch, given its generator and number."""
+
+
+def pairs_of(prompts: Sequence[Prompt]) -> list[Pair]:
+    """One pair per reference.
+
+    Raises:
+        ConfigError: no prompt has a reference, or one is a conversation (not trained on yet).
+    """
+    if any(not isinstance(prompt.request, str) for prompt in prompts):
+        raise ConfigError('training takes rows with "prompt"; found a row with "messages"')
+    pairs = [(str(prompt.request), answer) for prompt in prompts for answer in prompt.references]
+    if not pairs:
+        raise ConfigError(f'none of {len(prompts)} rows has a "reference" to learn; regenerate answers first')
+    return pairs
+
+
+class Rows:
+    """Pairs as tokens of one tokenizer, at most ``longest`` of them."""
+
+    def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
+        """Prepare.
+
+        Raises:
+            ConfigError: the tokenizer has no end-of-text token to stop at.
+        """
+        if not tokenizer.eos_ids:
+            raise ConfigError("the tokenizer has no end-of-text token, so a model could not learn to stop")
+        self._tokenizer = tokenizer
+        self._end = tokenizer.eos_ids[0]
+        self._longest = longest
+
+    def encode(self, pairs: Sequence[Pair]) -> list[Row]:
+        """Tokens of each pair, in order; pairs longer than the limit are left out.
+
+        Raises:
+            CapacityError: none is short enough.
+        """
+        tokenizer = self._tokenizer
+        given = [self._template(prompt) for prompt, _ in pairs]
+        prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template)["input_ids"]
+        answers = tokenizer.inner([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
+        rows = [Row((*p, *a, self._end), len(p)) for p, a in zip(prompts, answers, strict=True)]
+        kept = [row for row in rows if len(row.tokens) <= self._longest]
+        if rows and not kept:
+            shortest = min(len(row.tokens) for row in rows)
+            raise CapacityError(f"the shortest of {len(rows)} rows has {shortest} tokens, the limit is {self._longest}")
+        return kept
+
+    def _template(self, prompt: str) -> str:
+        if not self._tokenizer.has_template:
+            return prompt
+        return self._tokenizer.prompt_text([{"role": "user", "content": prompt}])
+
+
+class Batches:
+    """The batches of every epoch, from any place on."""
+
+    def __init__(self, draw: Draw, rows: Rows, *, tokens_per_batch: int, seed: int = 0) -> None:
+        """Prepare.
+
+        Args:
+            draw: pairs of an epoch.
+            rows: makes tokens of them.
+            tokens_per_batch: upper bound on B * T; a longer row is a batch of its own.
+            seed: of everything drawn.
+
+        Raises:
+            ConfigError: no room for a token.
+        """
+        if tokens_per_batch < _GRID:
+            raise ConfigError(f"tokens_per_batch must be at least {_GRID}, found {tokens_per_batch}")
+        self._draw = draw
+        self._rows = rows
+        self._tokens = tokens_per_batch
+        self._seed = seed
+
+    def start_at(self, place: Place) -> Iterator[tuple[Place, Batch]]:
+        """Batches without end, each with the place after it."""
+        epoch, first = place.epoch, place.index
+        while True:
+            groups = self.epoch(epoch)
+            for index in range(first, len(groups)):
+                yield Place(epoch, index + 1), collate(groups[index])
+            epoch, first = epoch + 1, 0
+
+    def epoch(self, number: int) -> list[list[Row]]:
+        """Rows of each batch of an epoch, in order."""
+        rng = random.Random(f"{self._seed}/{number}")
+        rows = self._rows.encode(self._draw(rng, number))
+        return grouped(rows, self._tokens, rng)
+
+
+def grouped(rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | None = None) -> list[list[Row]]:
+    """Rows of like length together, shuffled within a length and then batch by batch; in order without ``rng``."""
+    by_length: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_length[_padded(len(row.tokens))].append(row)
+    groups = []
+    for length in sorted(by_length):
+        alike = by_length[length]
+        if rng is not None:
+            rng.shuffle(alike)
+        count = max(1, tokens_per_batch // length)
+        groups += [alike[first : first + count] for first in range(0, len(alike), count)]
+    if rng is not None:
+        rng.shuffle(groups)
+    return groups
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """One batch, padded on the right with token 0, which is never scored there nor read from there."""
+    length = _padded(max(len(row.tokens) for row in rows))
+    tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+    scored = torch.zeros(len(rows), length, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.tokens)] = torch.tensor(row.tokens)
+        scored[index, row.num_given : len(row.tokens)] = True
+    return Batch(tokens, scored)
+
+
+def _padded(length: int) -> int:
+    return -(-length // _GRID) * _GRID

@@ -1,0 +1,238 @@
+"""The training loop: batches in, parameters of an objective out; it knows no technique by name.
+
+One step: the gradients of ``accumulate`` batches, each part of the objective backed through at once; clip;
+update; tell the objective. Now and then a reading, a pass over held-back rows (the best parameters are
+kept), a snapshot. Killed at any moment, a run continues from its last snapshot with the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from vivace.core.model import Decoder
+from vivace.core.seams import Batch, Objective
+from vivace.errors import UsageError
+from vivace.train.config import LoopConfig
+from vivace.train.data import Batches
+from vivace.train.optim import Optimiser, OptimiserConfig
+from vivace.train.report import Reading, Report
+from vivace.train.resume import Progress, load_snapshot, read_state, save_snapshot, write_state
+
+BEST = "best.pt"
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run is asked to do, besides its data."""
+
+    loop: LoopConfig
+    optimiser: OptimiserConfig
+    seed: int = 0
+    plan: str = ""
+    """Text that a resumed run must repeat: recipe, base and data."""
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What is learnt from, and what is only looked at."""
+
+    batches: Batches
+    held_back: Sequence[Batch] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; the model holds its best parameters."""
+
+    progress: Progress
+    held_back: Mapping[str, float]
+    """Metrics of the last pass over the held-back rows."""
+
+
+def fit(
+    model: Decoder, objective: Objective, lessons: Lessons, course: Course, *, folder: Path, report: Report
+) -> Outcome:
+    """Train an objective, or continue where a killed run left off.
+
+    Args:
+        model: called by the objective; may be frozen.
+        objective: owns what is trained.
+        lessons: batches, and the held-back ones that choose the best parameters.
+        course: budget, rates, seed.
+        folder: of snapshots.
+        report: hears about it.
+
+    Returns:
+        Where it ended. With held-back batches, the parameters are those of the best pass.
+
+    Raises:
+        ConfigError: nothing to train.
+        MismatchError: the folder holds a run with another plan.
+        UsageError: the loss stopped being a number.
+    """
+    run = _Run(model, objective, lessons, course, folder, report)
+    run.resume()
+    while run.spent() < 1.0:
+        run.step()
+    return run.finish()
+
+
+class _Run:
+    def __init__(
+        self, model: Decoder, objective: Objective, lessons: Lessons, course: Course, folder: Path, report: Report
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.lessons = lessons
+        self.course = course
+        self.folder = folder
+        self.report = report
+        self.optimiser = Optimiser(objective.groups(), course.optimiser)
+        self.progress = Progress()
+        self.batches = lessons.batches.start_at(self.progress.place)
+        self.held_back: dict[str, float] = {}
+        self.window = _Window()
+        self.began = self.saved = time.monotonic()
+
+    def resume(self) -> None:
+        """Take up a snapshot, if there is one."""
+        found = load_snapshot(self.folder, self.optimiser, self.objective, self.course.plan)
+        if found is not None:
+            self.progress = found
+            self.batches = self.lessons.batches.start_at(found.place)
+            self.report.note(f"resumed after step {found.step} of {self.folder}")
+        self.began = time.monotonic() - self.progress.elapsed_s
+
+    def spent(self) -> float:
+        """Share of the budget used."""
+        return self.course.loop.spent(self.progress.step, time.monotonic() - self.began)
+
+    def step(self) -> None:
+        """One update, and what follows from its number and the clock."""
+        loop = self.course.loop
+        spent = self.spent()
+        factor = loop.factor(self.progress.step, spent)
+        for micro in range(loop.accumulate):
+            place, batch = next(self.batches)
+            torch.manual_seed(_seed_of(self.course.seed, self.progress.step, micro))
+            self._learn(batch)
+            self.progress = replace(self.progress, place=place)
+        if loop.clip is not None:
+            self.optimiser.clip(loop.clip)
+        self.optimiser.update(factor)
+        self.objective.updated()
+        elapsed = time.monotonic() - self.began
+        self.progress = replace(self.progress, step=self.progress.step + 1, elapsed_s=elapsed)
+        self._tell(spent, factor)
+        if self.lessons.held_back and self.progress.step % loop.evaluate_steps == 0:
+            self._evaluate()
+        if time.monotonic() - self.saved >= loop.snapshot_s:
+            self._save()
+
+    def finish(self) -> Outcome:
+        """A last look at the held-back rows, the best parameters, a last snapshot."""
+        if self.lessons.held_back and self.progress.step % self.course.loop.evaluate_steps:
+            self._evaluate()
+        self._save()
+        if self.lessons.held_back:
+            self._take_best()
+        return Outcome(self.progress, self.held_back)
+
+    def _learn(self, batch: Batch) -> None:
+        """Gradients of one batch."""
+        metrics: defaultdict[str, float] = defaultdict(float)
+        with self._arithmetic():
+            for loss, seen in self.objective.losses(self.model, batch):
+                (loss / self.course.loop.accumulate).backward()
+                for name, value in seen.items():
+                    metrics[name] += value
+        wrong = [f"{name} {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if wrong:
+            raise UsageError(f"{wrong[0]} at step {self.progress.step}: lower the rates or set clip, then resume")
+        self.window.add(metrics, batch.tokens.numel())
+        self.progress = replace(self.progress, num_tokens=self.progress.num_tokens + batch.tokens.numel())
+
+    def _arithmetic(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.course.loop.autocast)
+
+    def _tell(self, spent: float, factor: float) -> None:
+        if self.progress.step % self.course.loop.report_steps:
+            return
+        share = self.spent()
+        eta = self.progress.elapsed_s / share * (1 - share) if share else 0.0
+        metrics, rate = self.window.close()
+        self.report.reading(Reading(self.progress.step, spent, factor, rate, eta, metrics))
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Mean loss and metrics over the held-back rows, each scored token counting once."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        count = 0
+        torch.manual_seed(self.course.seed)
+        for batch in self.lessons.held_back:
+            weight = int(batch.scored.sum())
+            count += weight
+            with self._arithmetic():
+                for loss, seen in self.objective.losses(self.model, batch):
+                    for name, value in {**seen, "loss": float(loss)}.items():
+                        sums[name] += value * weight
+        self.held_back = {name: value / max(1, count) for name, value in sums.items()}
+        best = self.progress.best_loss
+        is_best = best is None or self.held_back["loss"] < best
+        if is_best:
+            kept = {"params": [p.detach() for p in self.optimiser.params], "step": self.progress.step}
+            write_state(self.folder / BEST, kept)
+            self.progress = replace(self.progress, best_loss=self.held_back["loss"], best_step=self.progress.step)
+        self.report.held_back(self.progress.step, self.held_back, is_best)
+        self.window.restart()
+
+    @torch.no_grad()
+    def _take_best(self) -> None:
+        if self.progress.best_step != self.progress.step:
+            for p, value in zip(self.optimiser.params, read_state(self.folder / BEST)["params"], strict=True):
+                p.copy_(value)
+            self.report.note(f"kept the parameters of step {self.progress.best_step}, the best on held-back rows")
+
+    def _save(self) -> None:
+        elapsed = time.monotonic() - self.began
+        self.progress = replace(self.progress, elapsed_s=elapsed)
+        save_snapshot(self.folder, self.progress, self.optimiser.state(), self.objective, self.course.plan)
+        self.saved = time.monotonic()
+
+
+class _Window:
+    """Means and speed since the last reading."""
+
+    def __init__(self) -> None:
+        self._clock: Callable[[], float] = time.monotonic
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self.restart()
+
+    def restart(self) -> None:
+        self._sums.clear()
+        self._count = self._tokens = 0
+        self._since = self._clock()
+
+    def add(self, metrics: Mapping[str, float], num_tokens: int) -> None:
+        for name, value in metrics.items():
+            self._sums[name] += value
+        self._count += 1
+        self._tokens += num_tokens
+
+    def close(self) -> tuple[dict[str, float], float]:
+        means = {name: value / max(1, self._count) for name, value in self._sums.items()}
+        rate = self._tokens / max(1e-9, self._clock() - self._since)
+        self.restart()
+        return means, rate
+
+
+def _seed_of(seed: int, step: int, micro: int) -> int:
+    """One draw per batch that depends on nothing that came before it."""
+    return (seed * 1_000_003 + step) * 4099 + micro

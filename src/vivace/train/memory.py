@@ -1,0 +1,103 @@
+"""What a training run will hold in memory, said before it starts and compared with what there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vivace.core.config import ModelConfig
+from vivace.errors import CapacityError
+from vivace.units import format_bytes
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by purpose; activations are an upper estimate of what the backward pass keeps."""
+
+    weights: int
+    gradients: int
+    optimiser: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimiser + self.activations
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimiser", "activations")
+        shown = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in parts)
+        return f"about {format_bytes(self.total)}: {shown}"
+
+
+def estimate_memory(
+    config: ModelConfig,
+    weights: Sequence[Tensor],
+    trained: Sequence[Tensor],
+    optimiser_bytes: int,
+    tokens_per_batch: int,
+    *,
+    recompute: bool = False,
+) -> MemoryEstimate:
+    """Count a run's memory.
+
+    Args:
+        config: of the model.
+        weights: all of them.
+        trained: those that get gradients.
+        optimiser_bytes: ``Optimiser.num_bytes()``.
+        tokens_per_batch: B * T.
+        recompute: layers keep only their input.
+    """
+    width = max((p.element_size() for p in weights), default=4)
+    kept = config.width if recompute else _kept_per_token(config)
+    activations = tokens_per_batch * width * config.num_layers * kept
+    return MemoryEstimate(
+        weights=sum(p.nbytes for p in weights),
+        gradients=sum(p.nbytes for p in trained),
+        optimiser=optimiser_bytes,
+        activations=activations + 3 * 4 * min(tokens_per_batch, 1024) * config.vocab_size,
+    )
+
+
+def require_memory(estimate: MemoryEstimate, device: torch.device) -> None:
+    """Refuse a run that cannot fit.
+
+    Raises:
+        CapacityError: it needs more than is free; names both numbers.
+    """
+    free = _free_bytes(device)
+    if free is not None and estimate.total > free:
+        raise CapacityError(
+            f"training needs {estimate}, but {format_bytes(free)} are free; "
+            "lower tokens_per_batch, raise accumulate, or set recompute"
+        )
+
+
+def _kept_per_token(config: ModelConfig) -> int:
+    """Components one layer keeps of a token: norms, projections, rotation, attention, gate, product, residuals."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return 8 * config.width + 3 * heads + 5 * config.ffn_width * (2 if config.gated else 1)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _page_cache_bytes()
+    except (ValueError, OSError):
+        return None
+
+
+def _page_cache_bytes() -> int:
+    """What the kernel gives back when asked (Linux): file pages count as free."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
+    except OSError:
+        return 0
+    return sizes.get("Cached", 0)

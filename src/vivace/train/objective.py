@@ -1,0 +1,93 @@
+"""Next-token cross-entropy on the scored tokens: from scratch, or a full fine-tune."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vivace.core.layers import FeedForward
+from vivace.core.model import Decoder, Layer
+from vivace.core.seams import Batch
+from vivace.core.step import Step
+
+
+class NextToken:
+    """Fills ``Objective``: trains every parameter of a decoder."""
+
+    def __init__(self, model: Decoder, *, rows: int = 1024, recompute: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            model: what is trained.
+            rows: positions whose logits are held at once.
+            recompute: keep only what enters each layer and compute the rest again on the way back.
+        """
+        self.model = model
+        self.rows = rows
+        self.recompute = recompute
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """Matrices of the layers, cut where several stand side by side, and everything else."""
+        matrices: list[tuple[Tensor, tuple[int, ...]]] = []
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            matrices += _matrices(layer)
+        taken = {id(weight) for weight, _ in matrices}
+        others = [p for p in self.model.parameters() if id(p) not in taken]
+        return [
+            {
+                "name": "matrices",
+                "method": "muon",
+                "params": [weight for weight, _ in matrices],
+                "cuts": [cut for _, cut in matrices],
+            },
+            {"name": "others", "method": "adamw", "params": others},
+        ]
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """Cross-entropy in parts of ``rows`` positions, then the trunk with the gradient they left.
+
+        The head runs on a copy of the top rows that is cut from the graph; each part leaves its gradient
+        there and its logits are freed. The last part, a product with that gradient, sends it down the trunk.
+        """
+        rows, targets = batch.predicting, batch.targets
+        step = Step.dense(*batch.tokens.shape)
+        top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
+        learns = torch.is_grad_enabled()
+        cut = top.detach().requires_grad_(learns)
+        for first in range(0, len(rows), self.rows):
+            part = slice(first, first + self.rows)
+            logits = model.head(cut[part])
+            loss = F.cross_entropy(logits, targets[part], reduction="sum") / len(rows)
+            right = (logits.detach().argmax(-1) == targets[part]).sum() / len(rows)
+            yield loss, {"loss": float(loss.detach()), "accuracy": float(right)}
+        if learns:
+            assert cut.grad is not None
+            yield (top * cut.grad).sum(), {}
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""
+
+    def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
+        if not self.recompute or not torch.is_grad_enabled():
+            return model.run(h, step)
+        for index in range(model.config.num_layers):
+            h = checkpoint(model.run, h, step, index, index + 1, use_reentrant=False)
+        return h
+
+
+def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Weight matrices of a layer, each with the heights of the projections stacked in it."""
+    c = layer.config
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    found = [(layer.qkv.weight, (queries, keys, keys)), (layer.o.weight, (c.width,))]
+    feed = layer.feed_forward
+    if isinstance(feed, FeedForward):
+        halves = (c.ffn_width, c.ffn_width) if c.gated else (c.ffn_width,)
+        found += [(feed.up.weight, halves), (feed.down.weight, (c.width,))]
+    assert all(isinstance(weight, Tensor) for weight, _ in found)
+    return [(weight, cut) for weight, cut in found if isinstance(weight, Tensor)]

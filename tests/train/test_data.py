@@ -1,0 +1,73 @@
+"""Pairs become rows and batches that can be found again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.train.tiny import PAIRS, batches
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.errors import CapacityError, ConfigError
+from vivace.prompts import Prompt
+from vivace.train.data import Batches, Place, Row, Rows, collate, grouped, pairs_of
+
+
+def test_only_the_answer_and_the_end_are_scored(tokenizer: Tokenizer) -> None:
+    (row,) = Rows(tokenizer, 128).encode([PAIRS[0]])
+    batch = collate([row])
+    learnt = batch.tokens[batch.scored].tolist()
+    assert learnt == [*tokenizer.encode(PAIRS[0][1], special=False), tokenizer.eos_ids[0]]
+    assert batch.tokens[0, : row.num_given].tolist() == tokenizer.encode_prompt(PAIRS[0][0])
+    assert batch.targets.tolist() == learnt
+    assert batch.tokens.reshape(-1)[batch.predicting].tolist() == [row.tokens[row.num_given - 1], *learnt[:-1]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 70), min_size=1, max_size=60), st.integers(8, 300))
+def test_every_row_is_in_one_batch_of_like_rows(lengths: list[int], room: int) -> None:
+    rows = [Row(tuple([index + 1] * length), 1) for index, length in enumerate(lengths)]
+    groups = grouped(rows, room, random.Random(0))
+    assert sorted(row.tokens[0] for group in groups for row in group) == [row.tokens[0] for row in rows]
+    for group in groups:
+        batch = collate(group)
+        assert batch.tokens.shape[1] - min(len(row.tokens) for row in group) < 8
+        assert batch.tokens.numel() <= room or len(group) == 1
+
+
+def test_a_place_is_found_again(tokenizer: Tokenizer) -> None:
+    whole = batches(tokenizer).start_at(Place())
+    seen = [next(whole) for _ in range(11)]
+    for index in (0, 4, 9):
+        again = batches(tokenizer).start_at(seen[index][0])
+        for place, batch in seen[index + 1 :]:
+            other_place, other = next(again)
+            assert other_place == place
+            assert torch.equal(other.tokens, batch.tokens)
+    assert seen[-1][0].epoch >= 1
+
+
+def test_epochs_and_seeds_differ(tokenizer: Tokenizer) -> None:
+    first, second = batches(tokenizer), batches(tokenizer, seed=1)
+    assert first.epoch(0) != first.epoch(1)
+    assert first.epoch(0) != second.epoch(0)
+
+
+def test_rows_that_are_too_long_are_left_out_and_refused_when_all_are(tokenizer: Tokenizer) -> None:
+    long = ("Describe: " + "name " * 300, "x")
+    assert len(Rows(tokenizer, 64).encode([long, PAIRS[0]])) == 1
+    with pytest.raises(CapacityError, match="the limit is 64"):
+        Rows(tokenizer, 64).encode([long])
+
+
+def test_what_cannot_be_learnt_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="reference"):
+        pairs_of([Prompt("Hi")])
+    with pytest.raises(ConfigError, match="messages"):
+        pairs_of([Prompt([{"role": "user", "content": "Hi"}], ("Ho",))])
+    with pytest.raises(ConfigError, match="at least 8"):
+        Batches(lambda rng, epoch: PAIRS, Rows(tokenizer, 64), tokens_per_batch=4)
+    assert pairs_of([Prompt("Hi", ("Ho", "Hey"))]) == [("Hi", "Ho"), ("Hi", "Hey")]

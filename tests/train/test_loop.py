@@ -1,0 +1,197 @@
+"""The loop learns, keeps the best, reports, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.train.tiny import PAIRS, batches
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.core.model import Decoder
+from vivace.core.seams import Batch
+from vivace.errors import ConfigError, UsageError
+from vivace.train.config import LoopConfig
+from vivace.train.data import Place, Rows, collate
+from vivace.train.loop import Course, Lessons, fit
+from vivace.train.objective import NextToken
+from vivace.train.optim import OptimiserConfig
+from vivace.train.report import Lines, Reading
+
+
+class Kept:
+    """A report that remembers."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.readings: list[Reading] = []
+        self.passes: list[tuple[int, float, bool]] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def reading(self, reading: Reading) -> None:
+        self.readings.append(reading)
+
+    def held_back(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        self.passes.append((step, metrics["loss"], is_best))
+
+
+def course(steps: int, **changes: object) -> Course:
+    numbers: dict[str, object] = {"warmup_steps": 2, "evaluate_steps": 20, "report_steps": 5}
+    return Course(LoopConfig(steps=steps, **(numbers | changes)), OptimiserConfig(), seed=1)  # type: ignore[arg-type]
+
+
+def held_back(tokenizer: Tokenizer) -> list[Batch]:
+    return [collate(Rows(tokenizer, 128).encode(PAIRS[:4]))]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_learns_the_pairs(tokenizer: Tokenizer, model: Decoder, folder: Path, autocast: bool) -> None:
+    report = Kept()
+    lessons = Lessons(batches(tokenizer), held_back(tokenizer))
+    outcome = fit(
+        model, NextToken(model), lessons, course(60, autocast=autocast, clip=5.0), folder=folder, report=report
+    )
+    assert report.readings[0].metrics["loss"] > 4
+    assert outcome.held_back["loss"] < 1.0
+    assert outcome.progress.step == 60
+    assert report.readings[-1].eta_s >= 0
+    assert "tokens/s" in str(report.readings[-1])
+
+
+def test_the_best_parameters_are_kept(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
+    report = Kept()
+    objective = Forgetful(model, after=12)
+    fit(
+        model,
+        objective,
+        Lessons(batches(tokenizer), held_back(tokenizer)),
+        course(30, evaluate_steps=4),
+        folder=folder,
+        report=report,
+    )
+    best = min(loss for _, loss, _ in report.passes)
+    assert report.passes[-1][1] > best
+    with torch.no_grad():
+        now = sum(float(part) for part, _ in objective.losses(model, held_back(tokenizer)[0]))
+    assert abs(now - best) < 1e-5
+    assert any("kept the parameters of step" in note for note in report.notes)
+
+
+class Forgetful(NextToken):
+    """Unlearns after some updates."""
+
+    def __init__(self, model: Decoder, after: int) -> None:
+        super().__init__(model)
+        self.left = after
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        learns = torch.is_grad_enabled()
+        for loss, seen in super().losses(model, batch):
+            yield (-loss if learns and self.left < 0 else loss), seen
+
+    def updated(self) -> None:
+        self.left -= 1
+
+
+class Adapter(nn.Module):
+    """An objective that owns its parameters and leaves the base alone."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(model.config.width))
+        self.inner = NextToken(model)
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        return [{"params": [self.shift], "name": "shift"}]
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        loss = (self.shift - 1).square().sum()
+        yield loss, {"away": float(loss)}
+
+    def updated(self) -> None:
+        return None
+
+
+def test_an_adapter_trains_on_a_frozen_base(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
+    before = [p.clone() for p in model.requires_grad_(False).parameters()]
+    adapter = Adapter(model)
+    course_ = Course(LoopConfig(steps=50, warmup_steps=0), OptimiserConfig(adamw_rate=0.1))
+    fit(model, adapter, Lessons(batches(tokenizer)), course_, folder=folder, report=Kept())
+    assert float(adapter.shift.detach().mean()) > 0.8
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_accumulated_batches_make_one_step_of_their_mean(tokenizer: Tokenizer, folder: Path) -> None:
+    class Recorder(Adapter):
+        def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+            yield self.shift.sum() * batch.tokens.sum(), {}
+
+    model = Decoder.__new__(Decoder)
+    nn.Module.__init__(model)
+    model.embedding = nn.Parameter(torch.zeros(1, 4))
+    model.config = type("Width", (), {"width": 4})()
+    recorder = Recorder.__new__(Recorder)
+    nn.Module.__init__(recorder)
+    recorder.shift = nn.Parameter(torch.zeros(4))
+    seen: list[float] = []
+    recorder.shift.register_hook(lambda grad: seen.append(float(grad[0])))
+    data = batches(tokenizer)
+    course_ = Course(LoopConfig(steps=2, warmup_steps=0, accumulate=3), OptimiserConfig())
+    fit(model, recorder, Lessons(data), course_, folder=folder, report=Kept())
+    again = data.start_at(Place())
+    assert seen == [pytest.approx(float(next(again)[1].tokens.sum()) / 3) for _ in range(6)]
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
+    with torch.no_grad():
+        model.embedding.fill_(math.nan)
+    with pytest.raises(UsageError, match="lower the rates"):
+        fit(model, NextToken(model), Lessons(batches(tokenizer)), course(5), folder=folder, report=Kept())
+
+
+def test_the_rate_rises_holds_and_falls_to_zero() -> None:
+    loop = LoopConfig(steps=100, warmup_steps=10, hold=0.5)
+    factors = [loop.factor(step, loop.spent(step, 0.0)) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:51] == [1.0] * 41
+    assert factors[75] == pytest.approx(0.5)
+    assert factors[100] == 0.0
+    clock = LoopConfig(minutes=2, warmup_steps=0, hold=0.0)
+    assert clock.factor(7, clock.spent(7, 60.0)) == pytest.approx(0.5)
+    assert clock.spent(7, 500.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"steps": 5, "minutes": 1.0},
+        {"steps": 0},
+        {"minutes": -1.0},
+        {"steps": 5},
+        {"steps": 500, "hold": 1.5},
+        {"steps": 500, "accumulate": 0},
+        {"steps": 500, "clip": 0.0},
+    ],
+)
+def test_an_impossible_budget_is_refused_early(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        LoopConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_lines_say_where_a_run_stands() -> None:
+    said: list[str] = []
+    lines = Lines(said.append)
+    lines.note("begins")
+    lines.reading(Reading(20, 0.1, 1.0, 1234.0, 65.0, {"loss": 2.0}))
+    lines.held_back(20, {"loss": 1.5}, True)
+    assert said[0] == "begins"
+    assert "step 20" in said[1]
+    assert "1234 tokens/s" in said[1]
+    assert "best so far" in said[2]
