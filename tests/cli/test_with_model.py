@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Outcome
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.evaluate import contest, sameness
+from vivace.evaluate.sameness import Difference, Sameness
 
 Cli = Callable[..., Outcome]
 
@@ -63,6 +66,23 @@ def test_check_compares_every_lossless_method(cli: Cli, folder: Path) -> None:
     assert (outcome.status, outcome.out) == (0, "lookup: identical: yes (3 of 3 answers)\n")
     (found,) = cli("check", folder, "--limit", 2, "--max-new-tokens", 8, "--batch", 2, "--json").json["methods"]
     assert (found["method"], found["identical"], found["num_prompts"]) == ("lookup", True, 2)
+
+
+def test_a_difference_is_shown_and_is_a_failure(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    differences = tuple(Difference(prompt=i, position=4, plain=1, found=2, gap=0.25) for i in range(7))
+    found = [Sameness("lookup", 9, 99, (*differences, Difference(8, 2, None, 3, None)))]
+    monkeypatch.setattr(sameness, "compare", lambda *_, **__: found)
+    outcome = cli("check", folder)
+    assert outcome.status == 1
+    assert outcome.out.splitlines() == [
+        "lookup: identical: no (1 of 9 answers)",
+        *[f"  prompt {i}, token 5: logits 0.25 apart" for i in range(1, 6)],
+        "  and 3 more",
+    ]
+    summarise = contest.summarise
+    monkeypatch.setattr(contest, "summarise", lambda *args: [replace(run, identical=False) for run in summarise(*args)])
+    outcome = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1)
+    assert (outcome.status, outcome.out.count("lookup: identical: no")) == (1, 2)
 
 
 def test_bench_writes_figures_with_their_provenance(cli: Cli, folder: Path, tmp_path: Path) -> None:

@@ -77,6 +77,10 @@ def test_peers_answer_as_we_do_alone_and_in_a_padded_batch(folder: Path) -> None
     together = peers[0].answer(questions)
     assert together.token_ids == ours.token_ids
     assert together.num_first_tokens == len(questions)
+    end = ours.token_ids[0][4]
+    peers[0].model.generation_config.eos_token_id = end
+    first_end = ours.token_ids[0].index(end)
+    assert peers[0].answer(questions[:1]).token_ids == (ours.token_ids[0][: first_end + 1],)
 
 
 def test_unknown_peers_and_a_missing_assistant_are_refused(folder: Path) -> None:
@@ -113,8 +117,9 @@ def test_differences_are_placed_and_measured(folder: Path) -> None:
     assert (first.prompt, first.position) == (1, 3)
     assert first.plain is not None
     assert first.found == (first.plain + 1) % 300
-    assert first.gap is not None
-    assert first.gap > 0
+    true = true_generate([TEXTS[1]], method="plain", max_new_tokens=12, do_sample=False)[0].token_ids
+    logits = engine.logits([[*questions[1].token_ids, *true[:3]]])[0, -1]
+    assert first.gap == pytest.approx(float(logits[first.plain] - logits[first.found]))
     expected = true_generate([TEXTS[2]], method="plain", max_new_tokens=12, do_sample=False)[0].token_ids[2]
     assert second == Difference(prompt=2, position=2, plain=expected, found=None, gap=None)
     assert not wrong.identical

@@ -6,8 +6,6 @@ Exit status: 0 done, 1 failed, 2 asked for something that cannot be done. An err
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect
+from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect, train
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -38,6 +36,7 @@ def build() -> typer.Typer:
     app.add_typer(bench.app, name="bench")
     app.command("check")(check.check)
     app.command("data")(data.data)
+    app.command("train")(train.train)
     app.command("doctor")(doctor.doctor)
     app.command("inspect")(inspect.inspect)
     app.command("demo")(demo.demo)
@@ -93,7 +92,9 @@ def _report(error: BaseException) -> int:
         console.error("stopped")
         return 130
     if isinstance(error, OSError):
-        return _report_os_error(error)
+        where = f"{error.filename}: " if error.filename else ""
+        console.error(f"{where}{error.strerror or error}")
+        return 1
     console.error(f"{type(error).__name__}: {error} (not expected; --traceback shows where)")
     return 1
 
@@ -106,12 +107,3 @@ def _usage_message(error: TyperException) -> str:
         hint = f"did you mean {near[0]}?" if near else "--help lists them"
         return f"no option {option}; {hint}"
     return error.format_message()
-
-
-def _report_os_error(error: OSError) -> int:
-    if error.errno == errno.EPIPE:  # the reader of our output has left: nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    where = f"{error.filename}: " if error.filename else ""
-    console.error(f"{where}{error.strerror or error}")
-    return 1

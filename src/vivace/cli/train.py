@@ -1,0 +1,54 @@
+"""``vivace train``: a recipe, a base and prompt files in; weights that decode, and how fast, out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.bench import print_runs
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import ConfigError
+from vivace.prompts import load_prompts
+from vivace.recipe import build, override, read_recipe
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe file (YAML or JSON).")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as loop.minutes=5.", metavar="KEY=VALUE...")
+    ] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="A prompt file with references, repeatable.", metavar="FILE")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; a killed run there goes on.")] = None,
+    model: options.Model = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Train what a recipe describes; interrupt it whenever you like, the same command goes on."""
+    values = override(read_recipe(recipe), changes or [])
+    if out is None:
+        raise ConfigError("say where the result goes: --out DIR")
+    if not data:
+        raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
+    report = _run(values, data, out, ModelChoice(model=model, device=device, dtype=dtype))
+    if as_json:
+        console.json(report)
+
+
+def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice) -> dict[str, Any]:
+    from vivace.train.report import Lines
+    from vivace.training import AdapterRecipe, train_adapter
+
+    recipe = build(AdapterRecipe, values)
+    prompts = [row for path in data for row in load_prompts(path)]
+    engine = open_engine(choice)
+    runs = train_adapter(recipe, engine, prompts, out, Lines(console.note))
+    print_runs(runs)
+    return {"out": str(out), "runs": [asdict(run) for run in runs]}
