@@ -130,5 +130,13 @@ def test_inspect_counts_what_is_stored(cli: Cli, folder: Path) -> None:
     assert "model.embed_tokens.weight" in cli("inspect", folder, "--tensors").out
 
 
+def test_the_wide_twin_says_the_same(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    done = cli("widen", tmp_path / "wide", "--model", folder, "--factor", 2, "--json").json
+    assert done["parameters"] > 2 * cli("inspect", folder, "--json").json["parameters"]
+    words = ("generate", "Hello", "--max-new-tokens", 12, "--method", "plain")
+    assert cli(*words, "--model", tmp_path / "wide").out == cli(*words, "--model", folder).out
+    assert cli("widen", tmp_path / "no", "--model", folder, "--factor", 1).status == 2
+
+
 def _size(shape: list[int]) -> int:
     return shape[0] * (shape[1] if len(shape) > 1 else 1)

@@ -39,6 +39,7 @@ def build() -> typer.Typer:
     app.command("train")(train.train)
     app.command("doctor")(doctor.doctor)
     app.command("inspect")(inspect.inspect)
+    app.command("widen")(widen.widen)
     app.command("demo")(demo.demo)
     app.callback()(_root)
     return app

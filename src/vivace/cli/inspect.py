@@ -10,7 +10,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.errors import NotFoundError
+from vivace.cli.opening import folder_of
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,12 +26,8 @@ def inspect(
 ) -> None:
     """Show configuration, size and adapters of a checkpoint."""
     from vivace.checkpoint.adapters import TENSORS
-    from vivace.checkpoint.files import resolve
-    from vivace.engine import SHIPPED
 
-    if model is None and not SHIPPED.is_dir():
-        raise NotFoundError("this installation carries no model; name a folder or a Hub id")
-    folder = resolve(SHIPPED if model is None else model)
+    folder = folder_of(model)
     facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder)
     if not tensors:
         del facts["tensors"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import vivace
 from vivace.cli.console import console
 from vivace.cli.options import parse_adapters
+from vivace.errors import NotFoundError
 
 if TYPE_CHECKING:
     from vivace.decode.stats import DecodeStats
@@ -38,6 +39,20 @@ def open_engine(choice: ModelChoice) -> Engine:
         draft_model=choice.draft_model,
         kernels=choice.kernels,
     )
+
+
+def folder_of(model: str | None) -> Path:
+    """Folder of a model that is looked at without being loaded.
+
+    Raises:
+        NotFoundError: neither a folder nor a Hub id that can be had, or this installation carries no model.
+    """
+    from vivace.checkpoint.files import resolve
+    from vivace.engine import SHIPPED
+
+    if model is None and not SHIPPED.is_dir():
+        raise NotFoundError("this installation carries no model; name a folder or a Hub id")
+    return resolve(SHIPPED if model is None else model)
 
 
 def stats_json(stats: DecodeStats) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""``vivace widen``: the wide twin of a model, for measuring where memory binds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.console import console
+from vivace.cli.inspect import model_facts
+from vivace.cli.opening import folder_of
+from vivace.units import format_bytes
+
+
+def widen(
+    output: Annotated[Path, typer.Argument(help="Folder to write.", metavar="OUT")],
+    model: options.Model = None,
+    factor: Annotated[int, typer.Option(help="How many times as wide; a power of two keeps weights exact.")] = 4,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write a copy of a model and its adapters that is wider and says the same.
+
+    Same text, same acceptance, factor² times the weights: a measuring instrument for models that fit no cache.
+    """
+    from vivace.checkpoint.widen import widen_checkpoint
+
+    with console.progress("widening"):
+        target = widen_checkpoint(folder_of(model), output, factor)
+    facts = model_facts(target)
+    if as_json:
+        console.json({"folder": str(target), "factor": factor, **{k: facts[k] for k in ("parameters", "bytes")}})
+    else:
+        console.result(f"{target}: {facts['parameters'] / 1e6:.1f} million parameters, {format_bytes(facts['bytes'])}")
