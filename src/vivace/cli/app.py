@@ -15,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect, train
+from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect, train, widen
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
