@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "engine": 7,
     "assistant": 8,
     "transformers_bridge": 8,
+    "training": 8,
     "serve": 9,
     "cli": 9,
     "__main__": 10,

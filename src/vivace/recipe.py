@@ -6,11 +6,12 @@ table, so it is refused with the list of those that are, and a typo with its nea
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +95,29 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise CorruptError(f"{path} must hold a mapping, found {type(loaded).__name__}")
     return loaded
+
+
+def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """A recipe with ``section.key=value`` changes, values read as YAML.
+
+    Raises:
+        ConfigError: a change that is not of this form, or goes through something that is no section.
+    """
+    import yaml
+
+    changed = copy.deepcopy(dict(values))
+    for change in changes:
+        path, equals, text = change.partition("=")
+        *sections, key = path.split(".")
+        if not equals or not all([*sections, key]):
+            raise ConfigError(f"{change!r} is not a change; write section.key=value")
+        place = changed
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{change!r}: {section} is a value, not a section")
+        place[key] = yaml.safe_load(text)
+    return changed
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:

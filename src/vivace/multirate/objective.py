@@ -51,10 +51,9 @@ class MultirateLoss:
 class MultirateObjective:
     """Fills ``Objective``: owns an accelerator, leaves the decoder as it is."""
 
-    def __init__(self, accelerator: Accelerator, loss: MultirateLoss, *, seed: int = 0) -> None:
+    def __init__(self, accelerator: Accelerator, loss: MultirateLoss) -> None:
         self.accelerator = accelerator
         self.loss = loss
-        self.generator = torch.Generator().manual_seed(seed)
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """All adapter weights, no decay."""
@@ -94,7 +93,7 @@ class MultirateObjective:
         if self.accelerator.feedback is None:
             return None
         batch, length = tokens.shape
-        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length), generator=self.generator)
+        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length))
         at = torch.arange(length) - lag
         source = (at.clamp(min=0) + torch.arange(batch)[:, None] * length).reshape(-1)
         with torch.no_grad():

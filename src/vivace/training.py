@@ -1,0 +1,174 @@
+"""Training put together: a recipe, a base and prompt files in, an adapter that is ready to decode out.
+
+The loop (``train/``) knows no technique and a technique (``multirate/``) knows no loop; they meet here. A
+run lives in ``<out>/run``: snapshots, regenerated answers, and everything else a killed run needs to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.decode.shallow import DraftPlan
+from vivace.engine import Engine
+from vivace.errors import ConfigError
+from vivace.evaluate.contest import Question, Run, hold, summarise
+from vivace.evaluate.entrants import Entrant
+from vivace.methods import Methods
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.objective import MultirateLoss, MultirateObjective
+from vivace.multirate.residual import Accelerator
+from vivace.prompts import Prompt
+from vivace.train.config import LoopConfig
+from vivace.train.data import Batches, Rows, collate, grouped, pairs_of
+from vivace.train.loop import Course, Lessons, fit
+from vivace.train.memory import estimate_memory, require_memory
+from vivace.train.optim import Optimiser, OptimiserConfig
+from vivace.train.report import Report
+from vivace.train.variation import Pair
+
+NUM_MEASURED = 24
+"""Held-back prompts that the trained drafter is timed on."""
+
+
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """How to train an adapter on a frozen base."""
+
+    kind: Literal["multirate"]
+    loop: LoopConfig
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    adapter: MultirateConfig = field(default_factory=MultirateConfig)
+    loss: MultirateLoss = field(default_factory=MultirateLoss)
+    plan: DraftPlan = field(default_factory=DraftPlan)
+    """Shape of the draft, saved with the weights."""
+    tokens_per_batch: int = 4096
+    longest: int = 512
+    """Rows with more tokens are left out."""
+    held_back: int = 256
+    """Rows that choose the best weights and time the result."""
+    regenerate: int = 0
+    """Prompts whose answers the base writes anew first: it will draft for what it says itself."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.held_back < 1 or self.regenerate < 0 or self.longest < 8:
+            raise ConfigError(
+                f"held_back must be >= 1, regenerate >= 0 and longest >= 8, found {self.held_back}, "
+                f"{self.regenerate} and {self.longest}"
+            )
+
+
+def train_adapter(
+    recipe: AdapterRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+) -> list[Run]:
+    """Train, save and time an accelerator.
+
+    Args:
+        recipe: what to train and how.
+        engine: the frozen base.
+        prompts: rows with references (those that are regenerated need none).
+        out: folder of the adapter; a run that was killed there goes on.
+        report: hears about it.
+
+    Returns:
+        Plain decoding and the new method on held-back prompts.
+
+    Raises:
+        ConfigError: too few rows, or a recipe that does not fit the base.
+        CapacityError: not enough memory.
+    """
+    order = random.Random(recipe.seed)
+    pairs = _pairs(recipe, engine, prompts, out, report)
+    order.shuffle(pairs)
+    if len(pairs) <= recipe.held_back:
+        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
+    held_back, learnt = pairs[: recipe.held_back], pairs[recipe.held_back :]
+    accelerator = Accelerator(recipe.adapter, engine.model.config)
+    rows = Rows(engine.tokenizer, recipe.longest)
+    lessons = Lessons(
+        Batches(lambda rng, number: learnt, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
+        [collate(group) for group in grouped(rows.encode(held_back), recipe.tokens_per_batch)],
+    )
+    _check_memory(recipe, engine, accelerator, report)
+    base = base_hash(engine.folder)
+    plan_text = json.dumps({"recipe": asdict(recipe), "base": base, "rows": len(pairs)}, sort_keys=True)
+    course = Course(recipe.loop, recipe.optimiser, recipe.seed, plan_text)
+    objective = MultirateObjective(accelerator, recipe.loss)
+    fit(engine.model, objective, lessons, course, folder=out / "run", report=report)
+    tensors = {name: value.to(engine.model.dtype) for name, value in accelerator.tensors().items()}
+    save_adapter(out, recipe.kind, base, asdict(recipe.plan), asdict(recipe.adapter), tensors)
+    report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}")
+    return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in held_back[:NUM_MEASURED]])
+
+
+def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:
+    """Plain decoding beside a method with the adapter in ``folder``, by the decoding code itself."""
+    methods = Methods(engine.model, engine.folder, {method: folder})
+    ready = Engine(engine.model, engine.tokenizer, methods, engine.defaults)
+    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in prompts]
+    entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
+    return summarise(hold(entrants, questions, repeats=1), "plain")
+
+
+def _pairs(recipe: AdapterRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
+    if not recipe.regenerate:
+        return pairs_of(prompts)
+    texts = sorted({str(prompt.request) for prompt in prompts})
+    random.Random(recipe.seed).shuffle(texts)
+    return regenerated(engine, texts[: recipe.regenerate], out / "run" / "regenerated.jsonl", report.note)
+
+
+def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None]) -> list[Pair]:
+    """The base's own greedy answers, appended to a file so that a killed run keeps what it has.
+
+    Args:
+        engine: the base.
+        prompts: texts, in a fixed order.
+        path: one JSON line per answer; a last line that was cut off is written again.
+        note: told how far it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = _complete_lines(path)
+    if done:
+        note(f"{len(done)} of {len(prompts)} answers were regenerated before")
+    with path.open("a", encoding="utf-8") as file:
+        for first in range(len(done), len(prompts), 64):
+            asked = prompts[first : first + 64]
+            for prompt, result in zip(asked, _answers(engine, asked), strict=True):
+                done.append({"prompt": prompt, "reference": result})
+                file.write(json.dumps(done[-1], ensure_ascii=False) + "\n")
+            file.flush()
+            note(f"regenerated {len(done)} of {len(prompts)} answers")
+    return [(row["prompt"], row["reference"]) for row in done[: len(prompts)] if row["reference"]]
+
+
+def _answers(engine: Engine, prompts: Sequence[str]) -> list[str]:
+    results = engine.generate(list(prompts), method="plain", do_sample=False, max_new_tokens=96, logprobs=False)
+    return [result.text if result.finish_reason == "stop" else "" for result in results]
+
+
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file whose writer may have been killed; an unfinished last line is cut off."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _check_memory(recipe: AdapterRecipe, engine: Engine, accelerator: Accelerator, report: Report) -> None:
+    trained = list(accelerator.parameters())
+    optimiser = Optimiser(MultirateObjective(accelerator, recipe.loss).groups(), recipe.optimiser)
+    weights = [*engine.model.parameters(), *trained]
+    below_gate = replace(engine.model.config, num_layers=recipe.adapter.gate)  # the rest runs without gradients
+    need = estimate_memory(below_gate, weights, trained, optimiser.num_bytes(), recipe.tokens_per_batch)
+    report.note(f"memory: {need}")
+    require_memory(need, engine.model.device)

@@ -1,0 +1,99 @@
+"""The method table and strict recipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError
+from vivace.recipe import METHODS, build, find_method, override, read_recipe
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+@dataclass(frozen=True)
+class Inner:
+    width: int = 3
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Outer:
+    kind: Literal["a", "b"]
+    inner: Inner = field(default_factory=Inner)
+    sizes: tuple[int, ...] = ()
+    limit: int | None = None
+
+
+def test_the_table_is_the_closed_one() -> None:
+    names = (
+        "auto plain lookup draft multirate multirate+lookup multistream dynamic medusa lookahead eagle deed layerskip"
+    )
+    assert list(METHODS) == [*names.split(), "calm", "lite", "skipdecode", "mod"]
+    assert all(method.name == name for name, method in METHODS.items())
+
+
+def test_unknown_and_unbuilt_methods_are_told_apart() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'lookup'"):
+        find_method("lokup")
+    with pytest.raises(UnsupportedError, match="not built yet; use one of auto, plain, lookup"):
+        find_method("medusa")
+    assert find_method("plain").built
+
+
+def test_values_become_dataclasses() -> None:
+    made = build(Outer, {"kind": "b", "inner": {"rate": 1}, "sizes": [1, 2], "limit": None})
+    assert made == Outer("b", Inner(rate=1.0), (1, 2), None)
+    assert isinstance(made.inner.rate, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "b", "iner": {}}, "unknown key iner; did you mean 'inner'"),
+        ({"kind": "b", "inner": {"widht": 1}}, "unknown key inner.widht; did you mean 'width'"),
+        ({}, "needs kind"),
+        ({"kind": "c"}, "kind must be one of a, b, found 'c'"),
+        ({"kind": "a", "inner": {"width": "wide"}}, "inner.width must be int, found 'wide'"),
+        ({"kind": "a", "inner": {"width": True}}, "inner.width must be int, found True"),
+        ({"kind": "a", "sizes": [1, "x"]}, r"sizes\[1\] must be int, found 'x'"),
+        ({"kind": "a", "limit": 1.5}, "limit must be int, found 1.5"),
+    ],
+)
+def test_wrong_values_are_named_by_their_path(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(Outer, values)
+
+
+def test_changes_on_the_command_line() -> None:
+    values = {"kind": "a", "inner": {"width": 1}}
+    assert override(values, ["inner.rate=2.5", "sizes=[4,5]"]) == {
+        "kind": "a",
+        "inner": {"width": 1, "rate": 2.5},
+        "sizes": [4, 5],
+    }
+    assert values == {"kind": "a", "inner": {"width": 1}}
+    for change in ("inner.rate", "=3", "kind.x=1"):
+        with pytest.raises(ConfigError):
+            override(values, [change])
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        read_recipe(tmp_path / "none.yaml")
+    for name, text in (("a.yaml", "kind: [a"), ("b.json", "{"), ("c.yaml", "- 1")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(CorruptError, match=name):
+            read_recipe(tmp_path / name)
+
+
+def test_every_recipe_that_ships_is_read() -> None:
+    from vivace.training import AdapterRecipe
+
+    adapters = [read_recipe(path) for path in sorted(RECIPES.glob("multirate*.yaml"))]
+    assert len(adapters) >= 1
+    for values in adapters:
+        assert build(AdapterRecipe, values).kind == "multirate"
