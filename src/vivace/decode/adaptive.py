@@ -122,9 +122,7 @@ class Adaptive:
             if arm.steps < WARM_UP or arm.idle > PROBE_EVERY:
                 return Choice(index, LONGEST if index else 0, f"measuring {self.drafters[index].name}")
         plain = 1 / arms[0].seconds(0)
-        index, (guesses, rate) = max(
-            ((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1]
-        )
+        index, (guesses, rate) = max(((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1])
         name = self.drafters[index].name
         gain = rate / plain
         if gain < MARGIN:
