@@ -88,6 +88,8 @@ class Session:
         self._waiting: deque[tuple[int, Request]] = deque()
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
+        self._prefilled = self._to_prefill = 0
+        """Prompt tokens done and in all, since the last time every prompt was in."""
 
     @property
     def is_idle(self) -> bool:
@@ -130,6 +132,8 @@ class Session:
         return emitted
 
     def _fill_slots(self) -> None:
+        if self._prefilled == self._to_prefill:
+            self._prefilled = self._to_prefill = 0
         while self._free and self._waiting:
             request_id, request = self._waiting.popleft()
             slot = self._free.pop()
@@ -142,6 +146,7 @@ class Session:
             last = len(request.tokens) - 1
             sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(0, last, self.chunk))
             self._live[slot] = sequence
+            self._to_prefill += last
 
     def _prefill(self, filling: list[Sequence]) -> None:
         """One pass over the next prompt chunks, as many as the budget allows."""
@@ -166,9 +171,9 @@ class Session:
         elapsed = time.perf_counter() - started
         for sequence in batch:
             sequence.stats.prefill_s += elapsed
+        self._prefilled += rows
         if self.progress is not None:
-            done = sum(self.cache.lengths[s.slot] for s in filling)
-            self.progress(done, sum(len(s.request.tokens) - 1 for s in filling))
+            self.progress(self._prefilled, self._to_prefill)
 
     def _by_drafter(self) -> list[tuple[Drafter, list[Sequence]]]:
         groups: dict[int, tuple[Drafter, list[Sequence]]] = {}
@@ -277,6 +282,7 @@ class Session:
         return "length" if len(new) >= sequence.request.max_new_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
+        self._to_prefill -= sum(stop - first for first, stop in sequence.chunks)
         for state in self._states([sequence]):
             state.release([sequence.slot])
         del self._live[sequence.slot]
