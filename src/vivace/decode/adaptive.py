@@ -23,9 +23,9 @@ FORGET = 0.97
 """Weight that a measurement keeps after each further step."""
 PROBE_EVERY = 32
 """Steps after which a choice that was not taken is tried again."""
-WARM_UP = 3
-"""Steps each choice is tried for at first."""
-LONGEST = 8
+PROBES = (8, 1, 4, 2)
+"""Guesses asked for while a choice is measured: different numbers, so that the cost of one shows."""
+LONGEST = max(PROBES)
 """Guesses that are considered."""
 MARGIN = 1.03
 """Drafting has to be this much faster than not drafting."""
@@ -119,8 +119,9 @@ class Adaptive:
         arms = [self._measured.setdefault((self._batch, i), Measured()) for i in range(len(self.drafters))]
         for index, arm in enumerate(arms):
             arm.idle += 1
-            if arm.steps < WARM_UP or arm.idle > PROBE_EVERY:
-                return Choice(index, LONGEST if index else 0, f"measuring {self.drafters[index].name}")
+            if arm.steps < len(PROBES) or arm.idle > PROBE_EVERY:
+                guesses = PROBES[arm.steps % len(PROBES)] if index else 0
+                return Choice(index, guesses, f"measuring {self.drafters[index].name}")
         plain = 1 / arms[0].seconds(0)
         index, (guesses, rate) = max(((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1])
         name = self.drafters[index].name

@@ -1,0 +1,165 @@
+"""``auto`` drafts where drafting pays, stops where it does not, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from tests.decode.oracles import plain_text
+from tests.decode.runs import finish
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, TargetPass, Verdict
+from vivace.decode.adaptive import LONGEST, PROBE_EVERY, Adaptive, Measured
+from vivace.decode.climb import Climb
+from vivace.decode.plain import Stateless
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+
+BF16 = torch.bfloat16
+
+
+@dataclass
+class Clock:
+    """Time that passes only when told to."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Priced(Stateless):
+    """Knows the text; right at the first ``right`` depths, and asks ``cost`` seconds per guess."""
+
+    text: Sequence[int]
+    clock: Clock
+    cost: float
+    right: int = LONGEST
+    name: str = "priced"
+    traversal: Climb = field(default_factory=Climb)
+    asked: list[int] = field(default_factory=list)
+
+    def propose(self, context: Context) -> Draft:
+        draft = context.given()
+        [slot] = context.slots
+        at = len(context.tokens[slot])
+        guesses = list(self.text[at : at + context.max_nodes[slot]])
+        leaf = draft.roots()
+        for depth, token in enumerate(guesses):
+            wrong = (token + 1) % 97
+            draft, leaf = draft.grow(leaf, torch.tensor([[token if depth < self.right else wrong]]))
+        self.asked.append(len(guesses))
+        self.clock.now += self.cost * len(guesses)
+        return draft
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.clock.now += 1.0
+
+
+@dataclass
+class Passing(Stateless):
+    """Stands in for drafting nothing: a step costs one second."""
+
+    clock: Clock
+    name: str = "plain"
+    traversal: Climb = field(default_factory=Climb)
+
+    def propose(self, context: Context) -> Draft:
+        return context.given()
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """The priced drafter, which sees every pass too, has counted the second."""
+
+
+@pytest.fixture
+def setting(models: Callable[..., Decoder]) -> Callable[..., tuple[Adaptive, Priced, Request]]:
+    """An adaptive drafter over one priced drafter, and a request for ``count`` tokens."""
+
+    def get(count: int, **price: float) -> tuple[Adaptive, Priced, Request]:
+        text = plain_text(models(BF16), (3, 1, 4), 100)
+        clock = Clock()
+        priced = Priced([*text.prompt, *text.new], clock, **price)
+        adaptive = Adaptive([priced], clock=clock)
+        adaptive.drafters = (Passing(clock), priced)
+        return adaptive, priced, Request(text.prompt, count, adaptive)
+
+    return get
+
+
+def run(model: Decoder, request: Request) -> list[str]:
+    """Reasons, step by step."""
+    session = Session(model, num_slots=1, capacity=128)
+    session.admit(request)
+    reasons = []
+    while not session.is_idle:
+        session.step()
+        reasons.append(request.drafter.choice.reason)
+    return reasons
+
+
+def test_cheap_and_right_drafts_are_taken_in_full(models, setting) -> None:
+    adaptive, priced, request = setting(90, cost=0.01)
+    run(models(BF16), request)
+    assert adaptive.choice.guesses > 0
+    assert priced.asked[-3] == LONGEST
+    assert sum(n == LONGEST for n in priced.asked) > len(priced.asked) / 2
+
+
+def test_no_longer_than_guesses_are_right(models, setting) -> None:
+    _, priced, request = setting(90, cost=0.1, right=2)
+    run(models(BF16), request)
+    assert priced.asked[-4] == 2
+
+
+def test_dear_drafts_are_left_alone_and_the_reason_is_given(models, setting) -> None:
+    adaptive, priced, request = setting(90, cost=2.0)
+    reasons = run(models(BF16), request)
+    drafting = [n for n in priced.asked if n]
+    assert len(drafting) <= len(reasons) // PROBE_EVERY + 5
+    assert any("not drafting" in reason for reason in reasons)
+    assert adaptive.choice.guesses == 0
+
+
+def test_a_drafter_that_becomes_dear_in_mid_run_is_switched_off(models, setting) -> None:
+    _, priced, request = setting(100, cost=0.01)
+    model = models(BF16)
+    session = Session(model, num_slots=1, capacity=128)
+    session.admit(replace(request, max_new_tokens=100))
+    for _ in range(12):
+        session.step()
+    assert priced.asked[-1] > 0
+    priced.cost = 30.0
+    later = []
+    while not session.is_idle:
+        session.step()
+        later.append(request.drafter.choice.guesses)
+    assert 0 in later[:12], "switched off within a dozen steps"
+    assert set(later[12 : 12 + PROBE_EVERY // 2]) <= {0}
+
+
+def test_the_text_is_plain_decoding_whatever_is_chosen(models, setting) -> None:
+    _, priced, request = setting(60, cost=0.01, right=1)
+    session = Session(models(BF16), num_slots=1, capacity=128)
+    [result] = finish(session, [request])
+    assert list(result.tokens) == list(priced.text[3:63])
+
+
+def test_nothing_is_drafted_beyond_the_limit(models, setting) -> None:
+    _, priced, request = setting(3, cost=0.01)
+    run(models(BF16), request)
+    assert all(n <= 2 for n in priced.asked)
+
+
+def test_the_cost_of_a_guess_is_the_slope_of_the_line() -> None:
+    arm = Measured()
+    for guesses in (8, 1, 4, 2, 8):
+        arm.record(guesses, 2.0 + 0.5 * guesses, guesses, [1])
+    assert arm.seconds(0) == pytest.approx(2.0)
+    assert arm.seconds(6) == pytest.approx(5.0)
+    assert arm.tokens(1) == pytest.approx(2.0)
+    assert arm.tokens(8) == pytest.approx(2.0)
