@@ -42,16 +42,18 @@ class Console:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:
-        """A bar for long work; nothing when quiet or when stderr is no terminal."""
+        """A bar for long work; nothing when quiet or when stderr is no terminal.
+
+        It appears with the first report and goes when all is done, so text may stream to stdout behind it.
+        """
         if self.is_quiet or not sys.stderr.isatty():
             yield lambda done, total: None
             return
-        from rich.console import Console as RichConsole
-        from rich.progress import Progress as RichProgress
-
-        with RichProgress(console=RichConsole(stderr=True), transient=True) as bars:
-            task = bars.add_task(what, total=None)
-            yield lambda done, total: bars.update(task, completed=done, total=total)
+        bar = _Bar(what)
+        try:
+            yield bar.report
+        finally:
+            bar.stop()
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """A table as a result: stdout; first column to the left, the others to the right."""
@@ -66,6 +68,33 @@ class Console:
             table.add_row(*row)
         width = None if sys.stdout.isatty() else 160
         RichConsole(file=sys.stdout, width=width, highlight=False).print(table)
+
+
+class _Bar:
+    """One bar on stderr, drawn from its first report on."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._bars: Any = None
+
+    def report(self, done: int, total: int) -> None:
+        if done >= total:
+            self.stop()
+            return
+        if self._bars is None:
+            from rich.console import Console as RichConsole
+            from rich.progress import Progress as RichProgress
+
+            screen = RichConsole(stderr=True)
+            self._bars = RichProgress(console=screen, transient=True, redirect_stdout=False, redirect_stderr=False)
+            self._bars.add_task(self._what)
+            self._bars.start()
+        self._bars.update(self._bars.task_ids[0], completed=done, total=total)
+
+    def stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
 
 
 console = Console()
