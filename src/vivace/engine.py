@@ -39,6 +39,10 @@ SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
 """The model that comes with the package."""
 
 
+EXACT_ROWS = 64
+"""Rows of every call in exact mode: plain decoding and drafts of up to 63 guesses look the same to a GPU."""
+
+
 @dataclass(frozen=True)
 class Options:
     """How to generate, under Hugging Face's names; None takes the checkpoint's ``generation_config.json``."""
@@ -62,6 +66,8 @@ class Options:
     """Return log p of every token under the model, before any processor."""
     batch_size: int = 16
     """Sequences decoded at once; further prompts wait."""
+    exact: bool = False
+    """Pad every call to one number of rows where the backend's bits depend on it (GPUs; CPUs keep them anyway)."""
     num_draft_tokens: int | None = None
     """Guesses per step; None is what the method's adapter says."""
     progress: Progress | None = None
@@ -253,6 +259,8 @@ class Engine:
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
         """A session with room for these requests."""
+        needs_padding = options.exact and self.model.device.type != "cpu"
+        self.model.row_count = EXACT_ROWS if needs_padding else 1
         return Session(
             self.model,
             num_slots=max(1, min(len(requests), options.batch_size)),

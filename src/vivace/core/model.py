@@ -168,6 +168,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, parts, rotaries[which[i]]) for i in range(config.num_layers))
         self.final_norm = make_norm(config)
         self.lm_head = parts.head()
+        self.row_count = 1
+        """Calls are padded to a multiple of this many rows. A backend that cannot promise a row the same bits
+        in calls of different sizes (GPUs) gives them in calls of one size."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,11 +210,15 @@ class Decoder(nn.Module):
             stop: one past the last; None is all that remain.
             watch: called with (layer, rows) after each layer.
         """
+        count = len(h)
+        if count % self.row_count and step.grid is None and step.chunk is None:
+            spare = torch.zeros(-count % self.row_count, dtype=torch.int64, device=h.device)
+            h, step = torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)
         for index in range(start, self.config.num_layers if stop is None else stop):
             h = self.layers[index](h, step)
             if watch is not None:
-                watch(index, h)
-        return h
+                watch(index, h[:count])
+        return h[:count]
 
     def norm(self, h: Tensor) -> Tensor:
         """Final norm, (n, E) -> (n, E)."""
@@ -220,9 +227,12 @@ class Decoder(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         """Final norm and LM head for the rows asked for, (n, E) -> (n, V) float32."""
+        count = len(h)
+        if count % self.row_count:
+            h = torch.cat((h, h.new_zeros(-count % self.row_count, h.shape[1])))
         x = self.norm(h)
         logits = kernels.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
-        logits = logits.float()
+        logits = logits[:count].float()
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
