@@ -55,11 +55,11 @@ def test_it_learns_the_pairs(tokenizer: Tokenizer, model: Decoder, folder: Path,
     report = Kept()
     lessons = Lessons(batches(tokenizer), held_back(tokenizer))
     outcome = fit(
-        model, NextToken(model), lessons, course(60, autocast=autocast, clip=5.0), folder=folder, report=report
+        model, NextToken(model), lessons, course(100, autocast=autocast, clip=50.0), folder=folder, report=report
     )
     assert report.readings[0].metrics["loss"] > 4
     assert outcome.held_back["loss"] < 1.0
-    assert outcome.progress.step == 60
+    assert outcome.progress.step == 100
     assert report.readings[-1].eta_s >= 0
     assert "tokens/s" in str(report.readings[-1])
 
@@ -112,7 +112,7 @@ class Adapter(nn.Module):
 
     def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         loss = (self.shift - 1).square().sum()
-        yield loss, {"away": float(loss)}
+        yield loss, {"away": float(loss.detach())}
 
     def updated(self) -> None:
         return None

@@ -1,0 +1,216 @@
+"""A decoder from prompt files: from scratch with its tokenizer, or a full fine-tune of a base.
+
+A recipe has stages; each may add layers and has a budget and rates of its own. A run lives in
+``<out>/run``: the tokenizer first, then a folder of snapshots per stage. The finished checkpoint in
+``<out>`` is what plain transformers reads.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vivace.checkpoint.bpe import save_bpe, train_bpe
+from vivace.checkpoint.files import read_json, resolve
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.save import save_decoder
+from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from vivace.core.model import Decoder
+from vivace.core.seams import Batch
+from vivace.errors import ConfigError
+from vivace.files import write_text
+from vivace.prompts import Prompt
+from vivace.train.config import LoopConfig
+from vivace.train.data import Batches, Rows, collate, grouped, pairs_of
+from vivace.train.loop import Course, Lessons, Outcome, fit
+from vivace.train.memory import estimate_memory, require_memory
+from vivace.train.objective import NextToken
+from vivace.train.optim import Optimiser, OptimiserConfig
+from vivace.train.report import Report
+from vivace.train.scratch import ShapeConfig, deepen, start_decoder
+from vivace.train.variation import Pair, Variation, VariationConfig, copying_exercises
+
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training at one depth."""
+
+    loop: LoopConfig
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    depth: int | None = None
+    """Layers; None is all of the shape's."""
+    places: tuple[int, ...] = ()
+    """Where the layers of the stage before stand among them; empty when the depth stays."""
+
+
+@dataclass(frozen=True)
+class DecoderRecipe:
+    """How to train a whole decoder."""
+
+    kind: Literal["decoder"]
+    stages: tuple[Stage, ...]
+    shape: ShapeConfig | None = None
+    """Of a decoder from scratch; None trains the base that is given."""
+    variation: VariationConfig = field(default_factory=VariationConfig)
+    exercises: float = 0.0
+    """Copying exercises per real pair, in the first epoch of the first stage."""
+    tokens_per_batch: int = 4096
+    longest: int = 256
+    """Rows with more tokens are left out."""
+    held_back: int = 512
+    """Rows that choose the best weights."""
+    recompute: bool = False
+    """Keep only what enters each layer: less memory, a third more time."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("a decoder recipe needs at least one stage")
+        if self.held_back < 1 or self.longest < 8 or self.exercises < 0:
+            raise ConfigError(
+                f"held_back must be >= 1, longest >= 8 and exercises >= 0, found {self.held_back}, {self.longest} and "
+                f"{self.exercises}"
+            )
+        if self.shape is None:
+            if any(stage.depth is not None for stage in self.stages):
+                raise ConfigError("a base keeps its depth; leave out stages.depth, or give a shape to start from")
+            return
+        if self.longest > self.shape.max_positions:
+            raise ConfigError(f"longest {self.longest} exceeds the {self.shape.max_positions} positions of the shape")
+        depths = [self.shape.num_layers if stage.depth is None else stage.depth for stage in self.stages]
+        if depths != sorted(depths) or depths[-1] != self.shape.num_layers:
+            raise ConfigError(f"depths must grow to {self.shape.num_layers} layers, found {depths}")
+
+
+def train_decoder(
+    recipe: DecoderRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+) -> Outcome:
+    """Train and save a decoder.
+
+    Args:
+        recipe: what to train and how.
+        prompts: rows with references.
+        out: folder of the checkpoint; a run that was killed there goes on.
+        report: hears about it.
+        base: checkpoint to fine-tune, when the recipe has no shape.
+
+    Returns:
+        How the last stage ended.
+
+    Raises:
+        ConfigError: too few rows, or neither or both of a shape and a base.
+        CapacityError: not enough memory.
+        MismatchError: ``out`` holds a run with another recipe or data.
+    """
+    if (recipe.shape is None) == (base is None):
+        raise ConfigError("train a decoder from a shape in the recipe or from a base (--model), one of the two")
+    order = random.Random(recipe.seed)
+    pairs = pairs_of(prompts)
+    order.shuffle(pairs)
+    if len(pairs) <= recipe.held_back:
+        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
+    variation = Variation(recipe.variation, pairs)
+    pairs = [variation.respelled(pair) for pair in pairs]
+    tokenizer, source = _tokenizer(recipe, pairs, out, base)
+    held_back = _held_back(recipe, tokenizer, pairs)
+    learnt = pairs[recipe.held_back :]
+    outcome: Outcome | None = None
+    model = _first_model(recipe, tokenizer, base)
+    for number, stage in enumerate(recipe.stages):
+        if stage.places:
+            depth = stage.depth or (recipe.shape.num_layers if recipe.shape else model.config.num_layers)
+            model = deepen(model, depth, stage.places, recipe.seed + number)
+        batches = _batches(recipe, tokenizer, learnt, variation, number)
+        plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
+        course = Course(stage.loop, stage.optimiser, recipe.seed + number, plan)
+        objective = NextToken(model, recompute=recipe.recompute)
+        _check_memory(recipe, model, objective, stage, report)
+        report.note(f"stage {number + 1} of {len(recipe.stages)}: {model.config.num_layers} layers")
+        folder = out / "run" / f"stage-{number + 1}"
+        outcome = fit(model, objective, Lessons(batches, held_back), course, folder=folder, report=report)
+    assert outcome is not None
+    _save(model, recipe, source, out)
+    report.note(f"saved {sum(p.numel() for p in model.parameters()):,} weights to {out}")
+    return outcome
+
+
+def _tokenizer(
+    recipe: DecoderRecipe, pairs: Sequence[Pair], out: Path, base: str | Path | None
+) -> tuple[Tokenizer, Path]:
+    """The base's tokenizer, or one learnt from the pairs (once: a resumed run finds it), and its folder."""
+    if base is not None:
+        return load_tokenizer(base), resolve(base)
+    assert recipe.shape is not None
+    folder = out / "run" / "tokenizer"
+    if not (folder / "config.json").exists():
+        texts = dict.fromkeys(prompt for prompt, _ in pairs)
+        pieces = train_bpe([*texts, *(answer for _, answer in pairs)], recipe.shape.vocab_size)
+        save_bpe(pieces, folder, recipe.shape.max_positions)
+        write_text(folder / "config.json", json.dumps(recipe.shape.hf_config(), indent=2) + "\n")
+    return load_tokenizer(folder), folder
+
+
+def _first_model(recipe: DecoderRecipe, tokenizer: Tokenizer, base: str | Path | None) -> Decoder:
+    if recipe.shape is None:
+        assert base is not None
+        return _own(load_decoder(base))
+    spelled = tokenizer.pieces()
+    pieces = [spelled.get(index, "") for index in range(recipe.shape.vocab_size)]
+    depth = recipe.stages[0].depth or recipe.shape.num_layers
+    return start_decoder(recipe.shape, depth, pieces, recipe.seed).to(torch.bfloat16)
+
+
+def _own(model: Decoder) -> Decoder:
+    """Parameters in memory of their own: loaded ones are views of the checkpoint's file."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.requires_grad_(True)
+
+
+def _held_back(recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[Batch]:
+    rows = Rows(tokenizer, recipe.longest).encode(pairs[: recipe.held_back])
+    return [collate(group) for group in grouped(rows, recipe.tokens_per_batch)]
+
+
+def _batches(
+    recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair], variation: Variation, stage: int
+) -> Batches:
+    def draw(rng: random.Random, epoch: int) -> list[Pair]:
+        drawn = [variation.drawn(pair, rng) for pair in pairs]
+        if stage == 0 and epoch == 0:
+            drawn += copying_exercises(pairs, recipe.exercises, variation, rng)
+        return drawn
+
+    rows = Rows(tokenizer, recipe.longest)
+    return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed + stage)
+
+
+def _check_memory(recipe: DecoderRecipe, model: Decoder, objective: NextToken, stage: Stage, report: Report) -> None:
+    weights = list(model.parameters())
+    held = Optimiser(objective.groups(), stage.optimiser).num_bytes()
+    need = estimate_memory(model.config, weights, weights, held, recipe.tokens_per_batch, recompute=recipe.recompute)
+    report.note(f"memory: {need}")
+    require_memory(need, model.device)
+
+
+def _save(model: Decoder, recipe: DecoderRecipe, source: Path, out: Path) -> None:
+    """Weights and configuration, then the files beside them."""
+    config: dict[str, Any] = read_json(source / "config.json")
+    save_decoder(model, out, config)
+    for name in _TEXT_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", out / "generation_config.json")
+    else:
+        ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_text(out / "generation_config.json", json.dumps(ends | {"do_sample": False}, indent=2) + "\n")

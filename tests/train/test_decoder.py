@@ -1,0 +1,114 @@
+"""From prompt files to a checkpoint that plain transformers reads, in stages, and on from a base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.tiny import PAIRS
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.tokenizer import load_tokenizer
+from vivace.core.step import Step
+from vivace.errors import ConfigError
+from vivace.prompts import Prompt
+from vivace.recipe import build, read_recipe
+from vivace.train.config import LoopConfig
+from vivace.train.decoder import DecoderRecipe, Stage, train_decoder
+from vivace.train.report import Lines
+from vivace.train.scratch import ShapeConfig
+from vivace.train.variation import VariationConfig
+
+SHAPE = ShapeConfig(
+    num_layers=3, width=32, ffn_width=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=400, max_positions=64
+)
+LOOP = LoopConfig(steps=8, warmup_steps=2, evaluate_steps=4, report_steps=4)
+RECIPE = DecoderRecipe(
+    kind="decoder",
+    stages=(Stage(LOOP, depth=1), Stage(LOOP, depth=3, places=(1,))),
+    shape=SHAPE,
+    variation=VariationConfig(values=(r"(?:name|area)\[([^\]]+)\]",), invent=0.5),
+    exercises=0.3,
+    tokens_per_batch=256,
+    longest=64,
+    held_back=3,
+)
+PROMPTS = [Prompt(prompt, (answer,)) for prompt, answer in PAIRS]
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    out = tmp_path_factory.mktemp("base") / "model"
+    said: list[str] = []
+    train_decoder(RECIPE, PROMPTS, out, Lines(said.append))
+    return out, said
+
+
+def test_transformers_reads_what_was_trained(trained: tuple[Path, list[str]]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, said = trained
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert theirs.dtype == torch.bfloat16
+    assert theirs.config.num_hidden_layers == 3
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PAIRS[0][0]}], tokenize=False, add_generation_prompt=True
+    )
+    ids = load_tokenizer(out).encode_prompt(PAIRS[0][0])
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    model = load_decoder(out)
+    step = Step.dense(1, len(ids))
+    with torch.no_grad():
+        ours = model.head(model.run(model.embed(torch.tensor(ids), step), step))
+        reference = theirs(torch.tensor([ids])).logits[0].float()
+    torch.testing.assert_close(ours, reference, rtol=0.05, atol=0.05)
+    assert theirs.generation_config.eos_token_id == 0
+    assert any(line.startswith("memory: about") for line in said)
+    assert sum("layers" in line for line in said) == 2
+
+
+def test_a_finished_run_is_not_trained_again(trained: tuple[Path, list[str]]) -> None:
+    out, _ = trained
+    before = (out / "model.safetensors").read_bytes()
+    said: list[str] = []
+    train_decoder(RECIPE, PROMPTS, out, Lines(said.append))
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not any("tokens/s" in line for line in said)
+
+
+def test_a_base_is_trained_on_and_stays_as_it_was(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    base, _ = trained
+    before = (base / "model.safetensors").read_bytes()
+    recipe = replace(RECIPE, shape=None, stages=(Stage(LOOP),), exercises=0.0)
+    outcome = train_decoder(recipe, PROMPTS, tmp_path / "tuned", Lines(lambda line: None), base=base)
+    assert outcome.progress.step == 8
+    assert (base / "model.safetensors").read_bytes() == before
+    tuned = load_decoder(tmp_path / "tuned")
+    assert not torch.equal(tuned.embedding, load_decoder(base).embedding)
+    assert load_tokenizer(tmp_path / "tuned").encode("Fen") == load_tokenizer(base).encode("Fen")
+
+
+def test_what_cannot_be_trained_is_refused_before_it_starts(tmp_path: Path) -> None:
+    quiet = Lines(lambda line: None)
+    with pytest.raises(ConfigError, match="one of the two"):
+        train_decoder(RECIPE, PROMPTS, tmp_path, quiet, base=tmp_path)
+    with pytest.raises(ConfigError, match="held_back"):
+        train_decoder(replace(RECIPE, held_back=500), PROMPTS, tmp_path, quiet)
+    with pytest.raises(ConfigError, match="positions"):
+        replace(RECIPE, longest=65)
+    with pytest.raises(ConfigError, match="grow"):
+        replace(RECIPE, stages=(Stage(LOOP, depth=2),))
+    with pytest.raises(ConfigError, match="keeps its depth"):
+        replace(RECIPE, shape=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_recipe_that_ships_describes_the_model_that_ships() -> None:
+    recipe = build(DecoderRecipe, read_recipe(RECIPES / "base.yaml"))
+    assert recipe.shape is not None
+    assert (recipe.shape.num_layers, recipe.shape.width, recipe.shape.vocab_size) == (24, 256, 4096)
+    assert recipe.stages[-1].depth == 24
