@@ -4,9 +4,9 @@ A decoded row must get the same bits alone, beside fifteen others, or as a node 
 speculative decoding is then lossless by construction (``decode/verify.py``). PyTorch gives that only where
 it is asked for:
 
-* ``linear`` in bfloat16 computes a row the same way for two and more rows; a single one only where the
-  matrix is neither tiny nor has more than 1024 inputs, so elsewhere it is doubled. float32 is row-invariant
-  for multiples of four, so float32 rows are padded to one.
+* ``linear`` in bfloat16 sums a row in the same order for any number of rows once the product is large enough,
+  and for two and more where there are over 1024 inputs; float32 does so for multiples of four. Rows are
+  padded to that.
 * ``attend_rows`` treats every row as a batch element of its own, over keys padded to a multiple of 64:
   what is computed for a row then depends on the row and its visible entries alone (bfloat16). float32 runs
   row by row over exactly the visible entries.
@@ -26,9 +26,10 @@ KEY_BLOCK = 64
 """Entries are read in blocks of this many, so that a longer neighbour does not regroup a row's sums."""
 
 WIDE = 1024
-"""A single bfloat16 row over more inputs than this is summed in another order than two or more are."""
-TINY = 4096
-"""A matrix of at most this many weights takes another path for a single bfloat16 row."""
+"""With more inputs than this a single bfloat16 row is summed another way."""
+
+SMALL_PRODUCT = 16**3
+"""So are bfloat16 products with rows x in x out no larger than this."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,15 +44,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (T, out).
     """
     rows = x.shape[0]
-    if x.dtype == torch.float32 and x.device.type == "cpu" and rows % 4 and not torch.is_grad_enabled():
-        padded = x.new_zeros(rows + (-rows) % 4, x.shape[1])
-        padded[:rows] = x
-        return F.linear(padded, weight, bias)[:rows]
-    if rows == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled():
-        out_width, in_width = weight.shape
-        if in_width > WIDE or in_width * out_width <= TINY:
-            return F.linear(torch.cat((x, x)), weight, bias)[:1]
-    return F.linear(x, weight, bias)
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    enough = _invariant_rows(rows, weight)
+    if enough == rows:
+        return F.linear(x, weight, bias)
+    padded = x.new_zeros(enough, x.shape[1])
+    padded[:rows] = x
+    return F.linear(padded, weight, bias)[:rows]
+
+
+def _invariant_rows(rows: int, weight: Tensor) -> int:
+    """How many rows a product with this matrix takes for each to have the bits it has among many."""
+    if weight.dtype == torch.float32:
+        return rows + (-rows) % 4
+    if weight.dtype == torch.bfloat16:
+        return max(rows, SMALL_PRODUCT // weight.numel() + 1, 1 + (weight.shape[1] > WIDE))
+    return rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
