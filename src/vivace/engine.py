@@ -125,7 +125,7 @@ def load(
 
     Args:
         path: directory or Hub id; None is the model that ships with the package.
-        device: "auto", "cpu" or "cuda".
+        device: "auto" or "cpu".
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         adapters: a folder, or folders by name, each used by the method it says it is for; a method without one
             uses ``<model>/adapters/<method>``.

@@ -20,7 +20,7 @@ from vivace.checkpoint.names import Names, Piece, Target, layout
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.parts import Parts
-from vivace.errors import ConfigError, MismatchError
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -46,7 +46,7 @@ def load_decoder(
         path: directory or Hub id.
         dtype: of all weights; "auto" keeps the checkpoint's (float16 becomes float32 on a CPU, whose float16
             arithmetic is slow and not row-invariant).
-        device: "auto" is the accelerator when there is one.
+        device: "auto" or "cpu".
         parts: builds the projections another way; parameters it leaves out are not read.
 
     Raises:
@@ -72,10 +72,14 @@ def load_decoder(
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device asked for; "auto" is the accelerator when there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    """Where to run; "auto" is the CPU.
+
+    Raises:
+        UnsupportedError: another device; decoding has only been built and measured on CPUs.
+    """
+    if str(device) in ("auto", "cpu"):
+        return torch.device("cpu")
+    raise UnsupportedError(f"device {str(device)!r} is not built yet: this version decodes on the CPU; leave it out")
 
 
 def choose_dtype(dtype: str | torch.dtype, written: str | torch.dtype, device: torch.device) -> torch.dtype:

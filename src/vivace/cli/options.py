@@ -24,7 +24,7 @@ DraftModel = Annotated[
     Path | None, typer.Option("--draft-model", help="Small model that drafts (method draft).", rich_help_panel=_MODEL)
 ]
 Method = Annotated[str, typer.Option("--method", help="How to decode.", rich_help_panel=_MODEL)]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.", rich_help_panel=_MODEL)]
+Device = Annotated[str, typer.Option("--device", help="auto or cpu.", rich_help_panel=_MODEL)]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]
