@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.decode.runs import Result, finish
 from tests.decode.scripted_drafters import RIGHTNESS, Scripted
 from tests.decode.tiny_decoders import VOCAB, prompts
 from vivace.core.model import Decoder
+from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -196,13 +197,48 @@ def test_cancel_during_prefill(models: Models, plain: Plain, dtype: torch.dtype)
     check(finish(session, [Request(texts[1].prompt, 8, NoDrafts(), logprobs=True)])[0], texts[1], 8)
 
 
+class Listener(NoDrafts):
+    """Notes which slots it is told about, and what it was shown of their prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[int] = set()
+        self.prompts: dict[int, list[int]] = {}
+        self.shown: dict[int, list[Tensor]] = {}
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        self.heard |= set(draft.slots)
+        if verdict is None:
+            for token, slot, hidden in zip(draft.tokens.tolist(), draft.slot.tolist(), passed.hidden, strict=True):
+                self.prompts.setdefault(slot, []).append(token)
+                self.shown.setdefault(slot, []).append(hidden)
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        self.heard |= set(slots)
+
+
+def test_a_drafter_hears_of_its_own_sequences_only(models: Models, plain: Plain) -> None:
+    texts = [t for t in plain(torch.bfloat16) if len(t.prompt) > 3][:6]
+    both, alone = [Listener(), Listener()], Listener()
+    for listeners in (both, [alone, alone]):
+        session = Session(models(torch.bfloat16), num_slots=6, capacity=64, chunk=8)
+        finish(session, [Request(t.prompt, 3, listeners[i % 2]) for i, t in enumerate(texts)])
+    assert both[0].heard == {0, 2, 4}
+    assert both[1].heard == {1, 3, 5}
+    for slot, text in enumerate(texts):
+        listener = both[slot % 2]
+        assert tuple(listener.prompts[slot]) == text.prompt[:-1]
+        assert torch.equal(torch.stack(listener.shown[slot]), torch.stack(alone.shown[slot]))
+
+
 def test_memory_is_flat(models: Models) -> None:
     lookup = PromptLookup()
     session = Session(models(torch.bfloat16), num_slots=4, capacity=64)
 
     def census() -> Counter[str]:
         gc.collect()
-        return Counter(type(o).__name__ for o in gc.get_objects() if type(o).__module__.startswith(("torch", "vivace")))
+        kinds = [type(o) for o in gc.get_objects()]
+        return Counter(kind.__name__ for kind in kinds if str(kind.__module__).startswith(("torch", "vivace")))
 
     def some(seed: int) -> None:
         finish(session, [Request(p, 6, lookup, logprobs=True) for p in prompts(20, seed=seed)])

@@ -127,7 +127,7 @@ class Session:
         if filling:
             self._prefill(filling)
         emitted: list[Emitted] = []
-        for drafter, sequences in self._by_drafter():
+        for drafter, sequences in _by_drafter([s for s in self._live.values() if not s.chunks]):
             emitted += self._decode(drafter, sequences)
         return emitted
 
@@ -162,26 +162,20 @@ class Session:
         spans = {s.slot: s.chunks.popleft() for s in batch}
         draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch})
         passed = self._climb.run(self.model, draft, self.cache, chunk=True)
-        slots = [s.slot for s in batch]
-        paths = [range(stop - first) for first, stop in spans.values()]
-        for drafter in {id(s.request.drafter): s.request.drafter for s in batch}.values():
-            drafter.observe(draft, passed, None)
-        for state in self._states(batch):
-            state.commit(slots, paths)
+        kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
+        groups = _by_drafter(batch)
+        for drafter, own in groups:
+            drafter.observe(*_part(draft, passed, [s.slot for s in own]), None)
+        for state in (self.cache, *self.model.states()):
+            state.commit(list(kept), list(kept.values()))
+        for drafter, own in groups:
+            drafter.commit([s.slot for s in own], [kept[s.slot] for s in own])
         elapsed = time.perf_counter() - started
         for sequence in batch:
             sequence.stats.prefill_s += elapsed
         self._prefilled += rows
         if self.progress is not None:
             self.progress(self._prefilled, self._to_prefill)
-
-    def _by_drafter(self) -> list[tuple[Drafter, list[Sequence]]]:
-        groups: dict[int, tuple[Drafter, list[Sequence]]] = {}
-        for sequence in self._live.values():
-            if not sequence.chunks:
-                drafter = sequence.request.drafter
-                groups.setdefault(id(drafter), (drafter, []))[1].append(sequence)
-        return list(groups.values())
 
     def _decode(self, drafter: Drafter, sequences: list[Sequence]) -> list[Emitted]:
         """Draft, verify, keep: one target pass for these sequences."""
@@ -295,6 +289,23 @@ class Session:
 
 DRAFT_SLACK = 64
 """Entries a draft may use beyond a sequence's own limit."""
+
+
+def _by_drafter(sequences: list[Sequence]) -> list[tuple[Drafter, list[Sequence]]]:
+    groups: dict[int, tuple[Drafter, list[Sequence]]] = {}
+    for sequence in sequences:
+        drafter = sequence.request.drafter
+        groups.setdefault(id(drafter), (drafter, []))[1].append(sequence)
+    return list(groups.values())
+
+
+def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, TargetPass]:
+    """Prompt chunks of some slots and what came out: a drafter hears of its own sequences only."""
+    if len(slots) == len(draft.slots):
+        return draft, passed
+    tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
+    rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
+    return Draft.given_only(tokens), TargetPass(passed.hidden[rows], torch.arange(len(rows)))
 
 
 def _depths(draft: Draft) -> list[int]:
