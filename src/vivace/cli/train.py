@@ -37,7 +37,10 @@ def train(
         raise ConfigError("say where the result goes: --out DIR")
     if not data:
         raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
-    report = _run(values, data, out, ModelChoice(model=model, device=device, dtype=dtype))
+    if values.get("kind") == "decoder":
+        report = _run_decoder(values, data, out, model)
+    else:
+        report = _run(values, data, out, ModelChoice(model=model, device=device, dtype=dtype))
     if as_json:
         console.json(report)
 
@@ -52,3 +55,13 @@ def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoic
     runs = train_adapter(recipe, engine, prompts, out, Lines(console.note))
     print_runs(runs)
     return {"out": str(out), "runs": [asdict(run) for run in runs]}
+
+
+def _run_decoder(values: dict[str, Any], data: list[Path], out: Path, base: str | None) -> dict[str, Any]:
+    from vivace.train.decoder import DecoderRecipe, train_decoder
+    from vivace.train.report import Lines
+
+    recipe = build(DecoderRecipe, values)
+    prompts = [row for path in data for row in load_prompts(path)]
+    outcome = train_decoder(recipe, prompts, out, Lines(console.note), base)
+    return {"out": str(out), "steps": outcome.progress.step, "held_back": dict(outcome.held_back)}
