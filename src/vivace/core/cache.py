@@ -72,7 +72,8 @@ class KVCache:
             ) from exc
 
     def _allocate(self, heads: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        return torch.zeros(self.num_slots, heads, self.capacity, width, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # slots are also released outside the loop, by cancel
+            return torch.zeros(self.num_slots, heads, self.capacity, width, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
