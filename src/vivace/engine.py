@@ -43,6 +43,9 @@ EXACT_ROWS = 64
 """Rows of every call in exact mode: plain decoding and drafts of up to 63 guesses look the same to a GPU."""
 
 
+_SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
+
+
 @dataclass(frozen=True)
 class Options:
     """How to generate, under Hugging Face's names; None takes the checkpoint's ``generation_config.json``."""
@@ -282,10 +285,16 @@ class Engine:
         return (stops,) if isinstance(stops, str) else tuple(stops)
 
     def _sampling(self, options: Options) -> Sampling:
+        """What was asked for, then what the checkpoint says; asking for a temperature or a cut is asking to sample."""
         values = {}
         for field in dataclasses.fields(Sampling):
             given = getattr(options, field.name)
             values[field.name] = self.defaults.get(field.name, field.default) if given is None else given
+        asked = [name for name in _SAMPLES_ONLY if getattr(options, name) is not None]
+        if asked and options.temperature != 0:
+            if options.do_sample is False:
+                raise ConfigError(f"{asked[0]} has no effect on greedy decoding; leave it out, or drop do_sample=False")
+            values["do_sample"] = True
         return Sampling(**values)
 
 

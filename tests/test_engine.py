@@ -1,0 +1,135 @@
+"""What a user touches in Python: load, generate, stream, logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import vivace
+from tests.test_training import make_checkpoint
+from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, UsageError
+
+PROMPTS = ["abc", "the quick brown fox", "x", "aaaa bbbb aaaa"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make_checkpoint(tmp_path_factory.mktemp("engine"))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> vivace.Engine:
+    return vivace.load(checkpoint)
+
+
+def test_results_come_in_order_and_do_not_depend_on_the_batch(engine: vivace.Engine) -> None:
+    together = engine.generate(PROMPTS * 3, max_new_tokens=12, method="plain", batch_size=5)
+    for result, prompt in zip(together, PROMPTS * 3, strict=True):
+        [alone] = engine.generate(prompt, max_new_tokens=12, method="plain")
+        assert (alone.token_ids, alone.text, alone.logprobs) == (result.token_ids, result.text, result.logprobs)
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize("method", ["lookup", "auto"])
+def test_methods_agree_with_plain(engine: vivace.Engine, method: str) -> None:
+    plain = engine.generate(PROMPTS, max_new_tokens=40, method="plain")
+    other = engine.generate(PROMPTS, max_new_tokens=40, method=method)
+    assert [r.token_ids for r in plain] == [r.token_ids for r in other]
+    assert [r.logprobs for r in plain] == [r.logprobs for r in other]
+    assert all((r.choice is not None) == (method == "auto") for r in other)
+
+
+def test_streamed_text_is_the_text(engine: vivace.Engine) -> None:
+    for prompt in PROMPTS:
+        whole = engine.generate(prompt, max_new_tokens=30)[0]
+        chunks = list(engine.stream(prompt, max_new_tokens=30))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+        assert [chunk.result is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+        assert chunks[-1].result.text == whole.text
+
+
+def test_a_stop_string_ends_the_text_before_it_and_never_flashes(engine: vivace.Engine) -> None:
+    whole = engine.generate("abc", max_new_tokens=40, method="plain")[0]
+    for first in range(1, len(whole.text) - 3, 3):
+        stop = whole.text[first : first + 3]
+        at = whole.text.find(stop)
+        for method in ("plain", "lookup"):
+            chunks = list(engine.stream("abc", max_new_tokens=40, method=method, stop_strings=stop))
+            assert "".join(chunk.text for chunk in chunks) == whole.text[:at]
+            assert chunks[-1].result.finish_reason == "stop"
+            assert whole.token_ids[: len(chunks[-1].result.token_ids)] == chunks[-1].result.token_ids
+            assert len(chunks[-1].result.token_ids) == chunks[-1].result.stats.num_tokens
+
+
+def test_logits_are_those_of_every_position(engine: vivace.Engine) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    logits = engine.logits(ids)
+    assert logits.shape == (2, 4, 257)
+    assert logits.dtype == torch.float32
+    assert torch.equal(engine.logits(ids[1:])[0].argmax(-1), logits[1].argmax(-1))
+    with pytest.raises(ConfigError, match=r"must be \(batch, length\), found \[4\]"):
+        engine.logits(torch.tensor([1, 2, 3, 4]))
+
+
+def test_asking_for_a_temperature_is_asking_to_sample(engine: vivace.Engine) -> None:
+    def ids(**options: object) -> tuple[int, ...]:
+        return engine.generate("abc", max_new_tokens=20, **options)[0].token_ids
+
+    greedy = ids()
+    assert ids(temperature=5.0, seed=1) != greedy
+    assert ids(temperature=5.0, seed=1) == ids(temperature=5.0, seed=1, do_sample=True)
+    assert ids(temperature=0) == greedy
+    assert ids(top_k=1) == greedy
+    with pytest.raises(ConfigError, match="temperature has no effect on greedy decoding"):
+        ids(temperature=5.0, do_sample=False)
+
+
+def test_the_checkpoints_own_settings_hold_until_overridden(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = {"max_new_tokens": 5, "do_sample": True, "temperature": 4.0, "eos_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    engine = vivace.load(tmp_path)
+    sampled = engine.generate("abc", seed=3)[0]
+    assert len(sampled.token_ids) <= 5
+    assert sampled.token_ids != engine.generate("abc", seed=3, do_sample=False)[0].token_ids
+    assert len(engine.generate("abc", max_new_tokens=9, ignore_eos=True)[0].token_ids) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperatur": 1}, ConfigError, "no argument 'temperatur'; did you mean 'temperature'"),
+        ({"temperature": -1.0}, ConfigError, "temperature must be >= 0, found -1.0"),
+        ({"top_p": 0.0}, ConfigError, r"top_p must be in \(0, 1\], found 0.0"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens must be at least 1, found 0"),
+        ({"max_new_tokens": 500}, CapacityError, "the context holds 128"),
+        ({"stop_strings": ""}, ConfigError, "a stop string must not be empty"),
+        ({"method": "medusa"}, UnsupportedError, "not built yet"),
+        ({"method": "draft"}, NotFoundError, "--draft-model"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(engine: vivace.Engine, options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        engine.generate("abc", **options)
+
+
+def test_prompts_that_cannot_be(engine: vivace.Engine) -> None:
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        engine.generate("")
+    with pytest.raises(CapacityError, match="the prompt has 300 tokens; the context of this model holds 128"):
+        engine.generate("a" * 300)
+
+
+def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        vivace.load(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="kernels"):
+        vivace.load(tmp_path, kernels="cuda")
