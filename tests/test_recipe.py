@@ -11,7 +11,7 @@ import pytest
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError
 from vivace.recipe import METHODS, build, find_method, override, read_recipe
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[1] / "src" / "vivace" / "recipes"
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ def test_changes_on_the_command_line() -> None:
 
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="the recipes that come with vivace are base, multirate"):
         read_recipe(tmp_path / "none.yaml")
+    assert read_recipe("multirate") == read_recipe(RECIPES / "multirate.yaml")
     for name, text in (("a.yaml", "kind: [a"), ("b.json", "{"), ("c.yaml", "- 1")):
         (tmp_path / name).write_text(text)
         with pytest.raises(CorruptError, match=name):

@@ -86,7 +86,7 @@ def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path)
     other = make_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(MismatchError, match="was trained on base"):
         vivace.load(other, adapters={"multirate": tmp_path / "fast"}).generate("aka", method="multirate")
-    with pytest.raises(NotFoundError, match=r"vivace train recipes/multirate\.yaml --model"):
+    with pytest.raises(NotFoundError, match="vivace train multirate --model"):
         vivace.load(other).generate("aka", method="multirate")
 
 

@@ -29,7 +29,7 @@ class Method:
     summary: str
     built: bool = False
     adapter: str | None = None
-    """Kind of adapter it needs, trained by ``vivace train recipes/<kind>.yaml``."""
+    """Kind of adapter it needs, trained by ``vivace train <kind>``."""
     lossless: bool = True
     """The text is what plain decoding writes (greedy), or distributed as it is (sampling)."""
 
@@ -74,20 +74,30 @@ def find_method(name: str) -> Method:
     return method
 
 
-def read_recipe(path: str | Path) -> dict[str, Any]:
-    """A recipe file, YAML or JSON, as a mapping.
+RECIPES = Path(__file__).parent / "recipes"
+"""Recipes that come with the package, by name."""
+
+
+def read_recipe(name: str | Path) -> dict[str, Any]:
+    """A recipe as a mapping.
+
+    Args:
+        name: a YAML or JSON file, or the name of a recipe that comes with the package.
 
     Raises:
-        NotFoundError: no such file.
+        NotFoundError: no such file or name.
         CorruptError: it is not YAML or JSON, or not a mapping.
     """
     import yaml
 
-    path = Path(path)
+    path = RECIPES / f"{name}.yaml" if (RECIPES / f"{name}.yaml").is_file() else Path(name)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
-        raise NotFoundError(f"cannot read the recipe {path}: {exc.strerror}") from exc
+        packaged = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
+        raise NotFoundError(
+            f"cannot read the recipe {path}: {exc.strerror}; the recipes that come with vivace are {packaged}"
+        ) from exc
     try:
         loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as exc:

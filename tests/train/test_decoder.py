@@ -36,7 +36,7 @@ RECIPE = DecoderRecipe(
     held_back=3,
 )
 PROMPTS = [Prompt(prompt, (answer,)) for prompt, answer in PAIRS]
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "src" / "vivace" / "recipes"
 
 
 @pytest.fixture(scope="module")

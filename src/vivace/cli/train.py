@@ -18,7 +18,7 @@ from vivace.recipe import build, override, read_recipe
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe file (YAML or JSON).")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file (YAML or JSON), or the name of one that ships.")],
     changes: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as loop.minutes=5.", metavar="KEY=VALUE...")
     ] = None,
