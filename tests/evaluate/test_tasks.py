@@ -95,3 +95,11 @@ def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
     source.write_bytes(source.read_bytes()[:-20])
     with pytest.raises(CorruptError, match=r"dev\.jsonl\.gz, line \d+: not a row"):
         convert("e2e", source, tmp_path / "out")
+
+
+def test_only_complete_references_are_taken_when_asked(tmp_path: Path) -> None:
+    source = write(tmp_path / "train.jsonl", [*E2E, {"mr": "name[Fen House], food[French]", "ref": "Fen House ."}])
+    (done,) = convert("e2e", source, tmp_path / "out.jsonl", complete=True)
+    assert (done.num_rows, done.num_references) == (3, 3)
+    with pytest.raises(ConfigError, match="only e2e"):
+        convert("wikisql", write(tmp_path / "sql-train.jsonl", SQL), tmp_path / "out.jsonl", complete=True)

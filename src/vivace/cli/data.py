@@ -15,6 +15,7 @@ def data(
     source: Annotated[Path, typer.Argument(help="A public .jsonl[.gz] file, or a folder of them.", metavar="SRC")],
     output: Annotated[Path, typer.Argument(help="A folder, or the .jsonl file to write.", metavar="OUT")],
     split: Annotated[str | None, typer.Option(help="Only this split: train or dev.")] = None,
+    complete: Annotated[bool, typer.Option(help="e2e train: only references that express every slot.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Turn the public files of a task into prompt files.
@@ -24,7 +25,7 @@ def data(
     """
     from vivace.evaluate.tasks import convert
 
-    files = convert(task, source, output, split=split)
+    files = convert(task, source, output, split=split, complete=complete)
     rows = [
         {
             "source": str(file.source),

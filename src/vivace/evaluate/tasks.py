@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
+from vivace.evaluate.slots import slot_errors
 from vivace.evaluate.spacing import detokenise, is_tokenised
 from vivace.prompts import Prompt, save_prompts
 
@@ -76,7 +77,9 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-def convert(task: str, source: str | Path, output: str | Path, *, split: str | None = None) -> list[Converted]:
+def convert(
+    task: str, source: str | Path, output: str | Path, *, split: str | None = None, complete: bool = False
+) -> list[Converted]:
     """Write the prompt files of a task.
 
     Args:
@@ -85,12 +88,13 @@ def convert(task: str, source: str | Path, output: str | Path, *, split: str | N
             a subfolder named after the task.
         output: A folder, filled with ``<task>-<split>.jsonl``, or the ``.jsonl`` file to write.
         split: Only this split; needed for a file whose name says neither ``train`` nor ``dev``.
+        complete: Leave out train references of e2e that miss, get wrong or add a slot (``evaluate/slots.py``).
 
     Returns:
         One entry for each file written, in the order of `SPLITS`.
 
     Raises:
-        ConfigError: unknown task or split, or several files for one output.
+        ConfigError: unknown task or split, several files for one output, or ``complete`` for a task without slots.
         NotFoundError: no such source.
         CorruptError: a row is not what the task needs; nothing is written then.
     """
@@ -98,6 +102,8 @@ def convert(task: str, source: str | Path, output: str | Path, *, split: str | N
         raise ConfigError(f"no task {task!r}{nearest(task, TASKS)}")
     if split is not None and split not in SPLITS:
         raise ConfigError(f"no split {split!r}{nearest(split, SPLITS)}")
+    if complete and task != "e2e":
+        raise ConfigError(f"only e2e has slots that an answer could leave out; {task} has no complete references")
     sources = _find(task, Path(source), split)
     target = Path(output)
     if target.suffix == ".jsonl" and len(sources) > 1:
@@ -107,7 +113,7 @@ def convert(task: str, source: str | Path, output: str | Path, *, split: str | N
     done = []
     for name, path in sources.items():
         file = target if target.suffix == ".jsonl" else target / f"{task}-{name}.jsonl"
-        done.append(_convert_file(TASKS[task], path, file, is_train=name == "train"))
+        done.append(_convert_file(TASKS[task], path, file, is_train=name == "train", complete=complete))
     return done
 
 
@@ -130,11 +136,13 @@ def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
     return found
 
 
-def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool) -> Converted:
+def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool, complete: bool) -> Converted:
     pairs = list(_pairs(task, source))
     was_tokenised = is_tokenised(answer for _, answer in pairs) and task.name == "e2e"
     if was_tokenised:
         pairs = [(detokenise(prompt), detokenise(answer)) for prompt, answer in pairs]
+    if is_train and complete:
+        pairs = [pair for pair in pairs if not _errors(*pair)]
     if is_train:
         prompts = [Prompt(prompt, (answer,), task.name) for prompt, answer in pairs]
     else:
@@ -144,6 +152,12 @@ def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool) -> 
         prompts = [Prompt(prompt, tuple(references), task.name) for prompt, references in answers.items()]
     num_rows = save_prompts(output, prompts)
     return Converted(source, output, num_rows, len(pairs), was_tokenised)
+
+
+def _errors(prompt: str, answer: str) -> int:
+    """Slots that the answer leaves out, gets wrong or adds."""
+    found = slot_errors(prompt, answer)
+    return found.num_wrong + found.num_missing + found.num_added
 
 
 def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
