@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.kernels import reference as kernels
@@ -79,7 +81,7 @@ def test_norms_and_rotation(dtype: torch.dtype) -> None:
         heads = x.view(-1, 8, 32)
         return (
             kernels.rms_norm(x, weight, 1e-6),
-            torch.nn.functional.layer_norm(x, (256,), weight),
+            F.layer_norm(x, (256,), weight),
             kernels.rotate(heads, cos[part], sin[part]),
         )
 
@@ -87,6 +89,21 @@ def test_norms_and_rotation(dtype: torch.dtype) -> None:
     for count in (2, 3, 5, 16, 64):
         for together, expected in zip(all_at(slice(count)), alone, strict=True):
             assert torch.equal(together, expected[:count])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", [F.silu, F.gelu, partial(F.gelu, approximate="tanh"), torch.tanh], ids=str)
+@pytest.mark.parametrize("width", [20, 56, 832, 11008])
+def test_pointwise(width: int, function: Callable[[Tensor], Tensor], dtype: torch.dtype, threads: int) -> None:
+    """Three threads cut a call at places that are no multiple of anything."""
+    torch.set_num_threads(threads)
+    rows = normal(40, width, dtype=dtype) * 3
+    gates = torch.cat((rows, rows), 1).chunk(2, -1)[0]
+    alone = torch.cat([kernels.pointwise(function, row[None]) for row in rows])
+    for count in (2, 3, 4, 7, 8, 13, 20, 34, 40):
+        assert torch.equal(kernels.pointwise(function, rows[:count]), alone[:count]), f"{count} rows"
+        assert torch.equal(kernels.pointwise(function, gates[:count]), alone[:count]), f"{count} rows of a gate"
 
 
 def cancelling_attention(

@@ -54,7 +54,7 @@ class Deltas:
         for adapter, rows in self.spans:
             inner = kernels.linear(x[rows], down[adapter])
             if site[1] == "mlp":
-                inner = F.silu(inner)
+                inner = kernels.pointwise(F.silu, inner)
             term = kernels.linear(inner, up[adapter])
             if isinstance(rows, slice):
                 y[rows].add_(term)

@@ -80,13 +80,17 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     """The feed-forward's non-linearity."""
     match kind:
         case "silu":
-            return F.silu(x)
+            return kernels.pointwise(F.silu, x)
         case "gelu":
-            return F.gelu(x)
+            return kernels.pointwise(F.gelu, x)
         case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
+            return kernels.pointwise(_gelu_tanh, x)
         case "relu":
             return F.relu(x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class FeedForward(nn.Module):

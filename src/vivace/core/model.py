@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         logits = kernels.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
         logits = logits[:count].float()
         cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * kernels.pointwise(torch.tanh, logits / cap)
 
     def greedy(self, h: Tensor) -> Tensor:
         """Most likely token of each row, (n, E) -> (n,); ties go to the smallest id."""

@@ -103,6 +103,8 @@ class Rotary:
         return self._signed(angles.float(), dtype)
 
     def _signed(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """In double precision: float32 cosines differ in the last bit with a number's place in the call."""
+        angles = angles.double()
         cos = torch.cat((angles, angles), -1).cos() * self.rope.attention_factor
         sin = torch.cat((-angles, angles), -1).sin() * self.rope.attention_factor
         return cos[:, None].to(dtype), sin[:, None].to(dtype)
