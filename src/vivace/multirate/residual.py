@@ -17,7 +17,6 @@ own; ranks, the bottleneck's form and ``feedback`` are ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +47,9 @@ class Accelerator(nn.Module):
                 shapes[layer, "q"] = (model.width, config.rank, heads)
                 shapes[layer, "o"] = (heads, config.rank, model.width)
             shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
-        self.sites = tuple(shapes)
         self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
         self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
+        self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
         self.scale = nn.Parameter(torch.ones(model.width))
         """Per-component scale before the shared head."""
         self.feedback = nn.Parameter(torch.zeros(model.width, model.width)) if config.feedback else None
@@ -68,10 +67,8 @@ class Accelerator(nn.Module):
 
     def terms(self, which: Tensor) -> Deltas:
         """The adapters as data for a call; ``which`` (T,) is 0 on accelerated rows and -1 elsewhere."""
-        return Deltas(which, self._by_site(self.down), self._by_site(self.up))
-
-    def _by_site(self, weights: nn.ParameterList) -> Mapping[Site, Tensor]:
-        return dict(zip(self.sites, weights, strict=True))
+        down, up = self._by_site
+        return Deltas(which, down, up)
 
     def at_gate(self, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
