@@ -1,0 +1,52 @@
+"""What a checkpoint's own generation settings mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vivace.checkpoint.generation import load_eos_ids, load_generation_defaults
+from vivace.errors import CorruptError, UnsupportedError
+
+
+def settings(folder: Path, **values: object) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_defaults_are_those_that_are_set(llama: Path) -> None:
+    asked = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+    harmless = {"num_beams": 1, "bos_token_id": 1, "pad_token_id": 0, "transformers_version": "5", "min_p": None}
+    assert load_generation_defaults(settings(llama, **asked, **harmless, max_new_tokens=77)) == asked | {
+        "max_new_tokens": 77
+    }
+
+
+def test_what_transformers_saves_asks_for_nothing(llama: Path) -> None:
+    assert load_generation_defaults(llama) == {}
+    (llama / "generation_config.json").unlink()
+    assert load_generation_defaults(llama) == {}
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 4), ("penalty_alpha", 0.6), ("suppress_tokens", [3])])
+def test_what_we_do_not_do_is_refused(llama: Path, name: str, value: object) -> None:
+    with pytest.raises(UnsupportedError, match=f"asks for {name} = "):
+        load_generation_defaults(settings(llama, **{name: value}))
+
+
+def test_half_a_file(llama: Path) -> None:
+    (llama / "generation_config.json").write_text("{")
+    with pytest.raises(CorruptError, match=r"generation_config\.json is not readable JSON"):
+        load_generation_defaults(llama)
+
+
+def test_end_of_text(llama: Path) -> None:
+    assert load_eos_ids(settings(llama, eos_token_id=[5, 6])) == (5, 6)
+    assert load_eos_ids(settings(llama, eos_token_id=7)) == (7,)
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
+    assert load_eos_ids(settings(llama)) == (9,)
+    (llama / "generation_config.json").unlink()
+    assert load_eos_ids(llama) == (9,)

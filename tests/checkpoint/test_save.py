@@ -1,0 +1,85 @@
+"""What is saved is read by plain transformers, and a failed save leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.parity.families import CONFIGS, make
+from vivace.checkpoint import save
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.save import save_decoder
+from vivace.errors import CheckpointError, MismatchError
+
+Saved = Callable[[str], Path]
+
+
+def config_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_round_trip_through_transformers(saved: Saved, tmp_path: Path, family: str) -> None:
+    save_decoder(load_decoder(saved(family)), tmp_path / "out", config_of(saved(family)))
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = dict(make(family).named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_dtype_of_what_was_trained(llama: Path, tmp_path: Path) -> None:
+    save_decoder(load_decoder(llama, "bfloat16"), tmp_path / "out", config_of(llama))
+    assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    assert load_decoder(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_shards_are_replaced_and_other_files_stay(llama: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    make("llama", seed=5).save_pretrained(target, max_shard_size="20KB")
+    (target / "notes.txt").write_text("mine")
+    decoder = load_decoder(llama)
+    save_decoder(decoder, target, config_of(llama))
+    assert [file.name for file in target.glob("*.safetensors*")] == ["model.safetensors"]
+    assert (target / "notes.txt").read_text() == "mine"
+    assert torch.equal(load_decoder(target).embedding, decoder.embedding)
+
+
+def test_another_models_config(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="describes another model"):
+        save_decoder(load_decoder(llama), tmp_path / "out", config_of(llama) | {"rms_norm_eps": 1e-3})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_loses_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    decoder = load_decoder(llama)
+    save_decoder(decoder, target, config_of(llama))
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+
+    def full(path: Path, tensors: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(save, "write_tensors", full)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        save_decoder(decoder, target, config_of(llama))
+    assert "\n" not in str(caught.value)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_saving_over_the_file_that_is_mapped(llama: Path) -> None:
+    """The map keeps the old file alive."""
+    decoder = load_decoder(llama)
+    before = decoder.final_norm.weight.clone()
+    decoder.embedding = torch.nn.Parameter(decoder.embedding + 1)
+    save_decoder(decoder, llama, config_of(llama))
+    assert torch.equal(decoder.final_norm.weight, before)
+    assert torch.equal(load_decoder(llama).embedding, decoder.embedding)
