@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vivace
+from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
@@ -31,38 +30,11 @@ RECIPE = AdapterRecipe(
 )
 
 
-def make_checkpoint(folder: Path, seed: int = 0) -> Path:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: index for index, piece in enumerate(["<end>", *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=0,
-        bos_token_id=None,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.25))
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield make_checkpoint(tmp_path_factory.mktemp("base"))
+    yield make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
     torch.set_num_threads(threads)
 
 
@@ -83,7 +55,7 @@ def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Pat
 
 def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     train_adapter(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(lambda _: None))
-    other = make_checkpoint(tmp_path / "other", seed=1)
+    other = make_checkpoint(tmp_path / "other", seed=1, layers=4)
     with pytest.raises(MismatchError, match="was trained on base"):
         vivace.load(other, adapters={"multirate": tmp_path / "fast"}).generate("aka", method="multirate")
     with pytest.raises(NotFoundError, match="vivace train multirate --model"):

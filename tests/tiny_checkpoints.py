@@ -17,8 +17,8 @@ TEMPLATE = (
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
-def make_checkpoint(folder: Path, *, seed: int = 0, vocab_size: int = 320, context: int = 256) -> Path:
-    """Write a random model of two layers; the head is scaled so that answers vary."""
+def make_checkpoint(folder: Path, *, seed: int = 0, vocab_size: int = 320, context: int = 256, layers: int = 2) -> Path:
+    """Write a random model; the head is scaled so that answers vary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def make_checkpoint(folder: Path, *, seed: int = 0, vocab_size: int = 320, conte
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,

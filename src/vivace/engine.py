@@ -235,7 +235,7 @@ class Engine:
             ConfigError: an empty prompt or a value out of range.
             CapacityError: prompt and answer do not fit the model's context.
         """
-        tokens = tuple(self.tokenizer.encode_prompt(prompt, raw=options.raw))
+        tokens = tuple(self.tokenizer.encode_prompt(prompt, raw=options.raw)) if prompt else ()
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
         context = self.model.config.max_positions
