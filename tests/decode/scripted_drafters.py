@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -56,8 +55,9 @@ class Scripted(Stateless):
             below = [(slot, row) for slot in growing for row in leaves[slot]]
             tokens = [self._children(context, draft, slot, row, depth, width) for slot, row in below]
             draft, rows = draft.grow(torch.tensor([row for _, row in below]), torch.tensor(tokens))
-            for slot in growing:
-                leaves[slot] = [row for row in rows.tolist() if int(draft.slot[row]) == slot]
+            leaves = {slot: [] for slot in growing}
+            for place, row in enumerate(rows.tolist()):
+                leaves[below[place // width][0]].append(row)
         return draft
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
@@ -78,8 +78,3 @@ class Scripted(Stateless):
         children = [(right + first + j) % self.vocab for j in range(width)]
         turn = place % width  # the right one is not always the first
         return children[turn:] + children[:turn]
-
-
-def is_path(draft: Draft, rows: Sequence[int]) -> bool:
-    """Whether each row is the parent of the next."""
-    return all(int(draft.parent[below]) == above for above, below in pairwise(rows))
