@@ -1,0 +1,79 @@
+"""Two pictures of results: how often the guess at each depth was kept, and where the time of a token goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ACCEPTANCE, TIME = "acceptance.svg", "time.svg"
+PARTS = (("prefill_s", "prefill", "#8c959f"), ("draft_s", "draft", "#d4a72c"), ("verify_s", "verify", "#0969da"))
+COLOURS = ("#0969da", "#d4a72c", "#1a7f37", "#cf222e", "#8250df", "#6e7781")
+SETTINGS = {"svg.hashsalt": "vivace", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
+
+Panel = tuple[str, Sequence[dict[str, Any]]]
+"""(title, runs)."""
+
+
+def draw(panels: Sequence[Panel], folder: Path) -> list[Path]:
+    """Draw both pictures, one panel for each result.
+
+    Args:
+        panels: title and runs of each result.
+        folder: Where the pictures go.
+
+    Returns:
+        The files written; the same panels give the same bytes.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **SETTINGS, "backend": "svg"}):
+        return [_acceptance(panels, folder / ACCEPTANCE), _time(panels, folder / TIME)]
+
+
+def _figure(num_panels: int, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    columns = min(2, num_panels)
+    rows = -(-num_panels // columns)
+    figure = Figure(figsize=(5 * columns, height * rows), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(num_panels)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _acceptance(panels: Sequence[Panel], path: Path) -> Path:
+    figure, axes = _figure(len(panels), 3.2)
+    for axis, (title, runs) in zip(axes, panels, strict=True):
+        drafting = [run for run in runs if run["acceptance_per_position"]]
+        for run, colour in zip(drafting, COLOURS, strict=False):
+            shares = run["acceptance_per_position"]
+            axis.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=run["method"])
+        deepest = max((len(run["acceptance_per_position"]) for run in drafting), default=1)
+        axis.set(title=title, xlabel="position in the draft", ylabel="share kept", ylim=(0, 1), xticks=range(1, deepest + 1))
+        if drafting:
+            axis.legend(frameon=False)
+    return _save(figure, path)
+
+
+def _time(panels: Sequence[Panel], path: Path) -> Path:
+    figure, axes = _figure(len(panels), 2.6)
+    for axis, (title, runs) in zip(axes, panels, strict=True):
+        timed = [run for run in runs if run["verify_s"] is not None][::-1]
+        names = [run["method"] for run in timed]
+        start = [0.0] * len(timed)
+        for key, label, colour in PARTS:
+            widths = [1e3 * (run[key] or 0.0) / max(1, run["num_tokens"]) for run in timed]
+            axis.barh(names, widths, left=start, color=colour, label=label, height=0.6)
+            start = [before + width for before, width in zip(start, widths, strict=True)]
+        axis.set(title=title, xlabel="milliseconds per new token")
+    axes[0].legend(frameon=False, loc="lower right", fontsize=8)
+    return _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path

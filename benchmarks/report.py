@@ -1,0 +1,200 @@
+"""Tables and plots from committed results: ``python -m benchmarks.report`` (``--check`` only looks).
+
+A result is what ``vivace bench decode --json benchmarks/results/NAME.json`` wrote. The files are read in the order of
+their names and go into the README (one table, two plots), ``docs/results.md`` (everything else that was measured) and
+``docs/techniques/multirate.md``. The same files give the same text and, with the same matplotlib, the same pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots
+from tools.blocks import fill_file, settle, table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+NONE_YET = "No results are committed yet."
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file of ``vivace bench decode``."""
+
+    name: str
+    provenance: dict[str, Any]
+    roofline: dict[str, Any]
+    setting: dict[str, Any]
+    runs: list[dict[str, Any]]
+    quality: dict[str, dict[str, float]] | None = None
+
+    @property
+    def title(self) -> str:
+        """Model and prompts."""
+        return f"{self.setting['model']}, {self.setting['prompts']}"
+
+
+def read_results(folder: Path) -> list[Result]:
+    """Every result in a folder, by name.
+
+    Raises:
+        ValueError: a file is not a result; names the file and what is missing.
+    """
+    return [_read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _read(path: Path) -> Result:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    missing = {"provenance", "roofline", "setting", "runs"} - set(values)
+    if missing or not values["runs"]:
+        raise ValueError(f"{path.name} is not a result of `vivace bench decode`: no {', '.join(sorted(missing)) or 'runs'}")
+    parts = ("provenance", "roofline", "setting", "runs")
+    return Result(path.stem, *(values[part] for part in parts), quality=values.get("quality"))
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The table of the README: speed as a ratio to plain decoding in the same run, and whether the text is the same."""
+    if not results:
+        return NONE_YET
+    rows = []
+    for result in results:
+        for run in result.runs:
+            low, high = run["speedup_interval"]
+            rows.append(
+                (
+                    result.setting["model"],
+                    result.setting["prompts"],
+                    f"`{run['method']}`",
+                    f"{run['tokens_per_s']:.0f}",
+                    f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})",
+                    _identical(run),
+                    _figure(run["tokens_per_target_pass"]),
+                )
+            )
+    header = ("model", "prompts", "method", "tokens/s", "beside plain", "identical", "tokens per target pass")
+    pictures = f"![acceptance by position](docs/images/{plots.ACCEPTANCE})\n\n![time per token](docs/images/{plots.TIME})"
+    return f"{table(header, rows)}\n\n{pictures}"
+
+
+def details(results: Sequence[Result]) -> str:
+    """Everything else: setting, machine, roofline, quality, memory, end-to-end rate."""
+    if not results:
+        return NONE_YET
+    return "\n\n".join(_details(result) for result in results)
+
+
+def _details(result: Result) -> str:
+    s, p, r = result.setting, result.provenance, result.roofline
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(p["packages"].items()))
+    cost = ", ".join(f"{k}: {r['verify_cost'][k - 1]:.2f}" for k in (1, 2, 4, 8, 16) if k <= len(r["verify_cost"]))
+    lines = [
+        f"## {result.title}",
+        "",
+        f"{s['num_prompts']} prompts, at most {s['max_new_tokens']} new tokens, batch {s['batch_size']}, "
+        f"{s['repeats']} repeats, {s['dtype']}, kernels {s['kernels']}. File: `benchmarks/results/{result.name}.json`.",
+        "",
+        f"- machine: {p['cpu']}, {p['num_threads']} threads of {p['num_cores']} cores, device {p['device']}",
+        f"- versions: python {p['python']}, {versions}; commit {p['commit'] or 'unknown'}",
+        f"- roofline: a one-row pass reads {r['achieved_bytes_per_s'] / 1e9:.1f} GB/s of weights "
+        f"({r['weight_bytes'] / 1e6:.1f} MB a pass); the machine reads {r['read_bytes_per_s'] / 1e9:.1f} GB/s",
+        f"- a pass over k rows, in one-row passes: {cost}",
+        *_quality(result),
+        "",
+        _detail_table(result),
+    ]
+    return "\n".join(lines)
+
+
+def _quality(result: Result) -> list[str]:
+    """A line per task; shares are between 0 and 1, BLEU and ROUGE-L between 0 and 100."""
+    return [
+        f"- quality of the plain answers, {task}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        for task, values in (result.quality or {}).items()
+    ]
+
+
+def _detail_table(result: Result) -> str:
+    rows = [
+        (
+            f"`{run['method']}`",
+            f"{run['tokens_per_s']:.1f}",
+            f"{run['tokens_per_s_spread'][0]:.1f} to {run['tokens_per_s_spread'][1]:.1f}",
+            f"{run['end_to_end_tokens_per_s']:.1f}",
+            _figure(run["mean_acceptance_length"]),
+            _positions(run),
+            "-" if run["peak_memory_bytes"] is None else f"{run['peak_memory_bytes'] / 2**20:.0f} MiB",
+            _identical(run),
+        )
+        for run in result.runs
+    ]
+    header = ("method", "tokens/s", "lowest to highest", "end to end", "acceptance length", "by position", "memory", "same")
+    return table(header, rows)
+
+
+def technique(results: Sequence[Result], method: str) -> str:
+    """What was measured of one method and of those built on it."""
+    rows = []
+    for result in results:
+        for run in result.runs:
+            if run["method"].split("+")[0] == method:
+                low, high = run["speedup_interval"]
+                speed = f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+                pass_ = _figure(run["tokens_per_target_pass"])
+                rows.append((result.title, f"`{run['method']}`", _positions(run), pass_, speed, _identical(run)))
+    if not rows:
+        return NONE_YET
+    header = ("model, prompts", "method", "acceptance by position", "tokens per target pass", "beside plain", "identical")
+    return table(header, rows)
+
+
+def _positions(run: dict[str, Any]) -> str:
+    return " ".join(f"{share:.2f}" for share in run["acceptance_per_position"]) or "-"
+
+
+def _identical(run: dict[str, Any]) -> str:
+    return "yes" if run["identical"] else f"no ({run['num_different']} differ)"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def wanted(results: Sequence[Result]) -> dict[Path, str]:
+    """Every page this script has a say in, with the text it should have."""
+    docs = ROOT / "docs"
+    parts = {
+        ROOT / "README.md": {"results": summary(results)},
+        docs / "results.md": {"results": details(results)},
+        docs / "techniques" / "multirate.md": {"results": technique(results, "multirate")},
+    }
+    return {path: fill_file(path, blocks) for path, blocks in parts.items()}
+
+
+def main(args: list[str]) -> int:
+    """Write, or with ``--check`` name what is out of date; returns the exit status."""
+    check = "--check" in args
+    try:
+        results = read_results(RESULTS)
+        stale = settle(wanted(results), check=check)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is out of date: python -m benchmarks.report' if check else 'written'}")
+    if results and not check:
+        for path in plots.draw([(result.title, result.runs) for result in results], IMAGES):
+            print(f"{path.relative_to(ROOT)} written")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

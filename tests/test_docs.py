@@ -1,0 +1,228 @@
+"""The documents are true: their commands and programs run, their tables are the code's, their links lead somewhere.
+
+A fenced ``bash`` or ``python`` block runs on a tiny checkpoint, unless the line above it is
+``<!-- no-run: reason -->``. Blocks of a page run in order, in one folder; Python blocks share their names.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import plots, report
+from tests.parity.families import CONFIGS
+from tests.tiny_checkpoints import make_checkpoint
+from tools import blocks, write_docs
+from vivace import engine
+from vivace.checkpoint.families import FAMILIES
+from vivace.cli.app import run
+from vivace.cli.console import console
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"(?:<!-- no-run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SMALL = ("loop.minutes=null", "loop.steps=3", "loop.warmup_steps=1", "held_back=4", "tokens_per_batch=256")
+"""What makes a training command of a page quick enough for a test, and fit its model of two layers."""
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    body: str
+    reason: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [Block(match["language"], match["body"], match["reason"]) for match in found]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the pages take it for granted: two models, public data and an accelerator."""
+    folder = tmp_path_factory.mktemp("docs")
+    make_checkpoint(folder / "my-model", context=1024)
+    make_checkpoint(folder / "my-small-model", seed=1, context=1024)
+    (folder / "public").mkdir()
+    rows = [{"mr": f"name[Cotto], food[{food}]", "ref": f"Cotto has {food} food."} for food in "abcdefghijkl"]
+    for split in ("train", "dev"):
+        (folder / "public" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for line in ("data e2e public prompts", TRAIN):
+            assert run(tuned(shlex.split(line))) == 0
+    return folder
+
+
+TRAIN = (
+    "train multirate --model my-model --data prompts/e2e-train.jsonl --out my-model/adapters/multirate"
+)
+
+
+def tuned(words: list[str]) -> list[str]:
+    """A command as the page has it, made small where it trains."""
+    return [*words, *SMALL, "adapter.gate=1"] if words[0] == "train" else words
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(engine, "SHIPPED", place / "my-model")
+    yield place
+    console.is_quiet = False
+
+
+def run_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line of a bash block: ``vivace ...``, with ``echo TEXT |`` before it or not."""
+    before, pipe, command = line.rpartition(" | ")
+    if pipe:
+        said = shlex.split(before)
+        assert said[0] == "echo", f"a page may pipe echo only: {line}"
+        monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(said[1:]) + "\n"))
+    words = shlex.split(command)
+    assert words[0] == "vivace", f"mark the block no-run and say why: {line}"
+    status = run(tuned(words[1:]))
+    assert status == 0, f"status {status}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_says_runs(page: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks_of(page):
+        if block.reason is not None:
+            continue
+        if block.language == "bash":
+            for line in filter(None, map(str.strip, block.body.splitlines())):
+                run_line(line, monkeypatch)
+        elif block.language == "python":
+            exec(compile(block.body, page.name, "exec"), names)
+
+
+def test_blocks_are_found() -> None:
+    languages = {block.language for page in PAGES for block in blocks_of(page)}
+    assert languages <= {"bash", "python", "text"}, f"write bash, python or text: {languages}"
+    fences = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
+    assert fences == 2 * sum(len(blocks_of(page)) for page in PAGES), "a fence without a language, or left open"
+    ran = [block for page in PAGES for block in blocks_of(page) if block.reason is None and block.language != "text"]
+    assert len(ran) >= 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in LINK.findall(text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|tools|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_parts_written_from_the_code_are_current() -> None:
+    stale = blocks.settle(write_docs.wanted(), check=True)
+    assert not stale, f"run python -m tools.write_docs: {[path.name for path in stale]}"
+
+
+def test_parts_written_from_results_are_current() -> None:
+    results = report.read_results(report.RESULTS)
+    stale = blocks.settle(report.wanted(results), check=True)
+    assert not stale, f"run python -m benchmarks.report: {[path.name for path in stale]}"
+    pictures = [name for name in (plots.ACCEPTANCE, plots.TIME) if (report.IMAGES / name).is_file()]
+    assert len(pictures) == (2 if results else 0), "run python -m benchmarks.report"
+
+
+def test_every_family_is_described() -> None:
+    assert set(write_docs.PECULIARITIES) == set(FAMILIES)
+    assert set(FAMILIES) == {*CONFIGS, "gemma3"}, "docs/models.md says that only gemma3 has no parity test of its own"
+
+
+def test_an_unknown_or_doubled_part_is_an_error() -> None:
+    page = "<!-- begin a: x -->\nold\n<!-- end a -->\n"
+    assert blocks.fill(page, "a", "new | text") == "<!-- begin a: x -->\nnew | text\n<!-- end a -->\n"
+    for text, name in ((page, "b"), (page + page, "a")):
+        with pytest.raises(ValueError, match="expected one part"):
+            blocks.fill(text, name, "new")
+
+
+def bench_run(method: str, rate: float, *, accepted: tuple[float, ...] = (), same: bool = True) -> dict[str, Any]:
+    speed = rate / 100
+    return {
+        **{"method": method, "tokens_per_s": rate, "tokens_per_s_spread": [rate - 1, rate + 1], "speedup": speed},
+        **{"speedup_interval": [speed - 0.1, speed + 0.1], "end_to_end_tokens_per_s": rate / 2, "identical": same},
+        **{"num_different": int(not same), "num_tokens": 200, "acceptance_per_position": list(accepted)},
+        **{"mean_acceptance_length": 1 + sum(accepted), "tokens_per_target_pass": None if same else 2.5},
+        **{"prefill_s": 0.1, "draft_s": 0.2, "verify_s": 0.7, "peak_memory_bytes": 3 << 20},
+    }
+
+
+def write_result(path: Path, **changes: Any) -> None:
+    rates = {"read_bytes_per_s": 4e10, "achieved_bytes_per_s": 2e10}
+    machine = {"cpu": "A CPU", "num_cores": 2, "num_threads": 2, "device": "cpu"}
+    values = {
+        "provenance": {"commit": None, "python": "3.11", "packages": {"torch": "2.13"}, **machine},
+        "roofline": {**rates, "weight_bytes": 29e6, "decode_s": 0.001, "verify_cost": [1.0 + k / 10 for k in range(16)]},
+        "setting": {
+            **{"model": "some-model", "prompts": "e2e", "num_prompts": 7, "max_new_tokens": 64, "batch_size": 1},
+            **{"repeats": 3, "dtype": "bfloat16", "kernels": "torch"},
+        },
+        "quality": {"e2e": {"bleu": 61.25}},
+        "runs": [bench_run("plain", 100), bench_run("multirate+lookup", 150, accepted=(0.9, 0.5), same=False)],
+    }
+    path.write_text(json.dumps(values | changes))
+
+
+def test_report_of_a_result(tmp_path: Path) -> None:
+    write_result(tmp_path / "b.json")
+    write_result(tmp_path / "a.json", quality=None)
+    results = report.read_results(tmp_path)
+    assert [result.name for result in results] == ["a", "b"]
+    summary, details, measured = report.summary(results), report.details(results), report.technique(results, "multirate")
+    assert summary.count("| some-model | e2e | `multirate+lookup` | 150 | 1.50x (1.40 to 1.60) | no (1 differ) | 2.50 |") == 2
+    assert summary.count("| `plain` | 100 | 1.00x (0.90 to 1.10) | yes | - |") == 2
+    assert details.count("7 prompts, at most 64 new tokens, batch 1, 3 repeats, bfloat16, kernels torch") == 2
+    assert details.count("reads 20.0 GB/s of weights (29.0 MB a pass); the machine reads 40.0 GB/s") == 2
+    assert "1: 1.00, 2: 1.10, 4: 1.30, 8: 1.70, 16: 2.50" in details
+    assert details.count("quality of the plain answers, e2e: bleu 61.25") == 1
+    assert measured.count("| 0.90 0.50 |") == 2
+    assert "`plain`" not in measured
+    assert report.technique(results, "medusa") == report.summary([]) == report.NONE_YET
+
+
+def test_pictures_of_a_result_are_the_same_each_time(tmp_path: Path) -> None:
+    panels = [("some-model, e2e", [bench_run("plain", 100), bench_run("multirate", 150, accepted=(0.9, 0.5))])] * 3
+    first = [path.read_bytes() for path in plots.draw(panels, tmp_path / "a")]
+    assert [path.read_bytes() for path in plots.draw(panels, tmp_path / "b")] == first
+    acceptance, time = (picture.decode() for picture in first)
+    assert acceptance.count("some-model, e2e") == 3
+    assert "multirate" in acceptance
+    assert "plain" not in acceptance, "plain decoding drafts nothing"
+    assert all(word in time for word in ("prefill", "draft", "verify", "plain"))
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    for text, complaint in (("{", "is not JSON"), ("{}", "no provenance, roofline, runs, setting")):
+        (tmp_path / "odd.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"odd\.json.*{complaint}"):
+            report.read_results(tmp_path)
+    write_result(tmp_path / "odd.json", runs=[])
+    with pytest.raises(ValueError, match="no runs"):
+        report.read_results(tmp_path)

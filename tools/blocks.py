@@ -1,0 +1,51 @@
+"""Parts of Markdown files that a script writes, between two markers, so that prose and facts share a page.
+
+    <!-- begin methods: python -m tools.write_docs -->
+    whatever the script says
+    <!-- end methods -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def fill(text: str, name: str, body: str) -> str:
+    """``text`` with the part called ``name`` replaced.
+
+    Raises:
+        ValueError: the text has no such part, or more than one.
+    """
+    pattern = re.compile(rf"(<!-- begin {re.escape(name)}:[^>]*-->\n).*?(<!-- end {re.escape(name)} -->)", re.DOTALL)
+    found = pattern.findall(text)
+    if len(found) != 1:
+        raise ValueError(f"expected one part {name!r} between its markers, found {len(found)}")
+    return pattern.sub(lambda match: f"{match[1]}{body.strip()}\n{match[2]}", text)
+
+
+def fill_file(path: Path, parts: Mapping[str, str]) -> str:
+    """Text that a file should have."""
+    text = path.read_text(encoding="utf-8")
+    for name, body in parts.items():
+        try:
+            text = fill(text, name, body)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
+    return text
+
+
+def settle(wanted: Mapping[Path, str], *, check: bool) -> list[Path]:
+    """Bring files to the wanted text, or only look; returns those that differ from it."""
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in [] if check else stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path], encoding="utf-8")
+    return stale
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; bars inside cells are escaped."""
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

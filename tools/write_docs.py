@@ -1,0 +1,167 @@
+"""Write the parts of the documents that the code decides: ``python -m tools.write_docs`` (``--check`` only looks).
+
+Method table, families, rotary kinds, error tree, commands, fields of configurations and the picture of the rooms
+are read from the code, so that a page cannot say something else. A test runs this with ``--check``.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.test_architecture import FLOORS, PACKAGE
+from tools import rooms
+from tools.blocks import fill_file, settle, table
+from vivace import errors
+from vivace.checkpoint import config_keys, families, rope_keys
+from vivace.cli import app
+from vivace.kernels import reference
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.objective import MultirateLoss
+from vivace.recipe import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PECULIARITIES = {
+    "llama": "Llama 2 and 3: all rotary kinds, attention and feed-forward biases",
+    "mistral": "one sliding window in every layer",
+    "qwen2": "Qwen2 and Qwen2.5: query, key and value biases, windows from a layer on",
+    "qwen3": "queries and keys normed per head",
+    "gemma2": "scaled embeddings, norms before and after each half, soft-caps, alternating windows",
+    "gemma3_text": "as Gemma 2 with normed queries and keys, and two rotary embeddings",
+    "gemma3": "the text half of a multimodal Gemma 3 checkpoint; its vision half is not used",
+    "phi3": "fused matrices, partial rotary embedding, sliding window",
+    "olmo2": "norms after each half, queries and keys normed over their full width",
+    "olmoe": "mixture of experts, clipped queries, keys and values",
+    "mixtral": "mixture of experts, weights of the chosen experts normalised",
+    "qwen3_moe": "mixture of experts in all or some layers",
+    "gpt2": "learned positions, layer norm, transposed matrices",
+    "opt": "learned positions with an offset, layer norm, untied or tied head",
+}
+"""One line per ``model_type``; a test fails when a family is missing here."""
+
+
+def methods_table() -> str:
+    """Every method name, and whether it is built."""
+    rows = [
+        (
+            f"`{method.name}`",
+            method.summary,
+            "yes" if method.built else "not yet",
+            f"`{method.adapter}`" if method.adapter else "none",
+            "same text" if method.lossless else "lossy",
+        )
+        for method in METHODS.values()
+    ]
+    return table(("method", "what it does", "built", "adapter", "answers"), rows)
+
+
+def families_table() -> str:
+    """Every ``model_type``, with what is particular about it."""
+    return table(("`model_type`", "particular"), [(f"`{name}`", PECULIARITIES[name]) for name in families.FAMILIES])
+
+
+def families_line() -> str:
+    """Every ``model_type`` in one sentence."""
+    return "Checkpoints with these values of `model_type` are read: " + _listed(families.FAMILIES) + "."
+
+
+def rotary_table() -> str:
+    """Rotary kinds, and the settings each reads."""
+    kinds = rope_keys._SETTINGS.items()
+    return table(("`rope_type`", "settings read"), [(f"`{kind}`", _listed(sorted(read)) or "none") for kind, read in kinds])
+
+
+def harmless_line() -> str:
+    """Keys that are passed over because they leave the numbers alone."""
+    return _listed(sorted(config_keys.HARMLESS)) + "."
+
+
+def error_tree() -> str:
+    """The tree drawn in the docstring of ``errors.py``."""
+    drawn = inspect.getdoc(errors) or ""
+    lines = [line for line in drawn.splitlines() if line.startswith(("    V", "    ├", "    │", "    └"))]
+    return "```text\n" + "\n".join(line[4:] for line in lines) + "\n```"
+
+
+def commands_table() -> str:
+    """Every command with the first line of its help."""
+    rows = [(f"`vivace {name}`", summary) for name, summary in _commands()]
+    return table(("command", "what it does"), rows)
+
+
+def _commands() -> list[tuple[str, str]]:
+    built = app.build()
+    found = [(str(c.name), _first_line(c.callback)) for c in built.registered_commands]
+    for group in built.registered_groups:
+        assert group.typer_instance is not None
+        found += [
+            (f"{group.name} {c.name}", _first_line(c.callback)) for c in group.typer_instance.registered_commands
+        ]
+    return found
+
+
+def _first_line(function: Any) -> str:
+    return (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def fields_table(kind: type[Any]) -> str:
+    """Fields of a configuration with defaults and the docstrings below them."""
+    tree = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for pair in pairwise(tree.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.replace("``", "`").split())
+    rows = [(f"`{f.name}`", f"`{f.default}`", docs.get(f.name, "")) for f in dataclasses.fields(kind)]
+    return table(("field", "default", "meaning"), rows)
+
+
+def bit_rules() -> str:
+    """The rules stated in the docstring of ``kernels/reference.py``."""
+    text = inspect.getdoc(reference) or ""
+    return "\n\n".join(part for part in text.split("\n\n") if part.startswith("* ")).replace("``", "`")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def wanted() -> dict[Path, str]:
+    """Every file this script has a say in, with the text it should have."""
+    parts = {
+        ROOT / "README.md": {"methods": methods_table(), "families": families_line()},
+        ROOT / "docs" / "quickstart.md": {"commands": commands_table()},
+        ROOT / "docs" / "models.md": {
+            "families": families_table(),
+            "rotary": rotary_table(),
+            "harmless": harmless_line(),
+        },
+        ROOT / "docs" / "errors.md": {"tree": error_tree()},
+        ROOT / "docs" / "losslessness.md": {"rules": bit_rules()},
+        ROOT / "docs" / "techniques" / "multirate.md": {
+            "config": fields_table(MultirateConfig),
+            "loss": fields_table(MultirateLoss),
+        },
+    }
+    files = {path: fill_file(path, blocks) for path, blocks in parts.items()}
+    return files | {ROOT / "docs" / "images" / "rooms.svg": rooms.draw(rooms.rooms(PACKAGE, FLOORS))}
+
+
+def main(args: list[str]) -> int:
+    """Write, or with ``--check`` name what is out of date; returns the exit status."""
+    check = "--check" in args
+    stale = settle(wanted(), check=check)
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is out of date: python -m tools.write_docs' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
