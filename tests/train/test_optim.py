@@ -35,6 +35,7 @@ def test_muon_moves_in_every_direction_alike(shape: tuple[int, int]) -> None:
     values = torch.linalg.svdvals(p.detach()) / max(1.0, shape[0] / shape[1]) ** 0.5
     assert values.min() > 0.4
     assert values.max() < 1.3
+    assert 0.75 < float(values.mean()) < 1.1
 
 
 def test_projections_stacked_in_a_weight_are_turned_one_by_one() -> None:
@@ -57,6 +58,15 @@ def test_small_updates_are_not_lost_in_bfloat16() -> None:
     assert p.dtype == torch.bfloat16
     assert abs(float(p.detach()[0, 0]) - 99.4) < 0.3
     assert optimiser.num_bytes() == 3 * 16 * 4
+
+
+def test_muon_writes_its_masters_back_to_bfloat16() -> None:
+    p = nn.Parameter(torch.zeros(8, 16, dtype=torch.bfloat16))
+    _grad(p, 0)
+    optimiser = Optimiser([{"params": [p], "method": "muon"}], OptimiserConfig())
+    optimiser.update(1.0)
+    assert p.detach().abs().max() > 0
+    assert torch.equal(p.detach(), optimiser.state()["parts"][0]["masters"][0].bfloat16())
 
 
 def test_the_factor_scales_both_methods_and_gradients_are_cleared() -> None:
