@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.parity.families import make
+from tests.parity.families import CONFIGS, make, randomise
 from vivace.checkpoint.load import choose_dtype, load_config, load_decoder
+from vivace.checkpoint.save import save_decoder
 from vivace.core.model import Decoder
+from vivace.core.parts import DenseParts
 from vivace.core.step import Step
 from vivace.errors import CheckpointError, ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
 
@@ -148,6 +151,46 @@ def test_experts_stored_as_one_stack(saved: Saved, tmp_path: Path, family: str) 
     model = make(family)
     save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / WEIGHTS)
     assert torch.equal(logits(load_decoder(folder)), before)
+
+
+def test_one_expert_more_than_configured(saved: Saved, tmp_path: Path) -> None:
+    shutil.copytree(saved("mixtral"), folder := tmp_path / "mixtral")
+    tensors = {name: p.detach().clone() for name, p in make("mixtral").named_parameters()}
+    stack = "model.layers.0.mlp.experts.down_proj"
+    tensors[stack] = torch.cat((tensors[stack], tensors[stack][:1]))
+    save_file(tensors, folder / WEIGHTS)
+    assert f"{stack} is [5, 32, 48], expected [4, 32, 48]" in refusal(folder, MismatchError)
+
+
+def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    text = {**CONFIGS["gemma3_text"][1], "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, image_token_index=90
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomise(whole, 0, embedding=0.03)
+    whole.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    with torch.inference_mode():
+        expected = whole(input_ids=torch.arange(1, 13)[None]).logits[0]
+    torch.testing.assert_close(logits(decoder), expected, atol=1e-4, rtol=0)
+    with pytest.raises(UnsupportedError, match="multimodal checkpoint cannot be saved"):
+        save_decoder(decoder, tmp_path / "out", json.loads((tmp_path / "config.json").read_text()))
+
+
+class NoFeedForward(DenseParts):
+    """Feed-forwards whose weights are somewhere else."""
+
+    def feed_forward(self, layer: int) -> nn.Module:
+        return nn.Identity()
+
+
+def test_other_parts_get_what_they_hold(llama: Path) -> None:
+    decoder = load_decoder(llama, parts=NoFeedForward(load_config(llama)))
+    assert not any("feed_forward" in name for name, _ in decoder.named_parameters())
+    assert torch.equal(decoder.layers[2].o.weight, load_decoder(llama).layers[2].o.weight)
 
 
 def test_weights_stay_in_the_file(llama: Path) -> None:

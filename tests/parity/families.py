@@ -92,7 +92,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {
-            **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+            **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
             **{"mlp_only_layers": [1], "head_dim": 16, "rope_parameters": _LINEAR},
         },
     ),

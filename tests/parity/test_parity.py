@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_a_session_writes_transformers_texts(pair: Pair) -> None:
     plain = NoDrafts()
     texts = finish(session, [Request(tuple(prompt.tolist()), NUM_STEPS, plain) for prompt in prompts])
     assert [text.tokens for text in texts] == expected
+
+
+def test_bfloat16_is_as_close_as_transformers(pair: Pair, tmp_path: Path) -> None:
+    """Both round differently; neither may be further from the float32 numbers."""
+    pair.theirs.save_pretrained(tmp_path)
+    batch = torch.stack([tokens(60, seed) for seed in range(4)])
+    pair.reset()
+    exact = pair.theirs(batch).logits
+    rounded = copy.deepcopy(pair.theirs).bfloat16()(batch).logits.float()
+    ours = load_decoder(tmp_path, torch.bfloat16)
+    step = written_at_once(Step.dense(4, 60), 60)
+    got = ours.head(ours.run(ours.embed(batch.view(-1), step), step)).view_as(exact)
+    assert (got - exact).abs().mean() < 1.25 * (rounded - exact).abs().mean()
 
 
 def test_every_family_ran() -> None:

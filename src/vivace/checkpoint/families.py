@@ -1,8 +1,7 @@
-"""Model families: a Hugging Face ``config.json`` -> ``ModelConfig``, key by key.
+"""Model families: how checkpoints of each ``model_type`` are read.
 
-A family is three things: the defaults transformers uses for missing keys, a translator, and the table of
-tensor names (``names.py``). The translator takes every key it understands; ``Keys.finish`` refuses what is
-left, so nothing that changes the mathematics is passed over in silence.
+A family is three things: the defaults transformers uses for keys a file leaves out, a translator
+(``translators.py``) and the table of tensor names (``names.py``).
 """
 
 from __future__ import annotations
@@ -11,267 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vivace.checkpoint import names
+from vivace.checkpoint import names, translators
 from vivace.checkpoint.config_keys import Keys
 from vivace.checkpoint.names import Names
-from vivace.checkpoint.rope_keys import make_rope, read_rope
-from vivace.core.config import Activation, ModelConfig, MoeConfig, RopeConfig
-from vivace.errors import ConfigError, UnsupportedError
-
-Fields = dict[str, Any]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-
-
-def _activation(keys: Keys, name: str, default: str) -> Activation:
-    written = keys.take(name, default)
-    if written not in ACTIVATIONS:
-        raise keys.refusal(name, written, f"supported: {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[written]
-
-
-def _rotary_core(keys: Keys, *, activation: str = "hidden_act") -> Fields:
-    """What every family with rotary positions and RMS norm writes the same way."""
-    width, heads = int(keys.take("hidden_size")), int(keys.take("num_attention_heads"))
-    kv_is_null = "num_key_value_heads" in keys.raw and keys.written("num_key_value_heads") is None
-    return {
-        "vocab_size": int(keys.take("vocab_size")),
-        "width": width,
-        "num_layers": int(keys.take("num_hidden_layers")),
-        "num_heads": heads,
-        "num_kv_heads": heads if kv_is_null else int(keys.take("num_key_value_heads", heads)),
-        "head_dim": int(keys.take("head_dim", width // heads)),
-        "ffn_width": int(keys.take("intermediate_size")),
-        "max_positions": int(keys.take("max_position_embeddings")),
-        "norm_eps": float(keys.take("rms_norm_eps")),
-        "activation": _activation(keys, activation, "silu"),
-        "tied_head": bool(keys.take("tie_word_embeddings", False)),
-    }
-
-
-def _with_rope(keys: Keys, fields: Fields, theta: float = 10000.0) -> Fields:
-    return fields | {"ropes": (read_rope(keys, fields["head_dim"], theta),)}
-
-
-def _attention_bias(keys: Keys) -> Fields:
-    bias = bool(keys.take("attention_bias", False))
-    return {"qkv_bias": bias, "output_bias": bias}
-
-
-def _windows(keys: Keys, fields: Fields, sliding: Callable[[int], bool]) -> Fields:
-    """Windows by ``layer_types``, or by rule where the file does not list them."""
-    types = keys.written("layer_types")
-    count = fields["num_layers"]
-    if types is None:
-        types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(count)]
-    if len(types) != count:
-        raise ConfigError(f"config.json lists {len(types)} layer_types for {count} layers")
-    for kind in types:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise keys.refusal("layer_types", kind, "supported: sliding_attention, full_attention")
-    window = keys.written("sliding_window") or keys.take("sliding_window", None)
-    if "sliding_attention" not in types:
-        return {}
-    if window is None:
-        raise ConfigError("config.json has sliding_attention layers and no sliding_window")
-    return {"windows": tuple(int(window) if kind == "sliding_attention" else None for kind in types)}
-
-
-def _one_window(keys: Keys, fields: Fields) -> Fields:
-    """The same window in all layers; null switches it off, a missing key means the family's default."""
-    window = keys.written("sliding_window") if "sliding_window" in keys.raw else keys.take("sliding_window", None)
-    return {} if window is None else {"windows": (int(window),) * fields["num_layers"]}
-
-
-def _llama(keys: Keys) -> Fields:
-    fields = _rotary_core(keys) | _attention_bias(keys)
-    return _with_rope(keys, fields) | {"ffn_bias": bool(keys.take("mlp_bias", False))}
-
-
-def _mistral(keys: Keys) -> Fields:
-    fields = _rotary_core(keys)
-    return _with_rope(keys, fields) | _one_window(keys, fields)
-
-
-def _qwen_windows(keys: Keys, fields: Fields) -> Fields:
-    first = keys.take("max_window_layers")
-    if not keys.take("use_sliding_window", False):
-        types = keys.written("layer_types") or []
-        keys.take("sliding_window", None)
-        if "sliding_attention" in types:
-            raise keys.refusal("layer_types", "sliding_attention", "use_sliding_window is off; set one of them right")
-        return {}
-    return _windows(keys, fields, lambda layer: layer >= first)
-
-
-def _qwen2(keys: Keys) -> Fields:
-    fields = _rotary_core(keys)
-    keys.only("use_mrope", False)
-    return _with_rope(keys, fields) | _qwen_windows(keys, fields) | {"qkv_bias": True}
-
-
-def _qwen3(keys: Keys) -> Fields:
-    fields = _rotary_core(keys) | _attention_bias(keys)
-    return _with_rope(keys, fields) | _qwen_windows(keys, fields) | {"qk_norm": "head"}
-
-
-def _gemma(keys: Keys) -> Fields:
-    fields = _rotary_core(keys, activation="hidden_activation") | _attention_bias(keys)
-    keys.only("use_bidirectional_attention", False)
-    keys.written("hidden_act")  # written by old versions and read by none
-    return fields | {
-        "norm_offset": 1.0,
-        "norm_placement": "sandwich",
-        "embedding_scale": fields["width"] ** 0.5,
-        "attention_scale": float(keys.take("query_pre_attn_scalar")) ** -0.5,
-        "attention_softcap": keys.take("attn_logit_softcapping", None),
-        "logit_softcap": keys.take("final_logit_softcapping", None),
-    }
-
-
-def _softcaps(keys: Keys, fields: Fields) -> Fields:
-    """A soft-cap written as null is off; a missing key means the family's default."""
-    written = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-    off = {field: None for field, key in written.items() if key in keys.raw and keys.raw[key] is None}
-    return fields | off
-
-
-def _gemma2(keys: Keys) -> Fields:
-    fields = _softcaps(keys, _gemma(keys))
-    return _with_rope(keys, fields) | _windows(keys, fields, lambda layer: layer % 2 == 0)
-
-
-def _gemma3(keys: Keys) -> Fields:
-    fields = _softcaps(keys, _gemma(keys)) | {"qk_norm": "head"}
-    pattern = int(keys.written("sliding_window_pattern") or keys.written("_sliding_window_pattern") or 6)
-    windows = _windows(keys, fields, lambda layer: (layer + 1) % pattern != 0)
-    is_local = [window is not None for window in windows.get("windows", (None,) * fields["num_layers"])]
-    return fields | windows | {"ropes": _gemma3_ropes(keys, fields), "rope_of_layer": tuple(map(int, is_local))}
-
-
-def _gemma3_ropes(keys: Keys, fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary embedding of the global layers, then of the local ones."""
-    by_type = dict(keys.written("rope_parameters") or {})
-    wrong = set(by_type) - {"full_attention", "sliding_attention"}
-    if wrong:
-        raise ConfigError(
-            f"config.json: rope_parameters of a {keys.family} model are one dict per layer type, found {sorted(wrong)}"
-        )
-    far = {"rope_theta": keys.written("rope_theta") or 1e6, **(by_type.get("full_attention") or {})}
-    far |= keys.written("rope_scaling") or {}
-    near = {"rope_theta": keys.written("rope_local_base_freq") or 1e4, **(by_type.get("sliding_attention") or {})}
-    return make_rope(keys, far, fields["head_dim"]), make_rope(keys, near, fields["head_dim"])
-
-
-def _phi3(keys: Keys) -> Fields:
-    fields = _rotary_core(keys)
-    fields = _with_rope(keys, fields) | _one_window(keys, fields)
-    keys.written("original_max_position_embeddings")  # read by longrope alone
-    kind = fields["ropes"][0].kind
-    if kind != "default":
-        raise keys.refusal("rope_type", kind, "phi3 models are read with the default rotary embedding only")
-    return fields
-
-
-def _olmo2(keys: Keys) -> Fields:
-    fields = _rotary_core(keys) | _attention_bias(keys)
-    return _with_rope(keys, fields) | {"norm_placement": "post", "qk_norm": "full"}
-
-
-def _olmoe(keys: Keys) -> Fields:
-    fields = _rotary_core(keys) | _attention_bias(keys)
-    clip = keys.take("clip_qkv", None)
-    return _with_rope(keys, fields) | {
-        "qk_norm": "full",
-        "qkv_clip": None if clip is None else float(clip),
-        "moe": _experts(keys, fields["ffn_width"], bool(keys.take("norm_topk_prob"))),
-    }
-
-
-def _experts(keys: Keys, width: int, normalise: bool) -> MoeConfig:
-    """Both spellings of the count are in use; transformers maps one to the other."""
-    written = keys.written("num_local_experts") or keys.written("num_experts")
-    count = int(written or keys.take("num_experts"))
-    return MoeConfig(count, int(keys.take("num_experts_per_tok")), width, normalise)
-
-
-def _mixtral(keys: Keys) -> Fields:
-    fields = _rotary_core(keys)
-    moe = {"moe": _experts(keys, fields["ffn_width"], True)}
-    return _with_rope(keys, fields, 1e6) | _one_window(keys, fields) | moe
-
-
-def _qwen3_moe(keys: Keys) -> Fields:
-    fields = _rotary_core(keys) | _attention_bias(keys)
-    fields = _with_rope(keys, fields) | {"qk_norm": "head"}
-    keys.written("max_window_layers")  # written by old versions; every layer slides when one does
-    window = {}
-    if keys.take("use_sliding_window", False):
-        window = {"windows": (int(keys.take("sliding_window")),) * fields["num_layers"]}
-    keys.take("sliding_window", None)
-    dense, every = set(keys.take("mlp_only_layers", ())), int(keys.take("decoder_sparse_step"))
-    is_moe = tuple(i not in dense and (i + 1) % every == 0 for i in range(fields["num_layers"]))
-    moe = _experts(keys, int(keys.take("moe_intermediate_size")), bool(keys.take("norm_topk_prob")))
-    return fields | window | {"moe": moe, "moe_layers": () if all(is_moe) else is_moe}
-
-
-def _gpt2(keys: Keys) -> Fields:
-    width, heads = int(keys.take("n_embd")), int(keys.take("n_head"))
-    keys.only("scale_attn_by_inverse_layer_idx", False)
-    keys.only("add_cross_attention", False)
-    scaled = bool(keys.take("scale_attn_weights", True))
-    return {
-        "vocab_size": int(keys.take("vocab_size")),
-        "width": width,
-        "num_layers": int(keys.take("n_layer")),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": width // heads,
-        "ffn_width": int(keys.take("n_inner", 4 * width)),
-        "max_positions": int(keys.take("n_positions")),
-        "norm_eps": float(keys.take("layer_norm_epsilon")),
-        "activation": _activation(keys, "activation_function", "gelu_new"),
-        "tied_head": bool(keys.take("tie_word_embeddings", True)),
-        "attention_scale": None if scaled else 1.0,
-        **_LEARNED,
-        **dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias"), True),
-    }
-
-
-def _opt(keys: Keys) -> Fields:
-    width, heads = int(keys.take("hidden_size")), int(keys.take("num_attention_heads"))
-    keys.only("do_layer_norm_before", True)
-    keys.only("_remove_final_layer_norm", False)
-    keys.only("layer_norm_elementwise_affine", True)
-    keys.only("word_embed_proj_dim", width)
-    bias = bool(keys.take("enable_bias", True))
-    return {
-        "vocab_size": int(keys.take("vocab_size")),
-        "width": width,
-        "num_layers": int(keys.take("num_hidden_layers")),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": width // heads,
-        "ffn_width": int(keys.take("ffn_dim")),
-        "max_positions": int(keys.take("max_position_embeddings")),
-        "norm_eps": 1e-5,
-        "activation": _activation(keys, "activation_function", "relu"),
-        "tied_head": bool(keys.take("tie_word_embeddings", True)),
-        "position_offset": 2,
-        **_LEARNED,
-        **dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias"), bias),
-    }
-
-
-_LEARNED: Fields = {"positions": "learned", "norm": "layer", "gated": False}
+from vivace.checkpoint.translators import Fields
+from vivace.core.config import ModelConfig
+from vivace.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -290,6 +34,13 @@ _QWEN: Fields = {
     **{"vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
     **{"max_window_layers": 28, "sliding_window": 4096},
 }
+_QWEN3_MOE: Fields = _QWEN | {
+    **{"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    **{"moe_intermediate_size": 768, "decoder_sparse_step": 1},
+}
+_MIXTRAL: Fields = _MISTRAL | {
+    **{"sliding_window": None, "rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per_tok": 2},
+}
 _GEMMA: Fields = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
     **{"rms_norm_eps": 1e-6, "sliding_window": 4096, "tie_word_embeddings": True},
@@ -301,36 +52,27 @@ _GEMMA2: Fields = _GEMMA | {
 }
 _GEMMA3: Fields = _GEMMA | {"vocab_size": 262208, "max_position_embeddings": 131072}
 _OLMO: Fields = {"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+_OLMOE: Fields = _OLMO | {
+    **{"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+}
+_PHI3: Fields = {"vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_GPT2: Fields = {"vocab_size": 50257, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 
 FAMILIES: dict[str, Family] = {
-    "gemma2": Family(_gemma2, names.GEMMA, _GEMMA2),
-    "gemma3": Family(_gemma3, names.GEMMA3_MULTIMODAL, _GEMMA3),
-    "gemma3_text": Family(_gemma3, names.GEMMA3, _GEMMA3),
-    "gpt2": Family(_gpt2, names.GPT2, {"vocab_size": 50257, "n_positions": 1024, "layer_norm_epsilon": 1e-5}),
-    "llama": Family(_llama, names.LLAMA, _LLAMA),
-    "mistral": Family(_mistral, names.LLAMA, _MISTRAL),
-    "mixtral": Family(
-        _mixtral,
-        names.MIXTRAL,
-        _MISTRAL | {"sliding_window": None, "rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per_tok": 2},
-    ),
-    "olmo2": Family(_olmo2, names.OLMO2, _OLMO),
-    "olmoe": Family(
-        _olmoe,
-        names.OLMOE,
-        _OLMO | {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
-    ),
-    "opt": Family(_opt, names.OPT, {"vocab_size": 50272, "max_position_embeddings": 2048}),
-    "phi3": Family(_phi3, names.PHI3, {"vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
-    "qwen2": Family(_qwen2, names.LLAMA, _QWEN),
-    "qwen3": Family(_qwen3, names.QWEN3, _QWEN | {"head_dim": 128}),
-    "qwen3_moe": Family(
-        _qwen3_moe,
-        names.QWEN3_MOE,
-        {k: v for k, v in _QWEN.items() if k != "max_window_layers"}
-        | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False}
-        | {"moe_intermediate_size": 768, "decoder_sparse_step": 1},
-    ),
+    "gemma2": Family(translators.gemma2, names.GEMMA, _GEMMA2),
+    "gemma3": Family(translators.gemma3, names.GEMMA3_MULTIMODAL, _GEMMA3),
+    "gemma3_text": Family(translators.gemma3, names.GEMMA3, _GEMMA3),
+    "gpt2": Family(translators.gpt2, names.GPT2, _GPT2),
+    "llama": Family(translators.llama, names.LLAMA, _LLAMA),
+    "mistral": Family(translators.mistral, names.LLAMA, _MISTRAL),
+    "mixtral": Family(translators.mixtral, names.MIXTRAL, _MIXTRAL),
+    "olmo2": Family(translators.olmo2, names.OLMO2, _OLMO),
+    "olmoe": Family(translators.olmoe, names.OLMOE, _OLMOE),
+    "opt": Family(translators.opt, names.OPT, {"vocab_size": 50272, "max_position_embeddings": 2048}),
+    "phi3": Family(translators.phi3, names.PHI3, _PHI3),
+    "qwen2": Family(translators.qwen2, names.LLAMA, _QWEN),
+    "qwen3": Family(translators.qwen3, names.QWEN3, _QWEN | {"head_dim": 128}),
+    "qwen3_moe": Family(translators.qwen3_moe, names.QWEN3_MOE, _QWEN3_MOE),
 }
 """``model_type`` -> how it is read."""
 
@@ -371,7 +113,7 @@ def translate(raw: Mapping[str, Any]) -> ModelConfig:
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's half of a multimodal file; any other file as it is."""
     inner = raw.get("text_config")
-    if not isinstance(inner, Mapping):
+    if raw["model_type"] != "gemma3" or not isinstance(inner, Mapping):
         return raw
     rest = {k: v for k, v in raw.items() if k not in _OUTER and k not in inner}
     return {**rest, **inner, "model_type": raw["model_type"]}

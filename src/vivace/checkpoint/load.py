@@ -66,8 +66,8 @@ def load_decoder(
     kind = choose_dtype(dtype, written, place)
     with torch.device("meta"):
         decoder = Decoder(config, parts)
-    for name, target in plan.items():
-        put(decoder, name, assemble(target, stored, kind, place))
+    for name in [name for name, _ in decoder.named_parameters()]:
+        put(decoder, name, assemble(plan[name], stored, kind, place))
     return decoder.requires_grad_(False).eval()
 
 
@@ -125,12 +125,9 @@ def check(plan: Mapping[str, Target], stored: TensorFiles, family: Family, confi
         lists = [f"missing: {summary(missing)}"] if missing else []
         lists += [f"unexpected: {summary(sorted(extra))}"] if extra else []
         raise MismatchError(f"the weights do not fit config.json; {'; '.join(lists)}")
-    shapes = [(piece, stored.shape(piece.name), target) for target in plan.values() for piece in target.pieces]
-    wrong = [
-        f"{piece.name} is {list(found)}, expected {list(_stored_shape(target, piece))}"
-        for piece, found, target in shapes
-        if not _fits(found, _stored_shape(target, piece), piece)
-    ]
+    expected = {piece.name: _stored_shape(target, piece) for target in plan.values() for piece in target.pieces}
+    found = {name: stored.shape(name) for name in expected}
+    wrong = [f"{n} is {list(found[n])}, expected {list(shape)}" for n, shape in expected.items() if found[n] != shape]
     if wrong:
         raise MismatchError(f"the weights do not fit config.json: {summary(wrong, 3)}")
 
@@ -149,13 +146,8 @@ def _tied_heads(family: Family, stored: TensorFiles, plan: Mapping[str, Target],
 
 def _stored_shape(target: Target, piece: Piece) -> tuple[int, ...]:
     shape = (piece.stop - piece.start, *target.shape[1:])
-    return shape[::-1] if piece.transposed else shape
-
-
-def _fits(found: tuple[int, ...], expected: tuple[int, ...], piece: Piece) -> bool:
-    if piece.expert is None:
-        return found == expected
-    return found[1:] == expected and found[0] > piece.expert
+    shape = shape[::-1] if piece.transposed else shape
+    return shape if piece.expert is None else (piece.stack, *shape)
 
 
 def assemble(target: Target, stored: TensorFiles, dtype: torch.dtype, device: torch.device) -> Tensor:

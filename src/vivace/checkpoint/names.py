@@ -132,6 +132,8 @@ class Piece:
     transposed: bool = False
     expert: int | None = None
     """Which matrix of a stack it is."""
+    stack: int = 0
+    """Matrices in the stack."""
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,13 @@ def _experts(names: Names, c: ModelConfig, ours: str, stem: str) -> Iterator[tup
         if names.expert_up:
             stored = tuple(name.format(expert) for name in names.expert_up)
             yield from _linear(f"{mine}up", _stems(stem, stored), (width, width), c.width, False, False)
-            down = stem + names.expert_down.format(expert)
-            yield from _linear(f"{mine}down", (down,), (c.width,), width, False, False)
+            stored = (stem + names.expert_down.format(expert),)
+            yield from _linear(f"{mine}down", stored, (c.width,), width, False, False)
         else:
-            up, down = stem + names.packed_up, stem + names.packed_down
-            yield f"{mine}up.weight", Target((2 * width, c.width), (Piece(up, 0, 2 * width, expert=expert),))
-            yield f"{mine}down.weight", Target((c.width, width), (Piece(down, 0, c.width, expert=expert),))
+            up = Piece(stem + names.packed_up, 0, 2 * width, expert=expert, stack=count)
+            down = Piece(stem + names.packed_down, 0, c.width, expert=expert, stack=count)
+            yield f"{mine}up.weight", Target((2 * width, c.width), (up,))
+            yield f"{mine}down.weight", Target((c.width, width), (down,))
 
 
 def _stems(stem: str, names: tuple[str, ...]) -> tuple[str, ...]:

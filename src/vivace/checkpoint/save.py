@@ -26,8 +26,11 @@ def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any
 
     Raises:
         MismatchError: the configuration describes another decoder.
+        UnsupportedError: it is a multimodal one, or the weights are not plain ones.
         CheckpointError: the disk is full; what was there is as it was.
     """
+    if "text_config" in hf_config:
+        raise UnsupportedError("a multimodal checkpoint cannot be saved; save its text_config as a model of its own")
     family, config = family_of(hf_config), translate(hf_config)
     if config != decoder.config:
         raise MismatchError("the config.json to save describes another model than the decoder's own configuration")
