@@ -36,7 +36,7 @@ SAMPLINGS = {
 }
 
 
-TINY = {"width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_width": 24}
+TINY = {"width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_width": 64}
 
 
 def target(models: Models) -> Decoder:

@@ -182,10 +182,15 @@ def texts(
     return counts, accepted / (count * len(shape))
 
 
-CASES = [(name, shape) for name in PROPOSERS for shape in [(1, 1), (2, 2), (3,)] if name != "the target itself"]
+CASES = [
+    *((name, (1, 1)) for name in PROPOSERS),
+    *((name, (2, 2)) for name in PROPOSERS if name != "the target itself"),
+    ("most likely", (3,)),
+    ("drawn", (3,)),
+]
 
 
-@pytest.mark.parametrize(("name", "shape"), [*CASES, ("the target itself", (1, 1))], ids=str)
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
 def test_the_law_of_the_text_is_the_targets(name: str, shape: tuple[int, ...]) -> None:
     target = Target()
     counts, accepted = texts(target, shape, PROPOSERS[name], 20_000)

@@ -229,12 +229,13 @@ class Session:
         slots = [s.slot for s in sequences]
         for state in self._states(sequences):
             state.commit(slots, [[nodes[row] for row in path] for path in verdict.paths])
-        depths = _depths(draft)
+        depths: dict[int, list[int]] = {slot: [] for slot in slots}
+        for slot, depth in zip(draft.slot.tolist(), _depths(draft), strict=True):
+            depths[slot].append(depth)
         emitted = []
         for place, sequence in enumerate(sequences):
-            guesses = [row for row, s in enumerate(draft.slot.tolist()) if s == sequence.slot][draft.given[place] :]
-            deepest = max((depths[row] for row in guesses), default=0) - (draft.given[place] - 1 if guesses else 0)
-            sequence.stats.count(len(guesses), verdict.accepted[place], deepest)
+            below = [depth - draft.given[place] + 1 for depth in depths[sequence.slot][draft.given[place] :]]
+            sequence.stats.count(len(below), verdict.accepted[place], max(below, default=0))
             path = verdict.paths[place][draft.given[place] - 1 :]
             block = [int(draft.tokens[row]) for row in path[1:]] + [verdict.next_tokens[place]]
             emitted.append(self._emit(sequence, block, _picked(logprobs, path, block, sequence)))
