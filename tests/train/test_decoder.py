@@ -112,3 +112,9 @@ def test_the_recipe_that_ships_describes_the_model_that_ships() -> None:
     assert recipe.shape is not None
     assert (recipe.shape.num_layers, recipe.shape.width, recipe.shape.vocab_size) == (24, 256, 4096)
     assert recipe.stages[-1].depth == 24
+
+
+def test_the_recipe_for_fine_tuning_starts_from_a_base() -> None:
+    recipe = build(DecoderRecipe, read_recipe(RECIPES / "finetune.yaml"))
+    assert recipe.shape is None
+    assert len(recipe.stages) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError
 from vivace.prompts import load_prompts
 from vivace.recipe import build, override, read_recipe
+
+if TYPE_CHECKING:
+    from vivace.train.report import Report
 
 
 def train(
@@ -29,6 +32,9 @@ def train(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard curves; needs the extra 'train'.", metavar="DIR")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Train what a recipe describes; interrupt it whenever you like, the same command goes on."""
@@ -38,30 +44,38 @@ def train(
     if not data:
         raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
     if values.get("kind") == "decoder":
-        report = _run_decoder(values, data, out, model)
+        outcome = _run_decoder(values, data, out, model, _report(tensorboard))
     else:
-        report = _run(values, data, out, ModelChoice(model=model, device=device, dtype=dtype))
+        choice = ModelChoice(model=model, device=device, dtype=dtype)
+        outcome = _run(values, data, out, choice, _report(tensorboard))
     if as_json:
-        console.json(report)
+        console.json(outcome)
 
 
-def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice) -> dict[str, Any]:
-    from vivace.train.report import Lines
+def _report(tensorboard: Path | None) -> Report:
+    from vivace.train.report import Curves, Lines
+
+    lines = Lines(console.note)
+    return lines if tensorboard is None else Curves(tensorboard, lines)
+
+
+def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, report: Report) -> dict[str, Any]:
     from vivace.training import AdapterRecipe, train_adapter
 
     recipe = build(AdapterRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
     engine = open_engine(choice)
-    runs = train_adapter(recipe, engine, prompts, out, Lines(console.note))
+    runs = train_adapter(recipe, engine, prompts, out, report)
     print_runs(runs)
     return {"out": str(out), "runs": [asdict(run) for run in runs]}
 
 
-def _run_decoder(values: dict[str, Any], data: list[Path], out: Path, base: str | None) -> dict[str, Any]:
+def _run_decoder(
+    values: dict[str, Any], data: list[Path], out: Path, base: str | None, report: Report
+) -> dict[str, Any]:
     from vivace.train.decoder import DecoderRecipe, train_decoder
-    from vivace.train.report import Lines
 
     recipe = build(DecoderRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
-    outcome = train_decoder(recipe, prompts, out, Lines(console.note), base)
+    outcome = train_decoder(recipe, prompts, out, report, base)
     return {"out": str(out), "steps": outcome.progress.step, "held_back": dict(outcome.held_back)}
