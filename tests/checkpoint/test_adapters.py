@@ -91,12 +91,15 @@ def test_the_hash_does_not_see_packaging(llama: Path, tmp_path: Path) -> None:
 
 
 def test_the_hash_takes_milliseconds(tmp_path: Path) -> None:
-    """Of 256 MiB it reads a few kilobytes."""
-    save_file({f"w{i}": torch.zeros(1 << 23, dtype=torch.bfloat16) for i in range(16)}, tmp_path / "model.safetensors")
+    """Of 64 MiB it reads a few kilobytes; hashing them all would take tens of milliseconds at best."""
+    save_file({f"w{i}": torch.zeros(1 << 21, dtype=torch.bfloat16) for i in range(16)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    started = time.perf_counter()
-    base_hash(tmp_path)
-    assert time.perf_counter() - started < 0.1
+    took = []
+    for _ in range(5):
+        started = time.perf_counter()
+        base_hash(tmp_path)
+        took.append(time.perf_counter() - started)
+    assert min(took) < 0.01
 
 
 def test_the_hash_of_half_a_file(llama: Path) -> None:
