@@ -9,7 +9,6 @@ from typing import Any
 ACCEPTANCE, TIME = "acceptance.svg", "time.svg"
 PARTS = (("prefill_s", "prefill", "#8c959f"), ("draft_s", "draft", "#d4a72c"), ("verify_s", "verify", "#0969da"))
 COLOURS = ("#0969da", "#d4a72c", "#1a7f37", "#cf222e", "#8250df", "#6e7781")
-SETTINGS = {"svg.hashsalt": "vivace", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
 
 Panel = tuple[str, Sequence[dict[str, Any]]]
 """(title, runs)."""
@@ -27,9 +26,11 @@ def draw(panels: Sequence[Panel], folder: Path) -> list[Path]:
     """
     import matplotlib
 
-    matplotlib.use("svg")
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **SETTINGS, "backend": "svg"}):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rc("svg", hashsalt="vivace", fonttype="none")
+        matplotlib.rc("font", family="sans-serif", size=10)
         return [_acceptance(panels, folder / ACCEPTANCE), _time(panels, folder / TIME)]
 
 
@@ -47,13 +48,16 @@ def _figure(num_panels: int, height: float) -> tuple[Any, list[Any]]:
 
 def _acceptance(panels: Sequence[Panel], path: Path) -> Path:
     figure, axes = _figure(len(panels), 3.2)
+    methods = [run["method"] for _, runs in panels for run in runs if run["acceptance_per_position"]]
+    colours = dict(zip(dict.fromkeys(methods), COLOURS, strict=False))
     for axis, (title, runs) in zip(axes, panels, strict=True):
         drafting = [run for run in runs if run["acceptance_per_position"]]
-        for run, colour in zip(drafting, COLOURS, strict=False):
-            shares = run["acceptance_per_position"]
+        for run in drafting:
+            shares, colour = run["acceptance_per_position"], colours.get(run["method"], "black")
             axis.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=run["method"])
         deepest = max((len(run["acceptance_per_position"]) for run in drafting), default=1)
-        axis.set(title=title, xlabel="position in the draft", ylabel="share kept", ylim=(0, 1), xticks=range(1, deepest + 1))
+        axis.set(title=title, xlabel="position in the draft", ylabel="share kept")
+        axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
         if drafting:
             axis.legend(frameon=False)
     return _save(figure, path)
@@ -70,7 +74,7 @@ def _time(panels: Sequence[Panel], path: Path) -> Path:
             axis.barh(names, widths, left=start, color=colour, label=label, height=0.6)
             start = [before + width for before, width in zip(start, widths, strict=True)]
         axis.set(title=title, xlabel="milliseconds per new token")
-    axes[0].legend(frameon=False, loc="lower right", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS), frameon=False)
     return _save(figure, path)
 
 

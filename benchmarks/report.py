@@ -20,6 +20,7 @@ from tools.blocks import fill_file, settle, table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
+PARTS = ("provenance", "roofline", "setting", "runs")
 NONE_YET = "No results are committed yet."
 
 
@@ -54,11 +55,11 @@ def _read(path: Path) -> Result:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from error
-    missing = {"provenance", "roofline", "setting", "runs"} - set(values)
+    missing = set(PARTS) - set(values)
     if missing or not values["runs"]:
-        raise ValueError(f"{path.name} is not a result of `vivace bench decode`: no {', '.join(sorted(missing)) or 'runs'}")
-    parts = ("provenance", "roofline", "setting", "runs")
-    return Result(path.stem, *(values[part] for part in parts), quality=values.get("quality"))
+        lacking = ", ".join(sorted(missing)) or "runs"
+        raise ValueError(f"{path.name} is not a result of `vivace bench decode`: no {lacking}")
+    return Result(path.stem, **{part: values[part] for part in PARTS}, quality=values.get("quality"))
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -81,8 +82,8 @@ def summary(results: Sequence[Result]) -> str:
                 )
             )
     header = ("model", "prompts", "method", "tokens/s", "beside plain", "identical", "tokens per target pass")
-    pictures = f"![acceptance by position](docs/images/{plots.ACCEPTANCE})\n\n![time per token](docs/images/{plots.TIME})"
-    return f"{table(header, rows)}\n\n{pictures}"
+    pictures = (("acceptance by position", plots.ACCEPTANCE), ("time per token", plots.TIME))
+    return "\n\n".join([table(header, rows), *(f"![{text}](docs/images/{name})" for text, name in pictures)])
 
 
 def details(results: Sequence[Result]) -> str:
@@ -136,8 +137,8 @@ def _detail_table(result: Result) -> str:
         )
         for run in result.runs
     ]
-    header = ("method", "tokens/s", "lowest to highest", "end to end", "acceptance length", "by position", "memory", "same")
-    return table(header, rows)
+    speeds = ("tokens/s", "lowest to highest", "end to end")
+    return table(("method", *speeds, "acceptance length", "by position", "memory", "same"), rows)
 
 
 def technique(results: Sequence[Result], method: str) -> str:
@@ -152,7 +153,8 @@ def technique(results: Sequence[Result], method: str) -> str:
                 rows.append((result.title, f"`{run['method']}`", _positions(run), pass_, speed, _identical(run)))
     if not rows:
         return NONE_YET
-    header = ("model, prompts", "method", "acceptance by position", "tokens per target pass", "beside plain", "identical")
+    measures = ("acceptance by position", "tokens per target pass", "beside plain", "identical")
+    header = ("model, prompts", "method", *measures)
     return table(header, rows)
 
 

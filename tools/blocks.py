@@ -1,14 +1,12 @@
-"""Parts of Markdown files that a script writes, between two markers, so that prose and facts share a page.
+"""Parts of Markdown files that a script writes, so that prose and facts share a page.
 
-    <!-- begin methods: python -m tools.write_docs -->
-    whatever the script says
-    <!-- end methods -->
+A part stands between ``<!-- begin NAME: the script -->`` and ``<!-- end NAME -->``, each on a line of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -45,7 +43,7 @@ def settle(wanted: Mapping[Path, str], *, check: bool) -> list[Path]:
     return stale
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table; bars inside cells are escaped."""
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

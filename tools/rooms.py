@@ -18,9 +18,9 @@ def rooms(package: Path, floors: Mapping[str, int]) -> dict[int, dict[str, str]]
     """Floor -> room -> what it is for, for the rooms that are built; the package's own front doors are left out."""
     found: dict[int, dict[str, str]] = {}
     for name, floor in floors.items():
-        source = next((path for path in (package / name / "__init__.py", package / f"{name}.py") if path.is_file()), None)
-        if source is not None and not name.startswith("__"):
-            found.setdefault(floor, {})[name] = purpose(source)
+        sources = [path for path in (package / name / "__init__.py", package / f"{name}.py") if path.is_file()]
+        if sources and not name.startswith("__"):
+            found.setdefault(floor, {})[name] = purpose(sources[0])
     return found
 
 

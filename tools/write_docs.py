@@ -73,8 +73,8 @@ def families_line() -> str:
 
 def rotary_table() -> str:
     """Rotary kinds, and the settings each reads."""
-    kinds = rope_keys._SETTINGS.items()
-    return table(("`rope_type`", "settings read"), [(f"`{kind}`", _listed(sorted(read)) or "none") for kind, read in kinds])
+    rows = [(f"`{kind}`", _listed(sorted(read)) or "none") for kind, read in rope_keys._SETTINGS.items()]
+    return table(("`rope_type`", "settings read"), rows)
 
 
 def harmless_line() -> str:
@@ -100,9 +100,7 @@ def _commands() -> list[tuple[str, str]]:
     found = [(str(c.name), _first_line(c.callback)) for c in built.registered_commands]
     for group in built.registered_groups:
         assert group.typer_instance is not None
-        found += [
-            (f"{group.name} {c.name}", _first_line(c.callback)) for c in group.typer_instance.registered_commands
-        ]
+        found += [(f"{group.name} {c.name}", _first_line(c.callback)) for c in group.typer_instance.registered_commands]
     return found
 
 
