@@ -13,6 +13,7 @@ from tests.decode.oracles import Text, plain_text
 from tests.decode.runs import finish
 from tests.decode.test_cache_contents import assert_as_after_prefill, poison
 from tests.decode.tiny_decoders import VOCAB, prompts
+from vivace.core.config import RopeConfig
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context
@@ -212,6 +213,17 @@ def test_a_new_session_is_followed_afresh(models: Models, plain: Plain) -> None:
         session.cancel(0)
         (got,) = finish(session, [Request(text.prompt, 12, drafter)])
         assert got.tokens == text.new[:12]
+        assert got.stats.num_draft_tokens == got.stats.num_accepted_draft_tokens
+
+
+def test_a_prompt_stretches_its_rotation_too(models: Models) -> None:
+    """Dynamic rotary looks at the length of the whole prompt: the draft model is told, or a twin would err."""
+    rope = RopeConfig(kind="dynamic", factor=4.0, original_positions=8)
+    model = models(torch.float32, ropes=(rope,))
+    session = Session(model, num_slots=3, capacity=320)
+    twins = DraftModel(model, VOCAB, DraftModelConfig(4))
+    asked = [prompt * 10 for prompt in prompts(6, seed=8)]
+    for got in finish(session, [Request(p, 16, twins) for p in asked]):
         assert got.stats.num_draft_tokens == got.stats.num_accepted_draft_tokens
 
 

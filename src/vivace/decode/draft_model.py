@@ -72,6 +72,8 @@ class DraftModel:
         if not counts:
             return draft
         cache = self._cache_beside(context.cache)
+        for slot in counts:
+            cache.prompts[slot] = context.cache.prompts[slot]
         self._catch_up(context.tokens, tuple(counts), cache)
         rows = {slot: context.tokens[slot][cache.lengths[slot] :] for slot in counts}
         leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
