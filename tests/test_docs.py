@@ -31,8 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?:<!-- no-run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-SMALL = ("loop.minutes=null", "loop.steps=3", "loop.warmup_steps=1", "held_back=4", "tokens_per_batch=256")
-"""What makes a training command of a page quick enough for a test, and fit its model of two layers."""
+LOOP = "{steps: 3, warmup_steps: 1}"
+SMALL = {
+    "multirate": (f"loop={LOOP}", "held_back=4", "tokens_per_batch=256", "adapter.gate=1"),
+    "finetune": (f"stages=[{{loop: {LOOP}}}]", "held_back=4", "tokens_per_batch=256"),
+}
+"""Changes that make a page's training quick enough for a test, and fit its model of two layers."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ TRAIN = "train multirate --model my-model --data prompts/e2e-train.jsonl --out m
 
 def tuned(words: list[str]) -> list[str]:
     """A command as the page has it, made small where it trains."""
-    return [*words, *SMALL, "adapter.gate=1"] if words[0] == "train" else words
+    return [*words, *SMALL[words[1]]] if words[0] == "train" else words
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from vivace.cli import app
 from vivace.kernels import reference
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.objective import MultirateLoss
-from vivace.recipe import METHODS
+from vivace.recipe import METHODS, RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,6 +95,14 @@ def commands_table() -> str:
     return table(("command", "what it does"), rows)
 
 
+def recipes_table() -> str:
+    """Recipes that come with the package; each says what it trains before the colon of its first line."""
+    first_lines = [(path.stem, path.read_text(encoding="utf-8").splitlines()[0]) for path in sorted(RECIPES.glob("*"))]
+    return table(
+        ("recipe", "trains"), [(f"`{name}`", line.removeprefix("# ").split(":")[0]) for name, line in first_lines]
+    )
+
+
 def _commands() -> list[tuple[str, str]]:
     built = app.build()
     found = [(str(c.name), _first_line(c.callback)) for c in built.registered_commands]
@@ -135,7 +143,7 @@ def wanted() -> dict[Path, str]:
     """Every file this script has a say in, with the text it should have."""
     parts = {
         ROOT / "README.md": {"methods": methods_table(), "families": families_line()},
-        ROOT / "docs" / "quickstart.md": {"commands": commands_table()},
+        ROOT / "docs" / "quickstart.md": {"commands": commands_table(), "recipes": recipes_table()},
         ROOT / "docs" / "models.md": {
             "families": families_table(),
             "rotary": rotary_table(),
