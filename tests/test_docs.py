@@ -23,9 +23,10 @@ from tests.parity.families import CONFIGS
 from tests.tiny_checkpoints import make_checkpoint
 from tools import blocks, write_docs
 from vivace import engine
-from vivace.checkpoint.families import FAMILIES
+from vivace.checkpoint.families import FAMILIES, translate
 from vivace.cli.app import run
 from vivace.cli.console import console
+from vivace.errors import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -165,6 +166,37 @@ def test_parts_written_from_results_are_current() -> None:
 def test_every_family_is_described() -> None:
     assert set(write_docs.PECULIARITIES) == set(FAMILIES)
     assert set(FAMILIES) == {*CONFIGS, "gemma3"}, "docs/models.md says that only gemma3 has no parity test of its own"
+
+
+REFUSED = [
+    ("An unknown `model_type`", "llama", {"model_type": "nova"}),
+    ("A key of `config.json` that nobody read", "llama", {"nova_gate": 2}),
+    ("`longrope`", "llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}),
+    (
+        "Phi-3 models with any kind",
+        "phi3",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    ("A `quantization_config`", "llama", {"quantization_config": {"quant_method": "gptq"}}),
+    ("norm after each half", "opt", {"do_layer_norm_before": False}),
+    ("projected\n  embeddings", "opt", {"word_embed_proj_dim": 8}),
+    ("scaled by the layer's number", "gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("cross-attention", "gpt2", {"add_cross_attention": True}),
+    ("in both directions", "gemma2", {"use_bidirectional_attention": True}),
+    ("multimodal positions", "qwen2", {"use_mrope": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("claim", "family", "change"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_is_said_to_be_refused_is(claim: str, family: str, change: dict[str, Any]) -> None:
+    assert claim in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    kind, settings = CONFIGS[family]
+    written = kind(**settings).to_dict()
+    translate(written)
+    with pytest.raises(UnsupportedError):
+        translate(written | change)
 
 
 def test_an_unknown_or_doubled_part_is_an_error() -> None:
