@@ -34,6 +34,7 @@ class Result:
     setting: dict[str, Any]
     runs: list[dict[str, Any]]
     quality: dict[str, dict[str, float]] | None = None
+    peers: dict[str, Any] | None = None
 
     @property
     def title(self) -> str:
@@ -59,7 +60,9 @@ def _read(path: Path) -> Result:
     if missing or not values["runs"]:
         lacking = ", ".join(sorted(missing)) or "runs"
         raise ValueError(f"{path.name} is not a result of `vivace bench decode`: no {lacking}")
-    return Result(path.stem, **{part: values[part] for part in PARTS}, quality=values.get("quality"))
+    return Result(
+        path.stem, **{part: values[part] for part in PARTS}, quality=values.get("quality"), peers=values.get("peers")
+    )
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -108,6 +111,7 @@ def _details(result: Result) -> str:
         f"- roofline: a one-row pass reads {r['achieved_bytes_per_s'] / 1e9:.1f} GB/s of weights "
         f"({r['weight_bytes'] / 1e6:.1f} MB a pass); the machine reads {r['read_bytes_per_s'] / 1e9:.1f} GB/s",
         f"- a pass over k rows, in one-row passes: {cost}",
+        *([f"- transformers runs in {result.peers['dtype']}, its fastest dtype here"] if result.peers else []),
         *_quality(result),
         "",
         _detail_table(result),

@@ -29,7 +29,8 @@ from vivace.cli.console import console
 from vivace.errors import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FRONT = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+PAGES = [*(ROOT / name for name in FRONT), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?:<!-- no-run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LOOP = "{steps: 3, warmup_steps: 1}"
@@ -107,7 +108,7 @@ def run_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 0, f"status {status}: {line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_says_runs(page: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     for block in blocks_of(page):
@@ -129,7 +130,7 @@ def test_blocks_are_found() -> None:
     assert len(ran) >= 15
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in LINK.findall(text):
@@ -143,7 +144,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|tools|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     missing = [path for path in named if not (ROOT / path).exists()]
@@ -230,6 +231,7 @@ def write_result(path: Path, **changes: Any) -> None:
             **{"repeats": 3, "dtype": "bfloat16", "kernels": "torch"},
         },
         "quality": {"e2e": {"bleu": 61.25}},
+        "peers": {"dtype": "float32", "rates": {"float32": 2.0, "bfloat16": 1.0}},
         "runs": [bench_run("plain", 100), bench_run("multirate+lookup", 150, accepted=(0.9, 0.5), same=False)],
     }
     path.write_text(json.dumps(values | changes))
@@ -237,7 +239,7 @@ def write_result(path: Path, **changes: Any) -> None:
 
 def test_report_of_a_result(tmp_path: Path) -> None:
     write_result(tmp_path / "b.json")
-    write_result(tmp_path / "a.json", quality=None)
+    write_result(tmp_path / "a.json", quality=None, peers=None)
     results = report.read_results(tmp_path)
     assert [result.name for result in results] == ["a", "b"]
     summary, details = report.summary(results), report.details(results)
@@ -249,6 +251,7 @@ def test_report_of_a_result(tmp_path: Path) -> None:
     assert details.count("reads 20.0 GB/s of weights (29.0 MB a pass); the machine reads 40.0 GB/s") == 2
     assert "1: 1.00, 2: 1.10, 4: 1.30, 8: 1.70, 16: 2.50" in details
     assert details.count("quality of the plain answers, e2e: bleu 61.25") == 1
+    assert details.count("transformers runs in float32, its fastest dtype here") == 1
     assert measured.count("| 0.90 0.50 |") == 2
     assert "`plain`" not in measured
     assert report.technique(results, "medusa") == report.summary([]) == report.NONE_YET
