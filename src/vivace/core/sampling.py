@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -99,12 +100,21 @@ def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None
         logits[seen] = torch.where(score < 0, score * sampling.repetition_penalty, score / sampling.repetition_penalty)
     size = sampling.no_repeat_ngram_size
     if size and len(prefix) >= size:
-        ending = tuple(prefix[len(prefix) - size + 1 :])
-        banned = [
-            prefix[at + size - 1] for at in range(len(prefix) - size + 1) if tuple(prefix[at : at + size - 1]) == ending
-        ]
-        if banned:
-            logits[banned] = -math.inf
+        logits[_followers(prefix, tuple(prefix[len(prefix) - size + 1 :]))] = -math.inf
+
+
+def _followers(prefix: Sequence[int], ending: tuple[int, ...]) -> list[int]:
+    """What came after earlier occurrences of these tokens."""
+    if not ending:
+        return list(prefix)
+    found, last = [], len(ending) - 1
+    with suppress(ValueError):  # index() raises when no further place is found
+        while True:
+            last = prefix.index(ending[-1], last, len(prefix) - 1)
+            if tuple(prefix[last - len(ending) + 1 : last + 1]) == ending:
+                found.append(prefix[last + 1])
+            last += 1
+    return found
 
 
 def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -39,15 +39,17 @@ class Laws:
         for place, row in enumerate(rows.tolist()):
             by_slot.setdefault(slots[row], []).append(place)
         for slot, places in by_slot.items():
-            prefixes = [self._prefix(draft, slot, int(rows[place])) for place in places]
             request = self._requests[slot]
+            judged = [int(rows[place]) for place in places] if request.reads_prefix else []
+            prefixes = [self._prefix(draft, slot, row) for row in judged]
             scores = logits[places]
             for place, prefix in enumerate(prefixes if request.processors else ()):
                 ids = torch.tensor([prefix], device=logits.device)
                 for processor in request.processors:
                     scores[place] = processor(ids, scores[place][None])[0]
-            barred = [self._barred(request, prefix) for prefix in prefixes]
-            out[places] = law(scores, request.sampling, prefixes, barred)
+            out[places] = law(
+                scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes]
+            )
         return out
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:

@@ -81,6 +81,11 @@ class Request:
         """Whether the argmax of the raw logits is always the next token."""
         return self.sampling.is_argmax and self.stop.min_new_tokens == 0 and not self.processors
 
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether the next token's law depends on earlier tokens beyond the logits."""
+        return self.sampling.reads_prefix or self.stop.min_new_tokens > 0 or bool(self.processors)
+
     def check_fits(self, capacity: int) -> None:
         """Refuse what a slot of this capacity cannot hold.
 

@@ -114,12 +114,11 @@ def _chances(probs: Tensor, tokens: Tensor) -> list[float]:
 
 
 def _children(draft: Draft) -> list[list[int]]:
-    """Guesses below each row, in the order they were proposed."""
-    given = dict(zip(draft.slots, draft.given, strict=True))
-    children: list[list[int]] = [[] for _ in range(len(draft.tokens))]
-    places = zip(draft.parent.tolist(), draft.node.tolist(), draft.slot.tolist(), strict=True)
-    for row, (parent, node, slot) in enumerate(places):
-        if node >= given[slot]:
+    """Rows below each row, in the order they were proposed."""
+    parents = draft.parent.tolist()
+    children: list[list[int]] = [[] for _ in parents]
+    for row, parent in enumerate(parents):
+        if parent >= 0:
             children[parent].append(row)
     return children
 
