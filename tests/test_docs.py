@@ -27,6 +27,7 @@ from vivace.checkpoint.families import FAMILIES, translate
 from vivace.cli.app import run
 from vivace.cli.console import console
 from vivace.errors import UnsupportedError
+from vivace.recipe import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
@@ -198,6 +199,11 @@ def test_what_is_said_to_be_refused_is(claim: str, family: str, change: dict[str
     translate(written)
     with pytest.raises(UnsupportedError):
         translate(written | change)
+
+
+def test_no_lossy_method_is_built() -> None:
+    lossy = [method.name for method in METHODS.values() if method.built and not method.lossless]
+    assert not lossy, f"docs/losslessness.md says that none is built, found {lossy}"
 
 
 def test_an_unknown_or_doubled_part_is_an_error() -> None:
