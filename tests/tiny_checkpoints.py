@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.checkpoint.load import load_config
+from vivace.decode.shallow import DraftPlan
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.residual import Accelerator
 from vivace.prompts import packaged_prompts
 
 TEMPLATE = (
@@ -45,4 +51,14 @@ def make_checkpoint(folder: Path, *, seed: int = 0, vocab_size: int = 320, conte
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_adapter(folder: Path, checkpoint: Path, *, kind: str = "multirate", gate: int = 1) -> Path:
+    """Write an untrained accelerator for a checkpoint."""
+    torch.manual_seed(2)
+    config = MultirateConfig(gate=gate, rank=4, bottleneck=8)
+    tensors = Accelerator(config, load_config(checkpoint)).tensors()
+    plan = asdict(DraftPlan.chain(3))
+    save_adapter(folder, kind, base_hash(checkpoint), plan, asdict(config), tensors)
     return folder

@@ -3,7 +3,7 @@
 engine = vivace.load("path/or/hub-id")
 result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
 for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
-print(chunk.text, end="")
+    print(chunk.text, end="")
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.adapters import load_adapter
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import load_decoder
@@ -30,7 +29,7 @@ from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, nearest
-from vivace.methods import Methods
+from vivace.methods import Methods, adapters_by_method
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Text (one user message unless raw), or messages."""
@@ -146,20 +145,9 @@ def load(
     folder = resolve(SHIPPED if path is None else path)
     model, tokenizer = load_decoder(folder, dtype=dtype, device=device), load_tokenizer(folder)
     second = None if draft_model is None else _second_model(draft_model, tokenizer, dtype, device)
-    methods = Methods(model, folder, _by_method(adapters), second)
-    return Engine(model, tokenizer, methods, load_generation_defaults(folder))
-
-
-def _by_method(adapters: str | Path | Mapping[str, str | Path] | None) -> dict[str, Path]:
-    """Adapter folders by the method they are for, as their own ``config.json`` says."""
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
-    found: dict[str, Path] = {}
-    for folder in map(Path, folders):
-        kind = load_adapter(folder)[0]["kind"]
-        if kind in found:
-            raise ConfigError(f"{found[kind]} and {folder} are both adapters for {kind}; give one of them")
-        found[kind] = folder
-    return found
+    methods = Methods(model, folder, adapters_by_method(folders, folder), second)
+    return Engine(model, tokenizer, methods, load_generation_defaults(folder))
 
 
 def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: str) -> Decoder:

@@ -5,7 +5,7 @@ With ``recipe.py``, which holds the table of names, the only place that names tw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,36 @@ from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.shallow import DraftPlan
-from vivace.errors import MismatchError, NotFoundError
+from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.drafter import self_speculation
 from vivace.multirate.residual import Accelerator
 from vivace.recipe import METHODS, build, find_method
+
+
+def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
+    """Adapter folders by the method they are for, as their own ``config.json`` says.
+
+    Args:
+        folders: what the user named.
+        base: checkpoint they shall run on; None does not check.
+
+    Raises:
+        CheckpointError: one is missing, broken or of another base.
+        ConfigError: two are for the same method.
+        UnsupportedError: one is for a method that is not built yet.
+    """
+    kinds = {method.adapter for method in METHODS.values() if method.built and method.adapter}
+    found: dict[str, Path] = {}
+    for folder in map(Path, folders):
+        kind = load_adapter(folder, None if base is None else base_hash(base))[0]["kind"]
+        if kind not in kinds:
+            known = ", ".join(sorted(kinds))
+            raise UnsupportedError(f"{folder} is an adapter for {kind!r}; this version uses adapters for {known}")
+        if kind in found:
+            raise ConfigError(f"{found[kind]} and {folder} are both adapters for {kind}; give one of them")
+        found[kind] = folder
+    return found
 
 
 class Methods:

@@ -93,7 +93,7 @@ def test_a_broken_row_is_named_and_nothing_is_written(tmp_path: Path, row: objec
 def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
     source = write(tmp_path / "dev.jsonl.gz", E2E * 100)
     source.write_bytes(source.read_bytes()[:-20])
-    with pytest.raises(CorruptError, match=r"dev\.jsonl\.gz, line \d+: not a row"):
+    with pytest.raises(CorruptError, match=r"dev\.jsonl\.gz: not readable"):
         convert("e2e", source, tmp_path / "out")
 
 

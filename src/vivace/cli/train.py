@@ -19,6 +19,9 @@ from vivace.recipe import build, override, read_recipe
 if TYPE_CHECKING:
     from vivace.train.report import Report
 
+KINDS = ("decoder", "multirate")
+"""What a recipe can be for."""
+
 
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe file (YAML or JSON), or the name of one that ships.")],
@@ -43,11 +46,16 @@ def train(
         raise ConfigError("say where the result goes: --out DIR")
     if not data:
         raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
-    if values.get("kind") == "decoder":
-        outcome = _run_decoder(values, data, out, model, _report(tensorboard))
+    kind = values.get("kind")
+    if kind not in KINDS:
+        raise ConfigError(f"a recipe's kind is {' or '.join(KINDS)}, found {kind!r}")
+    if kind == "decoder":
+        if (device, dtype) != ("auto", "auto"):
+            raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
+        outcome = _run_decoder(values, data, out, model, tensorboard)
     else:
         choice = ModelChoice(model=model, device=device, dtype=dtype)
-        outcome = _run(values, data, out, choice, _report(tensorboard))
+        outcome = _run(values, data, out, choice, tensorboard)
     if as_json:
         console.json(outcome)
 
@@ -59,23 +67,25 @@ def _report(tensorboard: Path | None) -> Report:
     return lines if tensorboard is None else Curves(tensorboard, lines)
 
 
-def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, report: Report) -> dict[str, Any]:
+def _run(
+    values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None
+) -> dict[str, Any]:
     from vivace.training import AdapterRecipe, train_adapter
 
     recipe = build(AdapterRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
     engine = open_engine(choice)
-    runs = train_adapter(recipe, engine, prompts, out, report)
+    runs = train_adapter(recipe, engine, prompts, out, _report(curves))
     print_runs(runs)
     return {"out": str(out), "runs": [asdict(run) for run in runs]}
 
 
 def _run_decoder(
-    values: dict[str, Any], data: list[Path], out: Path, base: str | None, report: Report
+    values: dict[str, Any], data: list[Path], out: Path, base: str | None, curves: Path | None
 ) -> dict[str, Any]:
     from vivace.train.decoder import DecoderRecipe, train_decoder
 
     recipe = build(DecoderRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
-    outcome = train_decoder(recipe, prompts, out, report, base)
+    outcome = train_decoder(recipe, prompts, out, _report(curves), base)
     return {"out": str(out), "steps": outcome.progress.step, "held_back": dict(outcome.held_back)}

@@ -169,7 +169,9 @@ def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
                 number += 1
                 row = json.loads(line)
                 yield task.prompt(row), task.answer(row)
-    except (ValueError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise CorruptError(f"{source}: not readable as UTF-8 text ({error})") from error
+    except (ValueError, AttributeError) as error:
         raise CorruptError(f"{source}, line {number}: not a row of {task.name} ({error})") from error
     if number == 0:
         raise CorruptError(f"{source}: no rows")
