@@ -1,9 +1,11 @@
 """A checkpoint in, a ready engine out: what a user touches in Python.
 
-engine = vivace.load("path/or/hub-id")
-result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
-for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
-    print(chunk.text, end="")
+In four lines:
+
+    engine = vivace.load("path/or/hub-id")
+    result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
+    for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
+        print(chunk.text, end="")
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         Path: ``.<name>.<process>.partial`` in the same folder.
 
     Raises:
-        OSError: the folder cannot be made, or the disk is full; the temporary file is gone by then.
+        OSError: the folder cannot be made, or the disk is full; it names ``path``, and the temporary file is gone.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -30,6 +30,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(target)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(partial)):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         partial.unlink(missing_ok=True)
 

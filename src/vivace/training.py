@@ -19,6 +19,7 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.contest import Question, Run, hold, summarise
 from vivace.evaluate.entrants import Entrant
+from vivace.files import write_text
 from vivace.methods import Methods
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
@@ -80,9 +81,11 @@ def train_adapter(
         Plain decoding and the new method on held-back prompts.
 
     Raises:
-        ConfigError: too few rows, or a recipe that does not fit the base.
+        ConfigError: too few rows, a recipe that does not fit the base, or ``out`` is the base's own folder.
         CapacityError: not enough memory.
     """
+    if out.resolve() == engine.folder.resolve():
+        raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
     order = random.Random(recipe.seed)
     pairs = _pairs(recipe, engine, prompts, out, report)
     order.shuffle(pairs)
@@ -160,7 +163,7 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
-        path.write_text(whole, encoding="utf-8")
+        write_text(path, whole)
     return [json.loads(line) for line in whole.splitlines()]
 
 

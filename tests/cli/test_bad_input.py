@@ -5,12 +5,18 @@ Nothing is faked but the full disk.
 
 from __future__ import annotations
 
+import errno
 import json
+import operator
+import os
+import pydoc
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,6 +244,18 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "data of no task": (("data", "e2f", "dev.jsonl", "out"), USAGE, "did you mean 'e2e'?"),
     "data that is no text": (("data", "e2e", "tiny/model.safetensors", "out", "--split", "dev"), FAILED, "UTF-8"),
     "data of an unknown split": (("data", "e2e", "dev.jsonl", "out", "--split", "tset"), USAGE, "no split 'tset'"),
+    "data over its source": (("data", "e2e", "dev.jsonl", "dev.jsonl"), USAGE, "is the source itself"),
+    "a twin over its model": (("widen", "tiny", "--model", "tiny"), USAGE, "is the model itself"),
+    "an adapter over its model": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "tiny", "--data", "rows.jsonl"),
+        USAGE,
+        "tiny/adapters/multirate",
+    ),
+    "a fine-tune over its base": (
+        ("train", "finetune", "--model", "tiny", "--out", "tiny", "--data", "rows.jsonl"),
+        USAGE,
+        "is the base itself",
+    ),
     "a twin as wide": (("widen", "out", "--model", "tiny", "--factor", "1"), USAGE, "at least 2, found 1"),
 }
 
@@ -262,6 +280,91 @@ def test_a_process_ends_the_same_way(place: Path, name: str) -> None:
     assert complaint in done.stderr
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1)
     assert files(place) == before
+
+
+@dataclass(frozen=True)
+class Save:
+    """A command that writes ``out``, and the write that finds the disk full."""
+
+    words: Sequence[str]
+    write: str
+    path_at: int
+    """Which of the write's arguments is the path."""
+    call: int = 1
+    """Which of the calls fails."""
+
+
+WIDEN = ("widen", "out", "--model", "tiny")
+ADAPT = ("train", "recipe.yaml", "--model", "tiny", "--data", "rows.jsonl", "--out", "out")
+BEGIN = ("train", "scratch.yaml", "--data", "rows.jsonl", "--out", "out")
+BENCH = ("bench", "decode", "--model", "tiny", "--methods", "plain", "--limit", "1", "--repeats", "1")
+SAVE_FILE, COPY, WRITE_TEXT = "vivace.checkpoint.files.save_file", "shutil.copyfile", "pathlib.Path.write_text"
+SAVES: Mapping[str, Save] = {
+    "prompt files": Save(("data", "e2e", "dev.jsonl", "out"), WRITE_TEXT, 0),
+    "figures of a bench": Save((*BENCH, "--max-new-tokens", "2", "--json", "out/figures.json"), WRITE_TEXT, 0),
+    "weights of a twin": Save(WIDEN, SAVE_FILE, 1),
+    "tokenizer of a twin": Save(WIDEN, COPY, 1, call=2),
+    "adapter of a twin": Save(WIDEN, SAVE_FILE, 1, call=2),
+    "snapshot of a training": Save(ADAPT, "torch.save", 1),
+    "trained adapter": Save(ADAPT, SAVE_FILE, 1),
+    "trained decoder": Save(BEGIN, SAVE_FILE, 1),
+    "tokenizer of a trained decoder": Save(BEGIN, COPY, 1),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    cli: Cli, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    save = SAVES[name]
+    shutil.copytree("adapter", "tiny/adapters/multirate")
+    shutil.copytree("other", "out")
+    for file in ("out/e2e-dev.jsonl", "out/figures.json"):
+        Path(file).write_text("old")
+    before = files(place)
+    fill_disk(monkeypatch, save)
+    outcome = cli(*save.words, "--quiet")
+    assert "No space left on device" in outcome.err
+    assert "out" in outcome.err
+    assert ".partial" not in outcome.err
+    assert (outcome.status, outcome.err.count("\n")) == (FAILED, 1)
+    after = {path: content for path, content in files(place).items() if not path.startswith("out/run")}
+    assert after == before
+    assert not [path for path, content in files(place).items() if "partial" in path or content == HALF]
+
+
+HALF = b"half"
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, save: Save) -> None:
+    """Let one write end in the middle."""
+    owner, _, function = save.write.rpartition(".")
+    intact = operator.attrgetter(function)(pydoc.locate(owner))
+    calls = 0
+
+    def write(*args: Any, **settings: Any) -> Any:
+        nonlocal calls
+        target = args[save.path_at]
+        is_ours = ".partial" in str(getattr(target, "name", target) if hasattr(target, "write") else target)
+        calls += is_ours
+        if not is_ours or calls != save.call:
+            return intact(*args, **settings)
+        target.write(HALF) if hasattr(target, "write") else Path(target).write_bytes(HALF)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(save.write, write)
+
+
+def test_a_file_that_really_cannot_grow_ends_a_process_the_same_way(place: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
+    for words in (WIDEN, ADAPT):
+        before = files(place)
+        done = process(place, "--quiet", *words, code=limit)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (FAILED, "", 1), done.stderr
+        assert "out" in done.stderr
+        left = {path for path in files(place) if path not in before}
+        assert not [path for path in left if "partial" in path]
+        assert {path: content for path, content in files(place).items() if path in before} == before
 
 
 def process(place: Path, *words: str, code: str = "") -> subprocess.CompletedProcess[str]:

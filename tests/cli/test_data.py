@@ -19,7 +19,7 @@ def test_data_says_what_it_wrote(cli: Cli, tmp_path: Path) -> None:
     assert file["was_detokenised"] is True
 
 
-def test_a_full_disk_is_one_line(cli: Cli, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "dev.jsonl").write_text('{"mr": "name[Oak]", "ref": "Oak."}\n', encoding="utf-8")
     (tmp_path / "out").write_text("a file, not a folder")
     outcome = cli("data", "e2e", tmp_path, tmp_path / "out")

@@ -83,10 +83,15 @@ def save_adapter(
     Raises:
         CheckpointError: the disk is full; what was there is as it was.
     """
-    text = json.dumps({"kind": kind, "base_hash": base, "plan": plan, "config": config}, indent=2, sort_keys=True)
     with staged(folder) as staging:
-        write_tensors(staging / TENSORS, tensors)
-        (staging / CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_adapter(staging, {"kind": kind, "base_hash": base, "plan": plan, "config": config}, tensors)
+
+
+def write_adapter(folder: Path, written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """The two files of an adapter, ``written`` being its ``config.json``; call inside ``staged``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / TENSORS, tensors)
+    (folder / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:

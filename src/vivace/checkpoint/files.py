@@ -166,7 +166,8 @@ def _open(path: Path) -> Any:
 def staged(folder: str | Path) -> Iterator[Path]:
     """Directory to write to, whose files move into ``folder`` when the block ends well.
 
-    It lies beside the target on the same disk; files of the target that are not written again stay.
+    It lies beside the target on the same disk; files of the target that are not written again stay. Folders in it
+    are merged with those of the target.
 
     Yields:
         Path: an empty directory.
@@ -180,9 +181,10 @@ def staged(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         yield staging
-        target.mkdir(exist_ok=True)
-        for file in sorted(staging.iterdir()):
-            file.replace(target / file.name)
+        for file in sorted(path for path in staging.rglob("*") if path.is_file()):
+            place = target / file.relative_to(staging)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
     except (OSError, safetensors.SafetensorError) as exc:
         raise CheckpointError(f"{target} could not be written, and is as it was: {_one_line(exc)}") from exc
     finally:

@@ -29,6 +29,13 @@ def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any
         UnsupportedError: it is a multimodal one, or the weights are not plain ones.
         CheckpointError: the disk is full; what was there is as it was.
     """
+    with staged(path) as folder:
+        write_decoder(decoder, folder, hf_config)
+    forget_shards(Path(path))
+
+
+def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) -> None:
+    """The two files of ``save_decoder``; call inside ``staged``, and ``forget_shards`` after it."""
     if "text_config" in hf_config:
         raise UnsupportedError("a multimodal checkpoint cannot be saved; save its text_config as a model of its own")
     family, config = family_of(hf_config), translate(hf_config)
@@ -37,11 +44,9 @@ def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any
     table = layout(family.names, config, family.names.roots[0], family.names.heads[0])
     tensors = dict(stored_tensors(decoder, table))
     kind = str(decoder.dtype).removeprefix("torch.")
-    with staged(path) as folder:
-        write_tensors(folder / WEIGHTS, tensors)
-        text = json.dumps({**hf_config, "dtype": kind}, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-    _forget_shards(Path(path))
+    write_tensors(folder / WEIGHTS, tensors)
+    text = json.dumps({**hf_config, "dtype": kind}, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, Tensor]:
@@ -58,8 +63,8 @@ def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, T
     return tensors
 
 
-def _forget_shards(folder: Path) -> None:
-    """Remove the sharded weights that the file just written replaces."""
+def forget_shards(folder: Path) -> None:
+    """Remove the sharded weights that a single file just written replaces."""
     index = folder / INDEX
     if index.is_file():
         shards = set(read_json(index).get("weight_map", {}).values()) - {WEIGHTS}

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
-from vivace.checkpoint.files import INDEX, read_json, resolve, tensor_paths
+from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
+from vivace.checkpoint.files import INDEX, read_json, resolve, staged, tensor_paths
 from vivace.checkpoint.load import load_decoder, put
-from vivace.checkpoint.save import save_decoder
+from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
@@ -42,20 +42,26 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
         factor: k; a power of two keeps every scaled weight exact.
 
     Raises:
+        ConfigError: a factor below 2, or ``out`` is the source.
         UnsupportedError: a model that has other parts.
+        CheckpointError: the disk is full; what was there is as it was.
     """
     folder = resolve(source)
     if factor < 2:
         raise ConfigError(f"the factor must be at least 2, found {factor}")
+    if Path(out).resolve() == folder.resolve():
+        raise ConfigError(f"{out} is the model itself; name another folder for its twin")
     wide = widen(load_decoder(folder, device="cpu"), factor)
     raw = read_json(folder / "config.json")
     head_dim = wide.config.head_dim
     scaled = {key: raw[key] * factor for key in _WIDTHS if raw.get(key) is not None}
     target = Path(out)
-    save_decoder(wide, target, {**raw, **scaled, "head_dim": head_dim})
-    _copy_extras(folder, target)
-    for adapter in sorted((folder / "adapters").glob("*/config.json")):
-        _widen_adapter(adapter.parent, target / "adapters" / adapter.parent.name, base_hash(target), factor)
+    with staged(target) as place:
+        write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim})
+        _copy_extras(folder, place)
+        for adapter in sorted((folder / "adapters").glob("*/config.json")):
+            _widen_adapter(adapter.parent, place / "adapters" / adapter.parent.name, base_hash(place), factor)
+    forget_shards(target)
     return target
 
 
@@ -133,7 +139,7 @@ def _widen_adapter(source: Path, target: Path, base: str, k: int) -> None:
     """An adapter for the wide twin: ranks grow with the widths, so its share of the work stays what it was."""
     found, tensors = load_adapter(source)
     wide = {name: _widened_term(name, value, k) for name, value in tensors.items()}
-    save_adapter(target, found["kind"], base, found["plan"], _scaled_ranks(found["config"], k), wide)
+    write_adapter(target, found | {"base_hash": base, "config": _scaled_ranks(found["config"], k)}, wide)
 
 
 def _scaled_ranks(config: Mapping[str, Any], k: int) -> dict[str, Any]:

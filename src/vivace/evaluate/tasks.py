@@ -94,7 +94,8 @@ def convert(
         One entry for each file written, in the order of `SPLITS`.
 
     Raises:
-        ConfigError: unknown task or split, several files for one output, or ``complete`` for a task without slots.
+        ConfigError: unknown task or split, several files for one output, the source as output, or ``complete`` for
+            a task without slots.
         NotFoundError: no such source.
         CorruptError: a row is not what the task needs; nothing is written then.
     """
@@ -110,6 +111,8 @@ def convert(
         raise ConfigError(
             f"{source} has {len(sources)} splits but {target} is one file; name a folder, or give --split"
         )
+    if target.resolve() in [path.resolve() for path in sources.values()]:
+        raise ConfigError(f"{target} is the source itself; name another file")
     done = []
     for name, path in sources.items():
         file = target if target.suffix == ".jsonl" else target / f"{task}-{name}.jsonl"

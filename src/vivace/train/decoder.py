@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from vivace.checkpoint.bpe import save_bpe, train_bpe
-from vivace.checkpoint.files import read_json, resolve
+from vivace.checkpoint.files import read_json, resolve, staged
 from vivace.checkpoint.load import load_decoder
-from vivace.checkpoint.save import save_decoder
+from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.seams import Batch
@@ -37,7 +37,8 @@ from vivace.train.report import Report
 from vivace.train.scratch import ShapeConfig, deepen, start_decoder
 from vivace.train.variation import Pair, Variation, VariationConfig, copying_exercises
 
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_DEFAULTS = "generation_config.json"
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", _DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Stage:
     """Layers; None is all of the shape's."""
     places: tuple[int, ...] = ()
     """Where the layers of the stage before stand among them; empty when the depth stays."""
+    invent: float | None = None
+    """Share of pairs with invented values; None is the recipe's."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of a task's rows (by their "task") drawn each epoch; 1 for those not named."""
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= share <= 1 for share in self.shares.values()):
+            raise ConfigError(f"shares are between 0 and 1, found {self.shares}")
 
 
 @dataclass(frozen=True)
@@ -107,19 +116,23 @@ def train_decoder(
         How the last stage ended.
 
     Raises:
-        ConfigError: too few rows, or neither or both of a shape and a base.
+        ConfigError: too few rows, neither or both of a shape and a base, or ``out`` is the base.
         CapacityError: not enough memory.
         MismatchError: ``out`` holds a run with another recipe or data.
     """
     if (recipe.shape is None) == (base is None):
         raise ConfigError("train a decoder from a shape in the recipe or from a base (--model), one of the two")
-    order = random.Random(recipe.seed)
+    if base is not None and resolve(base).resolve() == out.resolve():
+        raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
     pairs = pairs_of(prompts)
-    order.shuffle(pairs)
+    tasks = dict(zip(pairs, (prompt.task or "" for prompt in prompts for _ in prompt.references), strict=True))
+    _require_tasks(recipe, set(tasks.values()))
+    random.Random(recipe.seed).shuffle(pairs)
     if len(pairs) <= recipe.held_back:
         raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
-    variation = Variation(recipe.variation, pairs)
-    pairs = [variation.respelled(pair) for pair in pairs]
+    respelled = [Variation(recipe.variation, pairs).respelled(pair) for pair in pairs]
+    tasks = {new: tasks[pair] for new, pair in zip(respelled, pairs, strict=True)}
+    pairs = respelled
     tokenizer, source = _tokenizer(recipe, pairs, out, base)
     held_back = _held_back(recipe, tokenizer, pairs)
     learnt = pairs[recipe.held_back :]
@@ -129,7 +142,7 @@ def train_decoder(
         if stage.places:
             depth = stage.depth or (recipe.shape.num_layers if recipe.shape else model.config.num_layers)
             model = deepen(model, depth, stage.places, recipe.seed + number)
-        batches = _batches(recipe, tokenizer, learnt, variation, number)
+        batches = _batches(recipe, tokenizer, learnt, tasks, number)
         plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
         course = Course(stage.loop, stage.optimiser, recipe.seed + number, plan)
         objective = NextToken(model, recompute=recipe.recompute)
@@ -182,16 +195,29 @@ def _held_back(recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair
 
 
 def _batches(
-    recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair], variation: Variation, stage: int
+    recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair], tasks: Mapping[Pair, str], number: int
 ) -> Batches:
+    stage = recipe.stages[number]
+    config = recipe.variation if stage.invent is None else replace(recipe.variation, invent=stage.invent)
+    variation = Variation(config, pairs)
+
     def draw(rng: random.Random, epoch: int) -> list[Pair]:
-        drawn = [variation.drawn(pair, rng) for pair in pairs]
-        if stage == 0 and epoch == 0:
+        chosen = [pair for pair in pairs if rng.random() < stage.shares.get(tasks[pair], 1.0)]
+        drawn = [variation.drawn(pair, rng) for pair in chosen]
+        if number == 0 and epoch == 0:
             drawn += copying_exercises(pairs, recipe.exercises, variation, rng)
         return drawn
 
     rows = Rows(tokenizer, recipe.longest)
-    return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed + stage)
+    return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed + number)
+
+
+def _require_tasks(recipe: DecoderRecipe, tasks: set[str]) -> None:
+    """Refuse a share of a task that no row belongs to."""
+    for stage in recipe.stages:
+        for name in stage.shares:
+            if name not in tasks:
+                raise ConfigError(f"stages.shares names the task {name!r}, of which there are no rows")
 
 
 def _check_memory(recipe: DecoderRecipe, model: Decoder, objective: NextToken, stage: Stage, report: Report) -> None:
@@ -203,14 +229,15 @@ def _check_memory(recipe: DecoderRecipe, model: Decoder, objective: NextToken, s
 
 
 def _save(model: Decoder, recipe: DecoderRecipe, source: Path, out: Path) -> None:
-    """Weights and configuration, then the files beside them."""
+    """Weights, configuration and the files beside them, all or nothing."""
     config: dict[str, Any] = read_json(source / "config.json")
-    save_decoder(model, out, config)
-    for name in _TEXT_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-    if (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", out / "generation_config.json")
-    else:
-        ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        write_text(out / "generation_config.json", json.dumps(ends | {"do_sample": False}, indent=2) + "\n")
+    with staged(out) as folder:
+        write_decoder(model, folder, config)
+        for name in _TEXT_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if not (folder / _DEFAULTS).exists():
+            ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            text = json.dumps(ends | {"do_sample": False}, indent=2) + "\n"
+            (folder / _DEFAULTS).write_text(text, encoding="utf-8")
+    forget_shards(out)
