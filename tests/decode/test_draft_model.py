@@ -186,8 +186,13 @@ def test_it_survives_what_a_session_may_do(models: Models) -> None:
     text = list(plain_text(model, (5, 6, 7, 8, 9), 12).new)
     assert guesses(drafter, context(session, {0: text[:6]})) == {0: right(text[:6])}
     assert guesses(drafter, context(session, {0: text[:6]})) == {0: right(text[:6])}, "nobody verified"
-    drafter.commit([0], [range(2)])
     assert drafter._cache is not None
+    drafter.fork([0], [1])
+    changed = [*text[:5], 50, 51]
+    assert guesses(drafter, context(session, {1: changed})) == {1: right(changed)}, "guesses are no text of the copy"
+    drafter.release([1])
+    assert guesses(drafter, context(session, {0: text[:6]})) == {0: right(text[:6])}
+    drafter.commit([0], [range(2)])
     assert drafter._cache.lengths[0] == 7
     drafter.fork([0], [2])
     other = [*text[:6], right(text[:6])[0], 33]
@@ -211,9 +216,9 @@ def test_a_new_session_is_followed_afresh(models: Models, plain: Plain) -> None:
         session.admit(Request(plain(torch.bfloat16)[6].prompt, 20, drafter))
         session.step()  # left in the middle of its work
         session.cancel(0)
-        (got,) = finish(session, [Request(text.prompt, 12, drafter)])
-        assert got.tokens == text.new[:12]
-        assert got.stats.num_draft_tokens == got.stats.num_accepted_draft_tokens
+        for got in finish(session, [Request(text.prompt, 12, drafter)] * 3):
+            assert got.tokens == text.new[:12]
+            assert got.stats.num_draft_tokens == got.stats.num_accepted_draft_tokens
 
 
 def test_a_prompt_stretches_its_rotation_too(models: Models) -> None:

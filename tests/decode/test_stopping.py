@@ -169,6 +169,19 @@ def test_penalties_are_applied_at_every_drafted_place(
         assert len(set(pairs)) == len(pairs)
 
 
+def test_a_rule_by_itself() -> None:
+    rule = StopRule(end_tokens=frozenset({7}), min_new_tokens=2)
+    assert [rule.stops_at(tokens) for tokens in ([7], [1, 7], [1, 1, 7], [7, 7, 1])] == [False, False, True, False]
+
+
+def test_a_long_stop_string_of_short_pieces() -> None:
+    """One byte a token, characters of up to four bytes: the whole string has to be looked at."""
+    written = "naïve – 今日は 🙂🙂🙂🙂. The end".encode()
+    rule = StopRule(stop_strings=("今日は 🙂🙂🙂🙂",), detokenize=lambda tokens: bytes(tokens).decode(errors="replace"))
+    stop = written.index(b". The end")
+    assert next(n for n in range(1, len(written) + 1) if rule.stops_at(list(written[:n]))) == stop
+
+
 def test_stop_strings_have_limits() -> None:
     with pytest.raises(ConfigError, match="a stop string must not be empty"):
         StopRule(stop_strings=("",), detokenize=spell)

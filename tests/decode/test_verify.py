@@ -284,6 +284,14 @@ def test_a_slot_draws_alike_whatever_its_neighbours_drafted() -> None:
         assert (got.accepted[0], got.next_tokens[0]) == (want.accepted[0], want.next_tokens[0])
 
 
+def test_sample_never_draws_the_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the ends of the unit interval either."""
+    weights = torch.tensor([0.0, 0.3, 0.3, 0.0])
+    for number, token in ((0.0, 1), (1 - 2**-53, 2)):
+        monkeypatch.setattr("vivace.core.sampling.uniform", lambda _, number=number: number)
+        assert sample(weights, torch.Generator()) == token
+
+
 def test_sample_inverts_the_cumulative_sum() -> None:
     weights = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
     generator = torch.Generator().manual_seed(0)
