@@ -16,6 +16,7 @@ from vivace.errors import ConfigError
 from vivace.prompts import Prompt
 from vivace.recipe import build, read_recipe
 from vivace.train.config import LoopConfig
+from vivace.train.data import Rows
 from vivace.train.decoder import DecoderRecipe, Stage, train_decoder
 from vivace.train.report import Lines
 from vivace.train.scratch import ShapeConfig
@@ -118,3 +119,25 @@ def test_the_recipe_for_fine_tuning_starts_from_a_base() -> None:
     recipe = build(DecoderRecipe, read_recipe(RECIPES / "finetune.yaml"))
     assert recipe.shape is None
     assert len(recipe.stages) == 1
+
+
+def test_a_share_of_a_task_is_drawn_each_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[tuple[str, str]]] = []
+    plain = Rows.encode
+
+    def spy(rows: Rows, pairs: list[tuple[str, str]]) -> object:
+        drawn.append(list(pairs))
+        return plain(rows, pairs)
+
+    monkeypatch.setattr(Rows, "encode", spy)
+    prompts = [replace(prompt, task="one" if index % 2 else "two") for index, prompt in enumerate(PROMPTS)]
+    stage = Stage(LOOP, invent=0.0, shares={"one": 0.0})
+    train_decoder(replace(RECIPE, stages=(stage,), exercises=0.0), prompts, tmp_path, Lines(lambda line: None))
+    of_task = {prompt.request: prompt.task for prompt in prompts}
+    epochs = drawn[1:]
+    assert epochs
+    assert all({of_task[asked] for asked, _ in epoch} == {"two"} for epoch in epochs)
+    with pytest.raises(ConfigError, match="no rows"):
+        train_decoder(replace(RECIPE, stages=(stage,)), PROMPTS, tmp_path / "b", Lines(lambda line: None))
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        Stage(LOOP, shares={"one": 2.0})
