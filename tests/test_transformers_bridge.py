@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vivace
+from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.share import share_module
-from vivace.errors import UnsupportedError
+from vivace.errors import MismatchError, UnsupportedError
 
 END = 7
 SETTINGS = [
@@ -116,3 +118,17 @@ def test_what_we_do_not_do_is_refused(model, ragged, asked: dict[str, Any]) -> N
             custom_generate=vivace.custom_generate,
             **asked,
         )
+
+
+def test_an_adapter_is_used_by_whichever_method_needs_it_or_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7]])
+    settings = {"max_new_tokens": 6, "do_sample": False, "custom_generate": vivace.custom_generate}
+    usual = model.generate(ids, **settings, method="plain")
+    for method in ("auto", "multirate", "multirate+lookup"):
+        assert torch.equal(model.generate(ids, **settings, method=method, adapter=adapter), usual)
+    other = make_adapter(tmp_path / "other", make_checkpoint(tmp_path / "foreign", seed=1))
+    with pytest.raises(MismatchError, match="was trained on base"):
+        model.generate(ids, **settings, method="auto", adapter=other)

@@ -39,9 +39,11 @@ Prompt = str | Sequence[Mapping[str, str]]
 SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
 """The model that comes with the package."""
 
+DEFAULT_NEW_TOKENS = 256
+"""Longest answer where neither the caller nor the checkpoint says; less where the context ends."""
 
 EXACT_ROWS = 64
-"""Rows of every call in exact mode: plain decoding and drafts of up to 63 guesses look the same to a GPU."""
+"""Rows of every decoding pass in exact mode: plain decoding and drafts of up to 63 guesses look the same."""
 
 
 _SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
@@ -71,11 +73,17 @@ class Options:
     batch_size: int = 16
     """Sequences decoded at once; further prompts wait."""
     exact: bool = False
-    """Pad every call to one number of rows where the backend's bits depend on it (GPUs; CPUs keep them anyway)."""
+    """Pad every decoding pass to one number of rows: slower, for machines where a row's bits depend on its number of
+    neighbours (``docs/losslessness.md``)."""
     num_draft_tokens: int | None = None
-    """Guesses per step; None is what the method's adapter says."""
+    """Guesses per step of a method that drafts; None is what the method or its adapter says."""
     progress: Progress | None = None
     """Told (done, all) prompt tokens while prompts are read."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("batch_size", self.batch_size, 1), ("min_new_tokens", self.min_new_tokens, 0)):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, found {value}")
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Options:
@@ -231,7 +239,9 @@ class Engine:
         context = self.model.config.max_positions
         if len(tokens) >= context:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
-        stops = self._stop_strings(options)
+        limit, stops = self._limit(options, len(tokens)), self._stop_strings(options)
+        if options.min_new_tokens > limit:
+            raise ConfigError(f"min_new_tokens is {options.min_new_tokens}, more than the {limit} tokens at most")
         stop = StopRule(
             end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
             stop_strings=stops,
@@ -240,7 +250,7 @@ class Engine:
         )
         request = Request(
             tokens=tokens,
-            max_new_tokens=self._limit(options, len(tokens)),
+            max_new_tokens=limit,
             drafter=self.methods.drafter(options.method, options.num_draft_tokens),
             sampling=self._sampling(options),
             stop=stop,
@@ -252,23 +262,24 @@ class Engine:
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
         """A session with room for these requests."""
-        needs_padding = options.exact and self.model.device.type != "cpu"
-        self.model.row_count = EXACT_ROWS if needs_padding else 1
+        self.model.row_count = EXACT_ROWS if options.exact else 1
         return Session(
             self.model,
-            num_slots=max(1, min(len(requests), options.batch_size)),
+            num_slots=min(len(requests), options.batch_size),
             capacity=max(len(r.tokens) + r.max_new_tokens for r in requests),
             progress=options.progress,
         )
 
     def _limit(self, options: Options, num_prompt_tokens: int) -> int:
-        """New tokens at most: what was asked, what the checkpoint says, or what fits."""
+        """New tokens at most: what was asked; else what the checkpoint says or the default, as far as it fits."""
         if options.max_new_tokens is not None:
             return options.max_new_tokens
         room = self.model.config.max_positions - num_prompt_tokens
         if "max_new_tokens" in self.defaults:
             return min(room, int(self.defaults["max_new_tokens"]))
-        return min(room, max(1, int(self.defaults.get("max_length", room + num_prompt_tokens)) - num_prompt_tokens))
+        if "max_length" in self.defaults:
+            return min(room, max(1, int(self.defaults["max_length"]) - num_prompt_tokens))
+        return min(room, DEFAULT_NEW_TOKENS)
 
     def _stop_strings(self, options: Options) -> tuple[str, ...]:
         stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())

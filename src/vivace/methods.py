@@ -73,7 +73,7 @@ class Methods:
         """The drafter of a method, made once.
 
         Raises:
-            ConfigError: no such method.
+            ConfigError: no such method, or a number of guesses for one that does not take it.
             UnsupportedError: not built yet.
             NotFoundError: its weights are missing; names the command that trains them.
         """
@@ -84,17 +84,20 @@ class Methods:
         return self._drafters[key]
 
     def _make(self, method: str, length: int | None) -> Drafter:
+        if length is not None and method in ("plain", "auto"):
+            why = "drafts nothing" if method == "plain" else "finds out how far to draft"
+            raise ConfigError(f"num_draft_tokens is {length}, but method {method} {why}; leave it out")
         match method:
             case "plain":
                 return NoDrafts()
             case "lookup":
-                return PromptLookup(LookupConfig() if length is None else LookupConfig(num_draft_tokens=length))
+                return _lookup(length)
             case "draft":
                 return self._draft_model(length)
             case "multirate" | "multirate+lookup":
                 accelerator, plan = self._accelerator()
                 plan = plan if length is None else replace(plan, widths=(1,) * length)
-                lookup = PromptLookup() if method.endswith("lookup") else None
+                lookup = _lookup(length) if method.endswith("lookup") else None
                 return self_speculation(self.model, accelerator, plan, lookup=lookup)
         return self._adaptive()
 
@@ -145,3 +148,7 @@ class Methods:
             if method.built and name != "auto" and has_weights and (name != "draft" or self.second is not None):
                 names.append(name)
         return names
+
+
+def _lookup(length: int | None) -> PromptLookup:
+    return PromptLookup(LookupConfig() if length is None else LookupConfig(num_draft_tokens=length))

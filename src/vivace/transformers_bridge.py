@@ -26,7 +26,7 @@ from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
-from vivace.methods import Methods
+from vivace.methods import Methods, adapters_by_method
 
 _SHARED: WeakKeyDictionary[Any, tuple[tuple[int, ...], Methods]] = WeakKeyDictionary()
 """The decoder over each module seen, with the addresses its parameters had."""
@@ -62,7 +62,7 @@ def custom_generate(
         UnsupportedError: an output or strategy that is not ours to give.
     """
     _refuse(generation_config)
-    methods = _methods(model, method, adapter)
+    methods = _methods(model, adapter)
     mask = model_kwargs.get("attention_mask")
     padding = [0 if mask is None else int((mask[place] == 0).sum()) for place in range(len(input_ids))]
     seeds = torch.randint(0, 2**31, (len(input_ids),)).tolist()
@@ -91,14 +91,14 @@ def _refuse(config: Any) -> None:
         raise UnsupportedError(f"vivace.custom_generate does not do {', '.join(asked)}; leave it out")
 
 
-def _methods(model: Any, method: str, adapter: str | Path | None) -> Methods:
+def _methods(model: Any, adapter: str | Path | None) -> Methods:
     """The drafters over a module's own storage, kept for as long as its parameters stay where they are."""
     addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
-    adapters = {} if adapter is None else {method.partition("+")[0]: Path(adapter)}
+    name = getattr(model.config, "_name_or_path", "")
+    folder = Path(name) if name and Path(name).is_dir() else None
+    adapters = {} if adapter is None else adapters_by_method([adapter], folder)
     known = _SHARED.get(model)
     if known is None or known[0] != addresses or known[1].adapters != adapters:
-        name = getattr(model.config, "_name_or_path", "")
-        folder = Path(name) if name and Path(name).is_dir() else None
         known = _SHARED[model] = (addresses, Methods(share_module(model), folder, adapters))
     return known[1]
 

@@ -146,10 +146,15 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "method without its adapter": ((*GENERATE, "--method", "multirate"), FAILED, "vivace train multirate --model"),
     "method without its model": ((*GENERATE, "--method", "draft"), FAILED, "--draft-model"),
     "adapter of another base": ((*GENERATE, "--adapter", "of-other"), FAILED, "was trained on base"),
-    "unused adapter of another base": (
-        (*GENERATE, "--adapter", "of-other", "--method", "plain"),
-        FAILED,
-        "was trained on base",
+    "unused adapter": (
+        (*GENERATE, "--adapter", "adapter", "--method", "plain"),
+        USAGE,
+        "--adapter has no effect on plain",
+    ),
+    "unused draft model": (
+        ("check", "tiny", "--draft-model", "tiny", "--methods", "lookup"),
+        USAGE,
+        "--draft-model has no effect on lookup",
     ),
     "adapter that is not there": ((*GENERATE, "--adapter", "none"), FAILED, "no adapter directory none"),
     "adapter that is a checkpoint": ((*GENERATE, "--adapter", "other"), FAILED, "not an adapter's configuration"),

@@ -22,9 +22,9 @@ def test_only_flags_that_were_given_reach_the_engine(cli: Cli, engine: FakeEngin
     cli("generate", "hello")
     prompt, settings = engine.asked[-1]
     assert callable(settings.pop("progress"))
-    assert (prompt, settings) == ("hello", {"max_new_tokens": 256, "method": "auto", "raw": False})
+    assert (prompt, settings) == ("hello", {"method": "auto", "raw": False})
     flags = "--do-sample --temperature 0 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --seed 0 --raw"
-    flags += " --no-repeat-ngram-size 3 --stop-strings a --stop-strings b --method lookup --max-new-tokens 9"
+    flags += " --exact --no-repeat-ngram-size 3 --stop-strings a --stop-strings b --method lookup --max-new-tokens 9"
     cli("generate", "hello", *flags.split())
     settings = engine.asked[-1][1]
     del settings["progress"]
@@ -39,6 +39,7 @@ def test_only_flags_that_were_given_reach_the_engine(cli: Cli, engine: FakeEngin
         "stop_strings": ["a", "b"],
         "seed": 0,
         "raw": True,
+        "exact": True,
         "method": "lookup",
         "max_new_tokens": 9,
     }

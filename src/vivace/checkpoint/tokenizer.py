@@ -12,7 +12,7 @@ from typing import Any
 
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_eos_ids
-from vivace.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
+from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -77,12 +77,15 @@ class Tokenizer:
             raw: take the text as it is.
 
         Raises:
+            ConfigError: messages that shall be taken as they are.
             UnsupportedError: messages without a chat template.
         """
         if isinstance(prompt, str):
             if raw or not self.has_template:
                 return self.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
+            return self.encode(self.prompt_text([{"role": "user", "content": prompt}]), special=False)
+        if raw:
+            raise ConfigError("messages are written with the chat template; give a text to be taken as it is (raw)")
         return self.encode(self.prompt_text(prompt), special=False)
 
     def stream(self) -> TextStream:

@@ -15,7 +15,7 @@ from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError, DependencyError
 from vivace.files import write_text
-from vivace.prompts import Prompt
+from vivace.prompts import PACKAGED, Prompt
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def decode(
     if BASELINE not in names:
         raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
     rows = read_prompts(prompts, limit)
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    rivals_draft = "transformers-assisted" in split_names(peers)
+    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels)
+    engine = open_engine(choice, [*names, *(["draft"] if rivals_draft else [])])
     questions = questions_of(engine, rows, raw=raw)
     rivals, heat = enter_peers(
         split_names(peers),
@@ -79,7 +81,7 @@ def decode(
         **facts(engine),
         "setting": {
             "model": engine.folder.name,
-            "prompts": prompts if prompts in ("e2e", "sql") else Path(prompts).name,
+            "prompts": prompts if prompts in PACKAGED else Path(prompts).name,
             "num_prompts": len(rows),
             "max_new_tokens": max_new_tokens,
             "batch_size": batch,

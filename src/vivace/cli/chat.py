@@ -25,7 +25,7 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
-    max_new_tokens: options.MaxNewTokens = 512,
+    max_new_tokens: options.MaxNewTokens = None,
     do_sample: options.DoSample = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -36,7 +36,7 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Talk with a model; every turn sees the whole conversation."""
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])
     settings = options.given(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,

@@ -11,7 +11,7 @@ from vivace.cli import options
 from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
-from vivace.recipe import METHODS, find_method
+from vivace.recipe import METHODS
 
 NUM_SHOWN = 5
 
@@ -31,14 +31,15 @@ def check(
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
     raw: options.Raw = False,
+    exact: options.Exact = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the greedy answers of methods with plain decoding; ends with status 1 if a token differs."""
     from vivace.evaluate.sameness import compare
 
     rows = read_prompts(prompts, limit)
-    named = [find_method(name).name for name in split_names(methods or "")]
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    named = split_names(methods or "")
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), named)
     chosen = named or [name for name in engine.methods.ready() if METHODS[name].lossless and name != "plain"]
     with console.progress("answering") as progress:
         found = compare(
@@ -48,6 +49,7 @@ def check(
             max_new_tokens=max_new_tokens,
             batch_size=batch,
             raw=raw,
+            exact=exact,
             on_progress=progress,
         )
     if as_json:

@@ -32,8 +32,9 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
+    exact: options.Exact = False,
     do_sample: options.DoSample = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -47,7 +48,7 @@ def generate(
 ) -> None:
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
     requests = read_requests(prompt, prompt_file)
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])
     settings = options.given(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
@@ -61,6 +62,7 @@ def generate(
         seed=seed,
         method=method,
         raw=raw,
+        exact=exact or None,
     )
     with console.progress("reading the prompt") as progress:
         settings["progress"] = progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import vivace
 from vivace.cli.console import console
 from vivace.cli.options import parse_adapters
-from vivace.errors import NotFoundError
+from vivace.errors import ConfigError, NotFoundError
+from vivace.recipe import Method, find_method
 
 if TYPE_CHECKING:
     from vivace.decode.stats import DecodeStats
@@ -28,8 +30,19 @@ class ModelChoice:
     kernels: str = "auto"
 
 
-def open_engine(choice: ModelChoice) -> Engine:
-    """Load a model; says so on stderr."""
+def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
+    """Load a model; says so on stderr.
+
+    Args:
+        choice: the flags.
+        methods: what it will decode with, so that what cannot be is said before anything is read; empty for any.
+
+    Raises:
+        UsageError: an unknown method, or a flag that none of the methods has a use for.
+        CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
+    """
+    if methods:
+        _check_use(choice, [find_method(name) for name in methods])
     console.note(f"loading {choice.model or 'the model that ships'}")
     return vivace.load(
         choice.model,
@@ -39,6 +52,14 @@ def open_engine(choice: ModelChoice) -> Engine:
         draft_model=choice.draft_model,
         kernels=choice.kernels,
     )
+
+
+def _check_use(choice: ModelChoice, methods: Sequence[Method]) -> None:
+    names = ", ".join(method.name for method in methods)
+    if choice.adapters and not any(method.adapter or method.name == "auto" for method in methods):
+        raise ConfigError(f"--adapter has no effect on {names}; leave it out, or choose a method that has one")
+    if choice.draft_model and not any(method.name in ("draft", "auto") for method in methods):
+        raise ConfigError(f"--draft-model has no effect on {names}; leave it out, or choose method draft")
 
 
 def folder_of(model: str | None) -> Path:

@@ -29,7 +29,13 @@ Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]
 Kernels = Annotated[str, typer.Option("--kernels", help="auto or torch.", rich_help_panel=_MODEL)]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),
+]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="Equal row counts in every pass; slower, for machines that need it.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -54,6 +54,7 @@ def compare(
     max_new_tokens: int,
     batch_size: int = 1,
     raw: bool = False,
+    exact: bool = False,
     on_progress: Progress | None = None,
 ) -> list[Sameness]:
     """Compare the greedy answers of methods with those of plain decoding, prompt by prompt.
@@ -65,12 +66,13 @@ def compare(
         max_new_tokens: Longest answer.
         batch_size: Prompts decoded together by the methods; plain answers them one at a time.
         raw: Prompts go in without the chat template.
+        exact: Every decoding pass has one number of rows.
         on_progress: Told (methods done, all).
     """
 
     def answers(method: str, size: int) -> list[tuple[int, ...]]:
         requests = [question.request for question in questions]
-        settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "raw": raw, "logprobs": False}
+        settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "raw": raw, "logprobs": False, "exact": exact}
         results = engine.generate(requests, method=method, batch_size=size, **settings)
         return [tuple(result.token_ids) for result in results]
 

@@ -1,0 +1,128 @@
+"""Every field of ``Options`` changes something or is refused: nothing asked for is dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.core.model import Layer
+from vivace.core.step import Step
+from vivace.engine import Options
+from vivace.errors import ConfigError
+
+PROMPTS = ["abc abc abc abc", "the quick brown fox the quick brown fox"]
+PLAIN = {"method": "plain", "max_new_tokens": 24}
+DRAWN = PLAIN | {"do_sample": True, "temperature": 2.0}
+LOOKED_UP = PLAIN | {"method": "lookup"}
+
+CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
+    "max_new_tokens": (PLAIN, 2),
+    "min_new_tokens": (PLAIN, 20),
+    "do_sample": (PLAIN, True),
+    "temperature": (PLAIN, 5.0),
+    "top_p": (DRAWN, 0.05),
+    "top_k": (DRAWN, 1),
+    "min_p": (DRAWN, 1.0),
+    "repetition_penalty": (PLAIN, 9.0),
+    "no_repeat_ngram_size": (PLAIN | {"ignore_eos": True}, 1),
+    "stop_strings": (PLAIN | {"ignore_eos": True}, [" ", "e", "a", "o", "n"]),
+    "ignore_eos": (PLAIN, True),
+    "seed": (DRAWN, 7),
+    "method": (PLAIN, "lookup"),
+    "raw": (PLAIN, True),
+    "logprobs": (PLAIN, False),
+    "batch_size": (PLAIN, 1),
+    "exact": (PLAIN, True),
+    "num_draft_tokens": (LOOKED_UP | {"ignore_eos": True}, 1),
+    "progress": (PLAIN, "recorded"),
+}
+"""Field -> what it is added to, and its value."""
+
+REFUSED: Mapping[str, Mapping[str, Any]] = {
+    "batch_size must be at least 1, found 0": {"batch_size": 0},
+    "min_new_tokens must be at least 0, found -1": {"min_new_tokens": -1},
+    "min_new_tokens is 30, more than the 24 tokens at most": {"min_new_tokens": 30},
+    "num_draft_tokens is 3, but method plain drafts nothing": {"num_draft_tokens": 3},
+    "num_draft_tokens is 3, but method auto finds out": {"num_draft_tokens": 3, "method": "auto"},
+    "lookup needs num_draft_tokens >= 1": {"num_draft_tokens": 0, "method": "lookup"},
+    "no effect on greedy decoding": {"top_k": 3, "do_sample": False},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> vivace.Engine:
+    """A model whose greedy text ends early: one of its tokens is made an end token."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("options"))
+    usual = vivace.load(folder).generate(PROMPTS[0], **PLAIN)[0]
+    settings = {"eos_token_id": [usual.token_ids[4]]}
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return vivace.load(folder)
+
+
+class Observed:
+    """What can be seen of a call: its answers, the rows that went up and the progress it reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self.reports: list[tuple[int, int]] = []
+        forward = Layer.forward
+
+        def recorded(layer: Layer, h: torch.Tensor, step: Step) -> torch.Tensor:
+            self.rows.append(len(h))
+            return forward(layer, h, step)
+
+        monkeypatch.setattr(Layer, "forward", recorded)
+
+    def of(self, engine: vivace.Engine, options: Mapping[str, Any]) -> object:
+        self.rows.clear()
+        self.reports.clear()
+        if "progress" in options:
+            options = {**options, "progress": lambda done, total: self.reports.append((done, total))}
+        results = engine.generate(PROMPTS, **options)
+        answers = [
+            (r.text, r.token_ids, r.logprobs, r.finish_reason, r.method, r.stats.num_prompt_tokens) for r in results
+        ]
+        return answers, tuple(self.rows), tuple(self.reports)
+
+
+def test_the_table_has_every_field() -> None:
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_field_changes_something(engine: vivace.Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    base, value = CHANGES[name]
+    observed = Observed(monkeypatch)
+    usual = observed.of(engine, base)
+    assert observed.of(engine, base) == usual
+    assert observed.of(engine, {**base, name: value}) != usual
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_have_no_effect_is_refused(engine: vivace.Engine, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine.generate(PROMPTS, **PLAIN | REFUSED[message])
+
+
+def test_messages_cannot_be_raw(engine: vivace.Engine) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    assert engine.generate(messages, **PLAIN)[0].token_ids == engine.generate("abc", **PLAIN)[0].token_ids
+    with pytest.raises(ConfigError, match="give a text to be taken as it is"):
+        engine.generate(messages, **PLAIN, raw=True)
+
+
+def test_nobody_says_how_long(engine: vivace.Engine, tmp_path: Path) -> None:
+    """The default is not the whole context, whose cache may be larger than the machine."""
+    settings = {"method": "plain", "ignore_eos": True}
+    room = engine.model.config.max_positions - len(engine.tokenizer.encode_prompt("abc"))
+    assert len(engine.generate("abc", **settings)[0].token_ids) == room < 256
+    folder = make_checkpoint(tmp_path, context=512)
+    assert len(vivace.load(folder).generate("abc", **settings)[0].token_ids) == 256
