@@ -34,7 +34,7 @@ class DraftPlan:
     widths: tuple[int, ...] = (1, 1, 1, 1)
     """Children below each leaf, depth by depth: all ones is a chain."""
     min_confidence: float = 0.0
-    """Stop below a guess less likely than this under the drafting law; 0 never stops early."""
+    """Stop below a guess that the gate finds less likely than this, processors aside; 0 never stops early."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -164,7 +164,8 @@ class ShallowDrafter:
         if context.law.is_greedy(context.slots) and not self.plan.min_confidence:
             tokens = self.model.greedy(at_gate)[:, None] if width == 1 else self.model.head(at_gate).topk(width).indices
         else:
-            law = context.law(self.model.head(at_gate), draft, leaves)
+            logits = self.model.head(at_gate)
+            bare, law = torch.softmax(logits, -1), context.law(logits, draft, leaves)
             if self.plan.is_chain:
                 slots = draft.slot.tolist()
                 drawn = [
@@ -172,8 +173,8 @@ class ShallowDrafter:
                 ]
                 tokens, probs = torch.tensor(drawn)[:, None], law
             else:
-                tokens = law.topk(width).indices
-            sure = law.gather(1, tokens) >= self.plan.min_confidence
+                tokens = (law + bare).topk(width).indices  # a greedy law names one token: the others by the model's
+            sure = bare.gather(1, tokens) >= self.plan.min_confidence
         draft, rows = draft.grow(leaves, tokens, probs)
         return draft, rows if sure is None else rows[sure.reshape(-1)]
 
