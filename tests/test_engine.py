@@ -55,6 +55,21 @@ def test_streamed_text_is_the_text(engine: vivace.Engine) -> None:
         assert chunks[-1].result.text == whole.text
 
 
+def test_a_stream_that_is_closed_leaves_nothing_behind(checkpoint: Path) -> None:
+    def drafted(engine: vivace.Engine) -> int:
+        settings = {"max_new_tokens": 24, "method": "lookup", "ignore_eos": True}
+        return engine.generate("the quick fox the quick fox", **settings)[0].stats.num_draft_tokens
+
+    engine = vivace.load(checkpoint)
+    expected = drafted(engine)
+    stream = engine.stream("fox quick the", max_new_tokens=40, method="lookup", ignore_eos=True)
+    next(stream)
+    next(stream)
+    stream.close()
+    assert engine.methods.drafter("lookup")._index == {}
+    assert drafted(engine) == expected
+
+
 def test_a_stop_string_ends_the_text_before_it_and_never_flashes(engine: vivace.Engine) -> None:
     whole = engine.generate("abc", max_new_tokens=40, method="plain")[0]
     for first in range(1, len(whole.text) - 3, 3):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vivace.cli import options
 from vivace.cli.console import console
 
 
@@ -16,7 +17,7 @@ def data(
     output: Annotated[Path, typer.Argument(help="A folder, or the .jsonl file to write.", metavar="OUT")],
     split: Annotated[str | None, typer.Option(help="Only this split: train or dev.")] = None,
     complete: Annotated[bool, typer.Option(help="e2e train: only references that express every slot.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Turn the public files of a task into prompt files.
 

@@ -61,10 +61,6 @@ class Deltas:
             else:
                 y.index_add_(0, rows, term)
 
-    def covers(self, site: Site) -> bool:
-        """Whether any row changes at this site."""
-        return site in self.down
-
     def take(self, rows: Tensor) -> Deltas:
         """The same terms for some rows of the call."""
         return Deltas(self.which[rows], self.down, self.up)

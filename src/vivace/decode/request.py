@@ -16,7 +16,7 @@ from vivace.errors import CapacityError, ConfigError
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A logits processor of transformers: (1, S) token ids and (1, V) logits -> (1, V) logits."""
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,14 @@ class Session:
                 self._release(sequence)
 
     def drain(self) -> Iterator[Emitted]:
-        """Step until nothing is left."""
-        while not self.is_idle:
-            yield from self.step()
+        """Step until nothing is left; a caller who stops before that cancels the rest."""
+        try:
+            while not self.is_idle:
+                yield from self.step()
+        finally:
+            self._waiting.clear()
+            for sequence in list(self._live.values()):
+                self._release(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
