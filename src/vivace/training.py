@@ -26,7 +26,7 @@ from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.residual import Accelerator
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, Rows, collate, grouped, pairs_of
+from vivace.train.data import Batches, Rows, collate, grouped, pairs_of, texts_of
 from vivace.train.loop import Course, Lessons, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
@@ -122,7 +122,7 @@ def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[st
 def _pairs(recipe: AdapterRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
     if not recipe.regenerate:
         return pairs_of(prompts)
-    texts = sorted({str(prompt.request) for prompt in prompts})
+    texts = sorted(set(texts_of(prompts)))
     random.Random(recipe.seed).shuffle(texts)
     return regenerated(engine, texts[: recipe.regenerate], out / "run" / "regenerated.jsonl", report.note)
 

@@ -70,6 +70,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "broken.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
     (place / "misspelt.jsonl").write_text('{"promt": "fine"}\n')
+    (place / "talk.jsonl").write_text('{"messages": [{"role": "user", "content": "fine"}], "reference": "yes"}\n' * 9)
     (place / "recipe.yaml").write_text(json.dumps(RECIPE))
     (place / "scratch.yaml").write_text(json.dumps(SCRATCH))
     (place / "typo.yaml").write_text(json.dumps(RECIPE | {"held_bak": 3}))
@@ -214,6 +215,21 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--data", "broken.jsonl"),
         USAGE,
         "broken.jsonl, line 2: not JSON",
+    ),
+    "training on conversations": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--data", "talk.jsonl"),
+        USAGE,
+        'found a row with "messages"',
+    ),
+    "regenerating conversations": (
+        ("train", "recipe.yaml", "regenerate=9", "--model", "tiny", "--out", "out", "--data", "talk.jsonl"),
+        USAGE,
+        'found a row with "messages"',
+    ),
+    "raw conversations": (
+        ("generate", "--prompt-file", "talk.jsonl", "--raw", "--model", "tiny"),
+        USAGE,
+        "give a text to be taken as it is",
     ),
     "training a missing base": (
         ("train", "recipe.yaml", "--model", "nowhere", "--out", "out", "--data", "rows.jsonl"),

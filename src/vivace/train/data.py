@@ -52,12 +52,23 @@ def pairs_of(prompts: Sequence[Prompt]) -> list[Pair]:
     Raises:
         ConfigError: no prompt has a reference, or one is a conversation (not trained on yet).
     """
-    if any(not isinstance(prompt.request, str) for prompt in prompts):
-        raise ConfigError('training takes rows with "prompt"; found a row with "messages"')
-    pairs = [(str(prompt.request), answer) for prompt in prompts for answer in prompt.references]
+    texts = texts_of(prompts)
+    pairs = [(text, answer) for text, prompt in zip(texts, prompts, strict=True) for answer in prompt.references]
     if not pairs:
         raise ConfigError(f'none of {len(prompts)} rows has a "reference" to learn; regenerate answers first')
     return pairs
+
+
+def texts_of(prompts: Sequence[Prompt]) -> list[str]:
+    """The prompts themselves, in order.
+
+    Raises:
+        ConfigError: one is a conversation (not trained on yet).
+    """
+    texts = [prompt.request for prompt in prompts if isinstance(prompt.request, str)]
+    if len(texts) < len(prompts):
+        raise ConfigError('training takes rows with "prompt"; found a row with "messages"')
+    return texts
 
 
 class Rows:
