@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -23,12 +23,18 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     )
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = _seconds_of_children()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - start)
+        times.append(_seconds_of_children() - before)
         assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
     assert min(times) < 0.5
+
+
+def _seconds_of_children() -> float:
+    """Processor time of finished processes: unlike the clock it does not depend on who else is running."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_every_command_has_help(cli: Cli) -> None:
