@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tests.core.decoders import BASE, VARIANTS, VOCAB, build, tokens
 from tests.core.test_bits import prefill, tree
+from tests.decode.tiny_decoders import randomise
 from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
@@ -117,6 +119,26 @@ def test_spans_are_layers_one_by_one(variant: str, packed: Decoder) -> None:
         assert torch.equal(packed.run(packed.run(h, step, 0, 2), step, 2), expected), name
         logits = packed.head(expected)
         assert torch.equal(packed.greedy(expected), logits.argmax(-1)), name
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_spans_with_any_number_of_threads(body: NativeBody, threads: int) -> None:
+    """A phase begins when the one before is complete, also where a thread comes late."""
+    packed = packing(wide_decoder(), body)
+    cache, _ = prefill(packed, {0: tokens(40, 1)}, 1)
+    step = Step.of(Draft.given_only({0: tokens(6, 2)}), cache)
+    h = torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    alone = packed.run(h, step)
+    torch.set_num_threads(threads)
+    for _ in range(60):
+        assert torch.equal(packed.run(h, step), alone)
+
+
+def wide_decoder() -> Decoder:
+    changes = {"width": 256, "ffn_width": 512, "num_heads": 8, "head_dim": 32, "num_layers": 4}
+    decoder = Decoder(ModelConfig(**BASE | changes))
+    randomise(decoder, 0)
+    return decoder.to(torch.bfloat16).requires_grad_(False).eval()
 
 
 SITES = ("q", "k", "v", "o", "gate", "up", "down", "mlp")

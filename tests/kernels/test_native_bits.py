@@ -6,6 +6,7 @@ As in ``test_row_invariance``, sums cancel, so that the order of summation is al
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -113,9 +114,24 @@ def test_after_a_fork(body: NativeBody) -> None:
     x, weight = cancelling(5, 256, 2048, BF16)
     m = Matrix(pack(weight), None, 256, 2048)
     expected = body.linear(m, x)
-    child = os.fork()
-    if child == 0:
-        same = all(torch.equal(body.linear(m, x), expected) for _ in range(20))
-        os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    done = threading.Event()
+
+    def keep_busy() -> None:
+        with torch.inference_mode():
+            while not done.is_set():
+                body.linear(m, x)
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        for _ in range(40):  # some of them while the pool is at work
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)  # ends a child that hangs
+                same = all(torch.equal(body.linear(m, x), expected) for _ in range(5))
+                os._exit(0 if same else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        busy.join()
     assert torch.equal(body.linear(m, x), expected)

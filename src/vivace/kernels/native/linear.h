@@ -49,7 +49,9 @@ const SumTiles SUM_TILES[] = {
 template <int R, int O>
 void dot_block(const bf16* w, const bf16* x, int64_t width, int64_t stride, float* sums) {
     Vec acc[R][O];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int o = 0; o < O; ++o) acc[r][o] = broadcast(0);
     int64_t k = 0;
     for (; k + DOT_WIDTH <= width; k += DOT_WIDTH)
@@ -58,9 +60,13 @@ void dot_block(const bf16* w, const bf16* x, int64_t width, int64_t stride, floa
 #pragma GCC unroll 4
             for (int o = 0; o < O; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w + o * width + k);
     if (k < width)
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int o = 0; o < O; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w + o * width + k, width - k);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int o = 0; o < O; ++o) sums[r * LANES + o] = sum_of(acc[r][o]);
 }
 
