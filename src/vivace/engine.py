@@ -157,20 +157,22 @@ def load(
     folder = resolve(SHIPPED if path is None else path)
     model, tokenizer = load_decoder(folder, dtype=dtype, device=device), load_tokenizer(folder)
     second = None if draft_model is None else _second_model(draft_model, tokenizer, dtype, device)
-    choice = _settle(choice, kernels, model)
-    for decoder in (model, second):
-        if decoder is not None and choice.body is not None and (kernels != "auto" or decoder.dtype == torch.bfloat16):
-            pack_decoder(decoder, choice.body)
+    choice = _settle(choice, kernels, [model] if second is None else [model, second])
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
     return Engine(model, tokenizer, methods, load_generation_defaults(folder), choice)
 
 
-def _settle(choice: Choice, asked: str, model: Decoder) -> Choice:
-    """The choice for this model: native kernels are for bfloat16; asked for by name, packing refuses others."""
-    if choice.body is None or asked != "auto" or model.dtype == torch.bfloat16:
+def _settle(choice: Choice, asked: str, models: Sequence[Decoder]) -> Choice:
+    """Pack the models for the body chosen; "auto" leaves those that are not bfloat16 to torch, and says so."""
+    if choice.body is None:
         return choice
-    return Choice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
+    for model in models:
+        if asked != "auto" or model.dtype == torch.bfloat16:
+            pack_decoder(model, choice.body)
+    if models[0].dtype != torch.bfloat16:
+        return Choice("torch", f"native kernels are for bfloat16, the weights are {models[0].dtype}", None)
+    return choice
 
 
 def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: str) -> Decoder:

@@ -214,26 +214,18 @@ class Decoder(nn.Module):
             watch: called with (layer, rows) after each layer.
         """
         last = self.config.num_layers if stop is None else stop
-        if self.span is not None and self.span.covers(step):
-            return self._run_spans(self.span, h, step, range(start, last), watch)
         count = len(h)
         if count % self.row_count and step.grid is None and step.chunk is None:
             spare = torch.zeros(-count % self.row_count, dtype=torch.int64, device=h.device)
             h, step = torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)
+        span = self.span if self.span is not None and self.span.covers(step) else None
+        if span is not None and watch is None:
+            return span.run(h, step, start, last)[:count]
         for index in range(start, last):
-            h = self.layers[index](h, step)
+            h = self.layers[index](h, step) if span is None else span.run(h, step, index, index + 1)
             if watch is not None:
                 watch(index, h[:count])
         return h[:count]
-
-    @staticmethod
-    def _run_spans(span: Span, h: Tensor, step: Step, layers: range, watch: Watch | None) -> Tensor:
-        if watch is None:
-            return span.run(h, step, layers.start, layers.stop)
-        for index in layers:
-            h = span.run(h, step, index, index + 1)
-            watch(index, h)
-        return h
 
     def norm(self, h: Tensor) -> Tensor:
         """Final norm, (n, E) -> (n, E)."""

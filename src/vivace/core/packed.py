@@ -108,7 +108,7 @@ class PackedFeedForward(nn.Module):
         """(T, E) -> (T, E)."""
         refuse_gradients(x)
         sites = (self.layer, "gate"), (self.layer, "up")
-        if any(deltas.covers(site) for deltas in step.deltas for site in sites):
+        if any(site in deltas.down for deltas in step.deltas for site in sites):
             gate, up = self.gate(x), self.up(x)
             for deltas in step.deltas:
                 deltas.add(gate, x, sites[0])

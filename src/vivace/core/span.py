@@ -65,6 +65,8 @@ class NativeSpan:
         if start >= stop or len(h) == 0:
             return h
         assert isinstance(step.memory, KVCache)
+        assert h.dtype == torch.bfloat16
+        assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
         keys, values = self._addresses(step.memory)
         rotations = [layer.rotation(step, h.dtype) for layer in self._rotating]
         terms, kept = self._terms(step, start, stop)
