@@ -3,19 +3,21 @@
 // Softmax runs online over blocks of 64 ordinals (Milakov & Gimelshein 2018, arXiv:1805.02867), counted from the
 // row's first visible one, so that a row's sums are grouped the same way wherever its entries are stored.
 #pragma once
-#include "elementwise.h"
+#include "linear.h"
 
 namespace {
 
 constexpr int64_t ENTRIES = 64;
 constexpr int64_t MAX_GROUP = 128;  // query heads per key/value head (library.py refuses more)
 
-inline float score(const bf16* q, const bf16* k, int64_t width) {
-    Vec acc = broadcast(0);
-    int64_t i = 0;
-    for (; i + DOT_WIDTH <= width; i += DOT_WIDTH) acc = dot(acc, q + i, k + i);
-    if (i < width) acc = dot(acc, q + i, k + i, width - i);
-    return sum_of(acc);
+// scores[j] = scale q.k[j]
+inline void score(const bf16* q, const bf16* const* k, int64_t count, int64_t width, float scale, float* scores) {
+    for (int64_t j = 0; j < count; j += 4) {
+        const bf16* four[4];
+        for (int64_t i = 0; i < 4; ++i) four[i] = k[j + i < count ? j + i : j];
+        dot_block<1>(four, q, width, width, scores + j);
+        for (int64_t i = j; i < j + 4; ++i) scores[i] *= scale;
+    }
 }
 
 // sums = sums * keep + weights . values
@@ -86,7 +88,7 @@ void attend(const Attention& a, int64_t row, int64_t kv) {
             v[j] = a.values + (base + entry) * width;
         }
         for (int64_t g = 0; g < group; ++g) {
-            for (int64_t j = 0; j < count; ++j) scores[j] = score(q + g * width, k[j], width) * a.scale;
+            score(q + g * width, k, count, width, a.scale, scores);
             const float keep = soften(scores, count, a.softcap, &highest[g], &total[g]);
             mix(sums + g * width, keep, scores, v, count, width);
         }

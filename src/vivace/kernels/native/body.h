@@ -11,14 +11,14 @@ void linear_item(const void* context, int64_t, int64_t item) {
     const LinearWork& work = *(const LinearWork*)context;
     const Linear& l = *work.linear;
     int64_t first, stop;
-    split_range(item, work.tiles_per_item, tiles(l.matrix), &first, &stop);
+    split_range(item, l.matrix, work.threads, &first, &stop);
     project(l.matrix, l.x, l.add, l.out, l.rows, first, stop);
 }
 
 void gated_item(const void* context, int64_t, int64_t item) {
     const GatedWork& work = *(const GatedWork*)context;
     int64_t first, stop;
-    split_range(item, work.tiles_per_item, tiles(work.gated->gate), &first, &stop);
+    split_range(item, work.gated->gate, work.threads, &first, &stop);
     project_gated(*work.gated, first, stop);
 }
 
@@ -26,7 +26,7 @@ void greedy_item(const void* context, int64_t, int64_t item) {
     const GreedyWork& work = *(const GreedyWork*)context;
     const Linear& l = work.greedy->linear;
     int64_t first, stop;
-    split_range(item, work.tiles_per_item, tiles(l.matrix), &first, &stop);
+    split_range(item, l.matrix, work.threads, &first, &stop);
     choose_greedily(l, first, stop, work.greedy->best + item * l.rows, work.greedy->index + item * l.rows);
 }
 

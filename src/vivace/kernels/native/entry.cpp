@@ -10,13 +10,6 @@ namespace {
 
 const Body* body_of(int64_t index) { return index == 0 ? &avx2_body : &avx512_body; }
 
-// Enough items that a late thread costs little, few enough that claiming them does.
-int64_t tiles_per_item(int64_t tiles, int64_t threads) {
-    if (threads <= 1) return tiles > 0 ? tiles : 1;
-    const int64_t share = (tiles + 4 * threads - 1) / (4 * threads);
-    return share <= 4 ? 4 : (share + 3) / 4 * 4;
-}
-
 int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     int64_t count = 0;
     for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) count += phase_of(s.call->terms[t].site) == kind;
@@ -26,20 +19,20 @@ int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
 int64_t num_items(const Span& s, int64_t layer, Kind kind) {
     const Call& c = *s.call;
     const Layer& l = s.layer(layer);
-    const int64_t fed = c.num_feed > 0, each = s.tiles_per_item, lower = num_lower(s, layer, kind);
+    const int64_t fed = c.num_feed > 0, lower = num_lower(s, layer, kind);
     switch (kind) {
         case QKV:
-            return items(l.qkv, each) + lower;
+            return items(l.qkv, s.threads) + lower;
         case ATTEND:
             return c.rows * s.plan->kv_heads;
         case OUTPUT:
-            return items(l.o, each) + lower;
+            return items(l.o, s.threads) + lower;
         case UP:
-            return fed * items(l.gate, each) * (s.is_fused(layer) ? 1 : 2) + lower;
+            return fed * items(l.gate, s.threads) * (s.is_fused(layer) ? 1 : 2) + lower;
         case ACTIVATE:
             return s.is_fused(layer) ? 0 : c.num_feed;
         case DOWN:
-            return fed * items(l.down, each) + lower;
+            return fed * items(l.down, s.threads) + lower;
         default:
             return c.rows;
     }
@@ -91,24 +84,23 @@ EXPORT int64_t vivace_features() {
 }
 
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear* linear) {
-    const LinearWork work{linear, tiles_per_item(tiles(linear->matrix), threads)};
-    const int64_t count = items(linear->matrix, work.tiles_per_item);
+    const LinearWork work{linear, threads};
+    const int64_t count = items(linear->matrix, threads);
     run_phases(threads, 1, &count, body_of(body)->linear, &work);
 }
 
 EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated* gated) {
-    const GatedWork work{gated, tiles_per_item(tiles(gated->gate), threads)};
-    const int64_t count = items(gated->gate, work.tiles_per_item);
+    const GatedWork work{gated, threads};
+    const int64_t count = items(gated->gate, threads);
     run_phases(threads, 1, &count, body_of(body)->gated, &work);
 }
 
 EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, int64_t* tokens) {
-    const int64_t each = tiles_per_item(tiles(linear->matrix), threads);
-    const int64_t count = items(linear->matrix, each), rows = linear->rows;
+    const int64_t count = items(linear->matrix, threads), rows = linear->rows;
     std::vector<float> best((size_t)(count * rows));
     std::vector<int64_t> index((size_t)(count * rows));
     const Greedy greedy{*linear, best.data(), index.data()};
-    const GreedyWork work{&greedy, each};
+    const GreedyWork work{&greedy, threads};
     run_phases(threads, 1, &count, body_of(body)->greedy, &work);
     for (int64_t row = 0; row < rows; ++row) {
         int64_t winner = 0;
@@ -149,7 +141,7 @@ EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const C
         first_term[layer] = t;
     }
     s.first_term = first_term.data();
-    s.tiles_per_item = tiles_per_item(tiles(plan->layers[call->start].o), threads);
+    s.threads = threads;
     std::vector<int64_t> counts{call->rows};
     for (int64_t layer = 0; layer < layers; ++layer)
         for (int64_t kind = 0; kind < NUM_KINDS; ++kind) counts.push_back(num_items(s, layer, (Kind)kind));

@@ -1,7 +1,6 @@
 // The phases of a span of layers (span.h), item by item.
 #pragma once
 #include "attention.h"
-#include "linear.h"
 
 namespace {
 
@@ -50,18 +49,19 @@ void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16
     });
 }
 
-void split_range(int64_t item, int64_t tiles_per_item, int64_t count, int64_t* first, int64_t* stop) {
-    *first = item * tiles_per_item;
-    *stop = *first + tiles_per_item < count ? *first + tiles_per_item : count;
+void split_range(int64_t item, const Matrix& m, int64_t threads, int64_t* first, int64_t* stop) {
+    const int64_t each = tiles_per_item(m, threads), count = tiles(m);
+    *first = item * each;
+    *stop = *first + each < count ? *first + each : count;
 }
 
 // A projection's item, or a term's when there are no tiles left.
 void project_item(const Span& s, int64_t layer, Kind kind, int64_t item, const Matrix& m, const bf16* x, bf16* out,
                   int64_t rows) {
-    const int64_t count = rows ? items(m, s.tiles_per_item) : 0;
+    const int64_t count = rows ? items(m, s.threads) : 0;
     if (item >= count) return lower_nth(s, layer, kind, item - count, x);
     int64_t first, stop;
-    split_range(item, s.tiles_per_item, tiles(m), &first, &stop);
+    split_range(item, m, s.threads, &first, &stop);
     project(m, x, nullptr, out, rows, first, stop);
 }
 
@@ -131,11 +131,11 @@ void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weigh
 void up_item(const Span& s, int64_t layer, int64_t item) {
     const Layer& l = s.layer(layer);
     const int64_t rows = s.call->num_feed;
-    const int64_t count = rows ? items(l.gate, s.tiles_per_item) : 0;
+    const int64_t count = rows ? items(l.gate, s.threads) : 0;
     int64_t first, stop;
     if (s.is_fused(layer)) {
         if (item >= count) return lower_nth(s, layer, UP, item - count, s.x);
-        split_range(item, s.tiles_per_item, tiles(l.gate), &first, &stop);
+        split_range(item, l.gate, s.threads, &first, &stop);
         const Gated g{l.gate, l.up, s.x, s.inner, rows, s.plan->activation};
         return project_gated(g, first, stop);
     }

@@ -45,44 +45,41 @@ const SumTiles SUM_TILES[] = {
 #endif
 };
 
-// sums[r][lane] of R rows over O outputs of a row-major matrix.
-template <int R, int O>
-void dot_block(const bf16* w, const bf16* x, int64_t width, int64_t stride, float* sums) {
-    Vec acc[R][O];
+// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie.
+template <int R>
+void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums) {
+    Vec acc[R][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int o = 0; o < O; ++o) acc[r][o] = broadcast(0);
+        for (int o = 0; o < 4; ++o) acc[r][o] = broadcast(0);
     int64_t k = 0;
     for (; k + DOT_WIDTH <= width; k += DOT_WIDTH)
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int o = 0; o < O; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w + o * width + k);
+            for (int o = 0; o < 4; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w[o] + k);
     if (k < width)
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int o = 0; o < O; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w + o * width + k, width - k);
+            for (int o = 0; o < 4; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w[o] + k, width - k);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int o = 0; o < O; ++o) sums[r * LANES + o] = sum_of(acc[r][o]);
+    for (int r = 0; r < R; ++r) sum_four(acc[r], sums + r * LANES);
 }
 
-// sums[r][lane] of the outputs of one tile of a row-major matrix.
+// sums[r][lane] of the outputs of one tile of a row-major matrix; those beyond its end repeat the last.
 void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
-    const int64_t first = tile * LANES, count = first + LANES <= m.out ? LANES : m.out - first;
-    int64_t o = 0;
-    for (; o + 4 <= count; o += 4) {
-        const bf16* w = m.weight + (first + o) * m.in;
+    for (int64_t lane = 0; lane < LANES && tile * LANES + lane < m.out; lane += 4) {
+        const bf16* w[4];
+        for (int64_t o = 0; o < 4; ++o) {
+            const int64_t output = tile * LANES + lane + o;
+            w[o] = m.weight + (output < m.out ? output : m.out - 1) * m.in;
+        }
         int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) dot_block<2, 4>(w, x + r * stride, m.in, stride, sums + r * LANES + o);
-        if (r < rows) dot_block<1, 4>(w, x + r * stride, m.in, stride, sums + r * LANES + o);
+        for (; r + 2 <= rows; r += 2) dot_block<2>(w, x + r * stride, m.in, stride, sums + r * LANES + lane);
+        if (r < rows) dot_block<1>(w, x + r * stride, m.in, stride, sums + r * LANES + lane);
     }
-    for (; o < count; ++o)
-        for (int64_t r = 0; r < rows; ++r)
-            dot_block<1, 1>(m.weight + (first + o) * m.in, x + r * stride, m.in, stride, sums + r * LANES + o);
 }
 
 // Rows of a call in blocks of equal size that fit the registers.

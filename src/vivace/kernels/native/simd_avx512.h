@@ -31,6 +31,15 @@ inline Vec where_negative(Vec x, Vec yes, Vec no) {
 inline bool any_greater(Vec a, float b) { return _mm512_cmp_ps_mask(a, broadcast(b), _CMP_GT_OQ) != 0; }
 inline float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
 
+// out[i] = the sum of v[i]; each is summed in the same order.
+inline void sum_four(const Vec* v, float* out) {
+    const Vec ab = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const Vec cd = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const Vec abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 inline Vec load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }

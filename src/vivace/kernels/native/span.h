@@ -12,7 +12,7 @@ struct Span {
     float* sums;                                // (rows, H, D)
     bf16** low;                                 // per term: (rows, even rank)
     const int64_t* first_term;                  // per layer of the span, and one past the last
-    int64_t tiles_per_item;
+    int64_t threads;
 
     const Layer& layer(int64_t index) const { return plan->layers[call->start + index]; }
     int64_t query_width() const { return plan->heads * plan->head_width; }
@@ -35,23 +35,31 @@ inline Kind phase_of(int64_t site) {
 }
 
 inline int64_t tiles(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
-inline int64_t items(const Matrix& m, int64_t tiles_per_item) {
-    return (tiles(m) + tiles_per_item - 1) / tiles_per_item;
+
+// A few items for each thread, so that a late one costs little; whole groups of tiles where there are enough.
+inline int64_t tiles_per_item(const Matrix& m, int64_t threads) {
+    if (threads <= 1) return tiles(m);
+    const int64_t share = (tiles(m) + 4 * threads - 1) / (4 * threads);
+    return share < 4 ? 2 : (share + 3) / 4 * 4;
+}
+inline int64_t items(const Matrix& m, int64_t threads) {
+    const int64_t each = tiles_per_item(m, threads);
+    return (tiles(m) + each - 1) / each;
 }
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
 // What a body offers; `phase` and `item` mean what entry.cpp says they do.
 struct LinearWork {
     const Linear* linear;
-    int64_t tiles_per_item;
+    int64_t threads;
 };
 struct GatedWork {
     const Gated* gated;
-    int64_t tiles_per_item;
+    int64_t threads;
 };
 struct GreedyWork {
     const Greedy* greedy;
-    int64_t tiles_per_item;
+    int64_t threads;
 };
 struct Body {
     void (*linear)(const void*, int64_t, int64_t);
