@@ -36,7 +36,7 @@ def choose(asked: str = "auto", *, features: Set[str] | None = None) -> Choice:
         UnsupportedError: this processor lacks the instructions asked for.
     """
     if asked not in NAMES:
-        raise ConfigError(f"kernels must be one of its bodies, found {asked!r}{nearest(asked, NAMES)}")
+        raise ConfigError(f"kernels must be auto, torch, avx2 or avx512, found {asked!r}{nearest(asked, NAMES)}")
     if asked == "torch":
         return Choice("torch", "asked for", None)
     try:
