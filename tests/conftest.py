@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(scope="session")
+def library() -> ctypes.CDLL:
+    """The compiled kernels, built where they are missing or stale as an installation would."""
+    from vivace.errors import DependencyError
+    from vivace.kernels.build import BuildError, compile_library
+    from vivace.kernels.library import open_library
+
+    try:
+        return open_library()
+    except DependencyError:
+        try:
+            compile_library()
+        except BuildError as error:
+            pytest.skip(f"native kernels: {error}")
+        return open_library()
+
+
+@pytest.fixture(params=["avx2", "avx512"])
+def body(request: pytest.FixtureRequest, library: ctypes.CDLL) -> object:
+    """Each native body this processor runs."""
+    from vivace.kernels.library import runnable
+    from vivace.kernels.native import NativeBody
+
+    if request.param not in runnable(library):
+        pytest.skip(f"this processor does not run the {request.param} kernels")
+    return NativeBody(request.param, library)

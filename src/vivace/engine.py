@@ -24,6 +24,7 @@ from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
 from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
 from vivace.core.sampling import Sampling
 from vivace.core.step import Step
 from vivace.decode.adaptive import Adaptive
@@ -31,6 +32,7 @@ from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, nearest
+from vivace.kernels.choice import Choice, choose
 from vivace.methods import Methods, adapters_by_method
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -142,22 +144,35 @@ def load(
         adapters: a folder, or folders by name, each used by the method it says it is for; a method without one
             uses ``<model>/adapters/<method>``.
         draft_model: a smaller checkpoint for the method ``draft``.
-        kernels: "auto" or "torch".
+        kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2" or "avx512".
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
         UsageError: something that is not supported was asked for.
+        DependencyError: native kernels were asked for by name and are not built.
     """
-    if kernels not in ("auto", "torch"):
-        raise ConfigError(f"kernels must be auto or torch, found {kernels!r}")
+    choice = choose(kernels)
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
     model, tokenizer = load_decoder(folder, dtype=dtype, device=device), load_tokenizer(folder)
     second = None if draft_model is None else _second_model(draft_model, tokenizer, dtype, device)
+    choice = _settle(choice, kernels, [model] if second is None else [model, second])
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
-    return Engine(model, tokenizer, methods, load_generation_defaults(folder))
+    return Engine(model, tokenizer, methods, load_generation_defaults(folder), choice)
+
+
+def _settle(choice: Choice, asked: str, models: Sequence[Decoder]) -> Choice:
+    """Pack the models for the body chosen; "auto" leaves those that are not bfloat16 to torch, and says so."""
+    if choice.body is None:
+        return choice
+    for model in models:
+        if asked != "auto" or model.dtype == torch.bfloat16:
+            pack_decoder(model, choice.body)
+    if models[0].dtype != torch.bfloat16:
+        return Choice("torch", f"native kernels are for bfloat16, the weights are {models[0].dtype}", None)
+    return choice
 
 
 def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: str) -> Decoder:
@@ -169,12 +184,16 @@ def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: st
 class Engine:
     """A model ready to answer; keeps its drafters, and what ``auto`` has measured, between calls."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, methods: Methods, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, methods: Methods, defaults: Mapping[str, Any], kernels: Choice
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.methods = methods
         self.defaults = defaults
         """Generation settings of the checkpoint, for whatever a call leaves open."""
+        self.kernels = kernels
+        """What runs the hot operations, and why."""
 
     @property
     def folder(self) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.contest import Question, Run, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.files import write_text
@@ -72,7 +72,7 @@ def train_adapter(
 
     Args:
         recipe: what to train and how.
-        engine: the frozen base.
+        engine: the frozen base, with torch's kernels.
         prompts: rows with references (those that are regenerated need none).
         out: folder of the adapter; a run that was killed there goes on.
         report: hears about it.
@@ -83,9 +83,12 @@ def train_adapter(
     Raises:
         ConfigError: too few rows, a recipe that does not fit the base, or ``out`` is the base's own folder.
         CapacityError: not enough memory.
+        UnsupportedError: the base's weights are packed.
     """
     if out.resolve() == engine.folder.resolve():
         raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
+    if engine.kernels.body is not None:
+        raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
     order = random.Random(recipe.seed)
     pairs = _pairs(recipe, engine, prompts, out, report)
     order.shuffle(pairs)
@@ -113,7 +116,7 @@ def train_adapter(
 def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:
     """Plain decoding beside a method with the adapter in ``folder``, by the decoding code itself."""
     methods = Methods(engine.model, engine.folder, {method: folder})
-    ready = Engine(engine.model, engine.tokenizer, methods, engine.defaults)
+    ready = Engine(engine.model, engine.tokenizer, methods, engine.defaults, engine.kernels)
     questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in prompts]
     entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
     return summarise(hold(entrants, questions, repeats=1), "plain")

@@ -173,7 +173,11 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "missing draft model": ((*GENERATE, "--draft-model", "nowhere"), FAILED, "no checkpoint directory nowhere"),
     "unknown device": ((*GENERATE, "--device", "tpu"), USAGE, "device 'tpu' is not built yet"),
     "unknown dtype": ((*GENERATE, "--dtype", "int8"), USAGE, "weights cannot be 'int8'"),
-    "unknown kernels": ((*GENERATE, "--kernels", "fast"), USAGE, "kernels must be auto or torch"),
+    "unknown kernels": (
+        (*GENERATE, "--kernels", "fast"),
+        USAGE,
+        "kernels must be auto, torch, avx2 or avx512, found 'fast'",
+    ),
     "missing prompt file": (("generate", "--prompt-file", "no.jsonl", "--model", "tiny"), FAILED, "no such file"),
     "broken line of a prompt file": (
         ("generate", "--prompt-file", "broken.jsonl", "--model", "tiny"),

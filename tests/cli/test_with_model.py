@@ -41,7 +41,7 @@ def test_streamed_text_is_the_text_of_the_result(cli: Cli, folder: Path) -> None
         (["--method", "draft"], 1, "--draft-model"),
         (["--temperature", "-1"], 2, "temperature must be >= 0, found -1.0"),
         (["--max-new-tokens", "999"], 2, "the context holds 256"),
-        (["--kernels", "cuda"], 2, "kernels must be"),
+        (["--kernels", "cuda"], 2, "kernels must be auto, torch"),
         (["--adapter", "nowhere", "--method", "multirate"], 1, "nowhere"),
     ],
 )

@@ -87,7 +87,7 @@ def decode(
             "batch_size": batch,
             "repeats": repeats,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "kernels": kernels,
+            "kernels": engine.kernels.name,
         },
         "peers": None if heat is None else asdict(heat),
         "quality": quality(engine, rows, records),

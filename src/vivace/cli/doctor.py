@@ -38,17 +38,19 @@ def doctor(
     draft_model: options.DraftModel = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
     as_json: options.AsJson = False,
 ) -> None:
     """Look at machine, packages, model and methods; ends with status 1 if the model cannot answer."""
-    findings = machine_findings()
+    findings = [*machine_findings(), look("kernels", partial(_kernels, kernels))]
     engine: Engine | None = None
 
     def load() -> str:
         nonlocal engine
-        engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype))
+        engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
         c = engine.model.config
-        return f"{c.num_layers} layers of width {c.width}, context {c.max_positions}, {engine.model.dtype}"
+        size = f"{c.num_layers} layers of width {c.width}, context {c.max_positions}, {engine.model.dtype}"
+        return f"{size}, {engine.kernels.name} kernels ({engine.kernels.reason})"
 
     findings.append(look("model", load))
     if engine is not None:
@@ -90,6 +92,13 @@ def machine_findings() -> list[Finding]:
         detail = ", ".join(modules) if has_all else f"not installed; pip install 'vivace[{extra}]'"
         findings.append(Finding(f"extra {extra}", has_all, detail))
     return findings
+
+
+def _kernels(asked: str) -> str:
+    from vivace.kernels.choice import choose
+
+    choice = choose(asked)
+    return f"{choice.name}: {choice.reason}"
 
 
 def model_findings(engine: Engine) -> list[Finding]:

@@ -28,7 +28,7 @@ Device = Annotated[str, typer.Option("--device", help="auto or cpu.", rich_help_
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]
-Kernels = Annotated[str, typer.Option("--kernels", help="auto or torch.", rich_help_panel=_MODEL)]
+Kernels = Annotated[str, typer.Option("--kernels", help="auto, torch, avx2 or avx512.", rich_help_panel=_MODEL)]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),

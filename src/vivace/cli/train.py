@@ -54,7 +54,7 @@ def train(
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
         outcome = _run_decoder(values, data, out, model, tensorboard)
     else:
-        choice = ModelChoice(model=model, device=device, dtype=dtype)
+        choice = ModelChoice(model=model, device=device, dtype=dtype, kernels="torch")
         outcome = _run(values, data, out, choice, tensorboard)
     if as_json:
         console.json(outcome)

@@ -19,7 +19,7 @@ from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
-from vivace.core.seams import SlotState
+from vivace.core.seams import GreedyHead, SlotState, Span
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -76,7 +76,7 @@ class Layer(nn.Module):
         heads = qkv.view(qkv.shape[0], num_rotated + c.num_kv_heads, c.head_dim)
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.rotary is not None:
-            rotated = kernels.rotate(rotated, *self._rotation(step, qkv.dtype))
+            rotated = kernels.rotate(rotated, *self.rotation(step, qkv.dtype))
         written = slice(step.num_write)
         step.memory.put(self.index, step, rotated[written, c.num_heads :], values[written])
         return rotated[:, : c.num_heads]
@@ -101,7 +101,8 @@ class Layer(nn.Module):
             return torch.cat((q, k, v), -1)
         return torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
 
-    def _rotation(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotation(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of a call's rows, each (T, 1, width), made once per call."""
         assert self.rotary is not None
         key = (id(self.rotary), dtype)
         if key not in step.rotations:
@@ -171,6 +172,8 @@ class Decoder(nn.Module):
         self.row_count = 1
         """Calls are padded to a multiple of this many rows. A backend that cannot promise a row the same bits
         in calls of different sizes (GPUs) gives them in calls of one size."""
+        self.span: Span | None = None
+        """Executes several layers at once where it can; the layers one by one give the same bits."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -210,12 +213,16 @@ class Decoder(nn.Module):
             stop: one past the last; None is all that remain.
             watch: called with (layer, rows) after each layer.
         """
+        last = self.config.num_layers if stop is None else stop
         count = len(h)
         if count % self.row_count and step.grid is None and step.chunk is None:
             spare = torch.zeros(-count % self.row_count, dtype=torch.int64, device=h.device)
             h, step = torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)
-        for index in range(start, self.config.num_layers if stop is None else stop):
-            h = self.layers[index](h, step)
+        span = self.span if self.span is not None and self.span.covers(step) else None
+        if span is not None and watch is None:
+            return span.run(h, step, start, last)[:count]
+        for index in range(start, last):
+            h = self.layers[index](h, step) if span is None else span.run(h, step, index, index + 1)
             if watch is not None:
                 watch(index, h[:count])
         return h[:count]
@@ -238,6 +245,8 @@ class Decoder(nn.Module):
 
     def greedy(self, h: Tensor) -> Tensor:
         """Most likely token of each row, (n, E) -> (n,); ties go to the smallest id."""
+        if isinstance(self.lm_head, GreedyHead) and self.config.logit_softcap is None and self.row_count == 1:
+            return self.lm_head.greedy(self.norm(h))
         return self.head(h).argmax(-1)
 
     def states(self) -> Sequence[SlotState]:

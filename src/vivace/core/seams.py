@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -232,6 +232,27 @@ class Memory(Protocol):
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, (slots, K, S, D) each."""
+        ...
+
+
+class Span(Protocol):
+    """Executes neighbouring layers at once, bit for bit what they give one by one."""
+
+    def covers(self, step: Step) -> bool:
+        """Whether it can execute this call."""
+        ...
+
+    def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        """Rows (T, E) through layers start..stop-1."""
+        ...
+
+
+@runtime_checkable
+class GreedyHead(Protocol):
+    """A head that can choose without writing the logits."""
+
+    def greedy(self, x: Tensor) -> Tensor:
+        """Index of each row's largest logit, the smallest of equals, (n, E) -> (n,)."""
         ...
 
 

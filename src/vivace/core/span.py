@@ -1,0 +1,187 @@
+"""A span of layers in one native call: norm, projections, rotation, cache, attention and feed-forward of each.
+
+Layers of the common kind only (RMS norm before each half, rotary positions, gated feed-forward); low-rank terms
+and reading rows travel along as data. Prompt chunks and dense batches go through the layers one by one. A row's
+bits are those of the layers one by one; rows with low-rank terms may differ in the last bit, since there the
+terms are computed by PyTorch (``deltas.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_void_p
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
+from vivace.core.step import Step
+from vivace.errors import UnsupportedError
+from vivace.kernels.library import ACTIVATIONS, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
+from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
+
+if TYPE_CHECKING:
+    from vivace.core.model import Decoder, Layer
+
+Pointers = ctypes.Array[c_void_p]
+
+
+class NativeSpan:
+    """The layers of one packed decoder as a native body executes them."""
+
+    def __init__(self, decoder: Decoder, body: NativeBody) -> None:
+        self.body = body
+        self._layers: list[Layer] = list(decoder.layers)  # type: ignore[arg-type]
+        rotaries = {id(layer.rotary): place for place, layer in reversed(list(enumerate(self._layers)))}
+        self._rotating = [self._layers[place] for place in rotaries.values()]
+        """One layer for each rotary table."""
+        ropes = {rotary: index for index, rotary in enumerate(rotaries)}
+        self._plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
+        self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
+        self._packed = WeakIdKeyDictionary()
+
+    @staticmethod
+    def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
+        """For a packed decoder whose layers are all of the common kind, else None."""
+        return NativeSpan(decoder, body) if _is_plain(decoder.config) else None
+
+    def covers(self, step: Step) -> bool:
+        """Whether a call is decoding: single rows over a cache."""
+        if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
+            return False
+        weights = (w for deltas in step.deltas for w in (*deltas.down.values(), *deltas.up.values()))
+        return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
+
+    def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        """Rows through layers start..stop-1, (T, E) -> (T, E)."""
+        if h.requires_grad:
+            raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")
+        h = h.contiguous()
+        if start >= stop or len(h) == 0:
+            return h
+        assert isinstance(step.memory, KVCache)
+        assert h.dtype == torch.bfloat16
+        assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
+        keys, values = self._addresses(step.memory)
+        rotations = [layer.rotation(step, h.dtype) for layer in self._rotating]
+        terms, kept = self._terms(step, start, stop)
+        out = torch.empty_like(h)
+        call = CCall(
+            h=h.data_ptr(),
+            out=out.data_ptr(),
+            slot=step.slot.data_ptr(),
+            seen=step.seen.data_ptr(),
+            tail=None if step.tail is None else step.tail.data_ptr(),
+            entry=step.entry.data_ptr(),
+            keys=keys,
+            values=values,
+            cosines=_pointers([cos for cos, _ in rotations]),
+            sines=_pointers([sin for _, sin in rotations]),
+            terms=terms,
+            start=start,
+            stop=stop,
+            rows=len(h),
+            num_write=step.num_write,
+            num_feed=step.num_feed,
+            tail_width=0 if step.tail is None else step.tail.shape[1],
+            capacity=step.memory.capacity,
+            num_terms=len(terms),
+        )
+        self.body.span(self._plan, call)
+        del kept
+        return out
+
+    def _addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
+        """Where a cache's keys and values lie; they stay there for as long as it lives."""
+        found = self._stored.get(cache)
+        if found is None:
+            stored = [cache.stored(layer) for layer in range(len(self._layers))]
+            found = self._stored[cache] = (_pointers([k for k, _ in stored]), _pointers([v for _, v in stored]))
+        return found
+
+    def _terms(self, step: Step, start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
+        """The low-rank terms of these layers, and the tensors they point into."""
+        kept: list[Tensor] = []
+        terms: list[CTerm] = []
+        for deltas in step.deltas:
+            which = deltas.which.contiguous()
+            kept.append(which)
+            for (layer, site), down in deltas.down.items():
+                if not start <= layer < stop or site not in SITES:
+                    continue
+                up = deltas.up[layer, site]
+                packed = self._pack_up(up)
+                kept.append(packed)
+                widths = (down.shape[1], down.shape[2], up.shape[1])
+                addresses = (down.data_ptr(), packed.data_ptr(), which.data_ptr())
+                terms.append(CTerm(layer, SITES[site], *widths, *addresses))
+        terms.sort(key=lambda term: int(term.layer))
+        return (CTerm * len(terms))(*terms), kept
+
+    def _pack_up(self, up: Tensor) -> Tensor:
+        """(A, out, rank) packed adapter by adapter; kept until the weights change or go."""
+        version = 0 if up.is_inference() else up._version
+        found = self._packed.get(up)
+        if found is None or found[0] != version:
+            found = self._packed[up] = (version, torch.stack([pack(adapter) for adapter in up.detach()]))
+        packed: Tensor = found[1]
+        return packed
+
+
+def _is_plain(c: ModelConfig) -> bool:
+    is_common = c.norm == "rms" and c.norm_placement == "pre" and c.positions == "rotary" and c.gated and c.moe is None
+    has_plain_heads = c.qk_norm in ("none", "head") and c.qkv_clip is None and c.group <= MAX_GROUP
+    has_one_width = len({rope.width or c.head_dim for rope in c.ropes}) == 1
+    is_even = not (c.width % 2 or c.ffn_width % 2 or c.num_heads * c.head_dim % 2)
+    return is_common and has_plain_heads and has_one_width and is_even
+
+
+def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CPlan:
+    c = decoder.config
+    table = (CLayer * len(layers))(*(_layer(layer, rope) for layer, rope in zip(layers, ropes, strict=True)))
+    return CPlan(
+        layers=table,
+        num_layers=len(layers),
+        heads=c.num_heads,
+        kv_heads=c.num_kv_heads,
+        width=c.width,
+        ffn_width=c.ffn_width,
+        head_width=c.head_dim,
+        rotated=c.ropes[0].width or c.head_dim,
+        activation=ACTIVATIONS[c.activation],
+        norm_eps=c.norm_eps,
+        norm_offset=c.norm_offset,
+        scale=c.scale,
+        softcap=c.attention_softcap or 0.0,
+    )
+
+
+def _layer(layer: Layer, rope: int) -> CLayer:
+    norms = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
+    feed = layer.feed_forward
+    matrices = [_matrix(part) for part in (layer.qkv, layer.o, feed.gate, feed.up, feed.down)]
+    window = layer.config.window(layer.index)
+    return CLayer(*matrices, *(_norm(norm) for norm in norms), window or 0, rope)
+
+
+def _matrix(part: Tensor | nn.Module) -> CMatrix:
+    assert isinstance(part, nn.Module)
+    assert isinstance(part.matrix, Matrix)
+    return part.matrix.struct
+
+
+def _norm(norm: nn.Module | None) -> int | None:
+    if norm is None:
+        return None
+    assert isinstance(norm.weight, Tensor)
+    return norm.weight.data_ptr()
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Pointers:
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -1,0 +1,98 @@
+"""Compiles the native bodies: run by ``pip install``, and by hand as ``python -m vivace.kernels.build``.
+
+Standard library only, and no import of the package: the build hook loads this file by its path, where neither
+torch nor vivace is installed yet. Each body is one file with its own instruction-set flags, and nothing is
+tuned to the machine that compiles, so that a built package runs on another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+LIBRARY = Path(__file__).parent / "libvivace_kernels.so"
+
+AVX2 = ("-mavx2", "-mfma")
+UNITS: dict[str, tuple[str, ...]] = {
+    "entry.cpp": (),
+    "pool.cpp": (),
+    "body_avx2.cpp": AVX2,
+    "body_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+}
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
+"""No contraction: two copies of an expression must not differ in their last bit."""
+
+
+class BuildError(Exception):
+    """The native bodies cannot be compiled here; says why in one sentence."""
+
+
+def fingerprint() -> str:
+    """Of the sources; a library carries the one it was made from."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiler() -> str:
+    """The C++ compiler: ``$CXX`` as everywhere, else the usual names.
+
+    Raises:
+        BuildError: none, or not a machine there is a body for.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64") or os.name != "posix":
+        raise BuildError(f"there is no native body for {platform.system()} on {platform.machine()} yet")
+    named = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    for name in named:
+        if found := shutil.which(name):
+            return found
+    raise BuildError(f"no C++ compiler was found (looked for {', '.join(named)})")
+
+
+def compile_library(target: Path = LIBRARY, extra: Sequence[str] = ()) -> Path:
+    """Compile and link; the library appears complete or not at all.
+
+    Args:
+        target: the file to write.
+        extra: further flags for compiling and linking (sanitizers).
+
+    Raises:
+        BuildError: no compiler, or it failed.
+    """
+    tool = compiler()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = []
+        for unit, flags in UNITS.items():
+            objects.append(f"{folder}/{unit}.o")
+            identity = f'-DVIVACE_SOURCES="{fingerprint()}"'
+            _call(tool, *FLAGS, *flags, *extra, identity, "-c", str(SOURCES / unit), "-o", objects[-1])
+        linked = Path(folder, target.name)
+        _call(tool, "-shared", "-pthread", *extra, *objects, "-o", str(linked))
+        linked.replace(target)
+    return target
+
+
+def _call(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]} did not start: {error}") from error
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()
+        raise BuildError(f"{command[0]} could not compile the native bodies: {lines[0] if lines else error}") from error
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"{compile_library()}\n")
+    except BuildError as error:
+        sys.exit(f"{error}; the torch bodies run without it")

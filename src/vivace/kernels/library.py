@@ -1,0 +1,178 @@
+"""The compiled bodies as ctypes sees them: structures of ``native/abi.h``, and the library itself."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from vivace.errors import DependencyError
+from vivace.kernels.build import LIBRARY, fingerprint
+
+FEATURES = {"avx2": 1, "avx512": 2}
+"""Bit of ``vivace_features`` that says a body runs here."""
+
+BODIES = {"avx2": 0, "avx512": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
+LANES = 16
+"""Outputs of a tile of a packed matrix."""
+
+
+class CMatrix(Structure):
+    """``Matrix``."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("in_width", c_int64),
+        ("out_width", c_int64),
+        ("is_packed", c_int64),
+    ]
+
+
+class CLinear(Structure):
+    """``Linear``."""
+
+    _fields_ = [("matrix", CMatrix), ("x", c_void_p), ("add", c_void_p), ("out", c_void_p), ("rows", c_int64)]
+
+
+class CGated(Structure):
+    """``Gated``."""
+
+    _fields_ = [
+        ("gate", CMatrix),
+        ("up", CMatrix),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("activation", c_int64),
+    ]
+
+
+class CActivated(Structure):
+    """``Activated``."""
+
+    _fields_ = [
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("out", c_void_p),
+        ("count", c_int64),
+        ("activation", c_int64),
+    ]
+
+
+class CNorm(Structure):
+    """``Norm``."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("eps", c_float),
+        ("offset", c_float),
+    ]
+
+
+class CAttention(Structure):
+    """``Attention``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "keys", "values", "slot", "seen", "tail", "out", "sums")),
+        *((name, c_int64) for name in ("rows", "q_stride", "heads", "kv_heads", "width", "capacity", "tail_width")),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class CLayer(Structure):
+    """``Layer``."""
+
+    _fields_ = [
+        *((name, CMatrix) for name in ("qkv", "o", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
+        ("window", c_int64),
+        ("rope", c_int64),
+    ]
+
+
+class CPlan(Structure):
+    """``Plan``."""
+
+    _fields_ = [
+        ("layers", POINTER(CLayer)),
+        *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "width", "ffn_width", "head_width")),
+        ("rotated", c_int64),
+        ("activation", c_int64),
+        *((name, c_float) for name in ("norm_eps", "norm_offset", "scale", "softcap")),
+    ]
+
+
+class CTerm(Structure):
+    """``Term``."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("layer", "site", "rank", "in_width", "out_width")),
+        *((name, c_void_p) for name in ("down", "up", "which")),
+    ]
+
+
+class CCall(Structure):
+    """``Call``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("h", "out", "slot", "seen", "tail", "entry")),
+        *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
+        ("terms", POINTER(CTerm)),
+        ("space", c_void_p),
+        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed", "tail_width", "capacity")),
+        ("num_terms", c_int64),
+    ]
+
+
+SIGNATURES: dict[str, tuple[object, ...]] = {
+    "vivace_linear": (c_int64, c_int64, POINTER(CLinear)),
+    "vivace_gated": (c_int64, c_int64, POINTER(CGated)),
+    "vivace_greedy": (c_int64, c_int64, POINTER(CLinear), c_void_p),
+    "vivace_activate": (c_int64, POINTER(CActivated)),
+    "vivace_norm": (c_int64, POINTER(CNorm)),
+    "vivace_attention": (c_int64, c_int64, POINTER(CAttention)),
+    "vivace_span": (c_int64, c_int64, POINTER(CPlan), POINTER(CCall)),
+}
+
+
+@cache
+def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The compiled bodies.
+
+    Raises:
+        DependencyError: not built, built from other sources, or not loadable; says how to build them.
+    """
+    remedy = "install a C++ compiler and run: python -m vivace.kernels.build"
+    if not path.is_file():
+        raise DependencyError(f"the native kernels are not built; {remedy}")
+    try:
+        library = ctypes.CDLL(str(path))
+        library.vivace_sources.restype = ctypes.c_char_p
+        built_from = library.vivace_sources().decode()
+    except (OSError, AttributeError) as error:
+        raise DependencyError(f"{path.name} cannot be loaded ({error}); {remedy}") from error
+    if built_from != fingerprint():
+        raise DependencyError(f"{path.name} was built from other sources ({built_from}, not {fingerprint()}); {remedy}")
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.vivace_features.restype = c_int64
+    library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
+    library.vivace_span_bytes.restype = c_int64
+    return library
+
+
+def runnable(library: ctypes.CDLL) -> frozenset[str]:
+    """Bodies whose instructions this processor and its system have."""
+    bits = library.vivace_features()
+    return frozenset(name for name, bit in FEATURES.items() if bits & bit)

@@ -1,0 +1,179 @@
+"""A native body's operations on tensors: bfloat16 on a CPU, a row's bits the same whatever stands beside it.
+
+Every output is one chain of sums over the inputs in their order, so neither the number of rows nor the number
+of threads changes it. Rounding stands where ``reference`` has it: a projection is rounded before anything is
+added to it. The two bodies differ from each other in bits; one is chosen once (``choice.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.kernels.library import (
+    ACTIVATIONS,
+    BODIES,
+    LANES,
+    CActivated,
+    CAttention,
+    CCall,
+    CGated,
+    CLinear,
+    CMatrix,
+    CNorm,
+    CPlan,
+)
+
+MAX_GROUP = 128
+"""Query heads per key/value head that attention has room for."""
+
+
+def pack(weight: Tensor) -> Tensor:
+    """(out, in) -> (ceil(out / 16), ceil(in / 2), 16, 2), zeros where it ends.
+
+    Sixteen outputs lie side by side, two inputs each, as a bfloat16 dot product takes them.
+    """
+    out_width, in_width = weight.shape
+    padded = F.pad(weight, (0, in_width % 2, 0, -out_width % LANES))
+    return padded.view(-1, LANES, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights as a body reads them; whoever holds it keeps the tensors where they are."""
+
+    weight: Tensor
+    """Packed, or row-major (out, in)."""
+    bias: Tensor | None
+    in_width: int
+    out_width: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether ``weight`` went through ``pack``."""
+        return self.weight.dim() == 4
+
+    @cached_property
+    def struct(self) -> CMatrix:
+        """For the library."""
+        assert self.weight.dtype == torch.bfloat16
+        assert self.weight.is_contiguous()
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return CMatrix(self.weight.data_ptr(), bias, self.in_width, self.out_width, self.is_packed)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Inputs (T, in) as the body wants them: packed matrices take an even number."""
+        assert x.dtype == torch.bfloat16
+        assert x.shape[1] == self.in_width
+        return F.pad(x, (0, 1)) if self.is_packed and self.in_width % 2 else x.contiguous()
+
+
+class NativeBody:
+    """The operations compiled for one instruction set."""
+
+    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+        self.name = name
+        self._library = library
+        self._index = BODIES[name]
+
+    def linear(self, matrix: Matrix, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """``[add +] (x W^T + b)``, (T, in) -> (T, out)."""
+        x = matrix.rows(x)
+        out = x.new_empty(x.shape[0], matrix.out_width)
+        plus = None if add is None else add.contiguous()
+        call = CLinear(matrix.struct, x.data_ptr(), _address(plus), out.data_ptr(), x.shape[0])
+        self._library.vivace_linear(self._index, torch.get_num_threads(), byref(call))
+        return out
+
+    def gated(self, gate: Matrix, up: Matrix, x: Tensor, activation: str) -> Tensor:
+        """``act(gate(x)) * up(x)``, (T, E) -> (T, F)."""
+        x = gate.rows(x)
+        out = x.new_empty(x.shape[0], gate.out_width)
+        call = CGated(gate.struct, up.struct, x.data_ptr(), out.data_ptr(), x.shape[0], ACTIVATIONS[activation])
+        self._library.vivace_gated(self._index, torch.get_num_threads(), byref(call))
+        return out
+
+    def activate(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """``act(gate) * up``, the bits of ``gated`` when the projections are made apart."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        call = CActivated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), ACTIVATIONS[activation])
+        self._library.vivace_activate(self._index, byref(call))
+        return out
+
+    def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """Index of the largest rounded output of each row, the smallest of equals, (T, in) -> (T,)."""
+        x = matrix.rows(x)
+        tokens = torch.empty(x.shape[0], dtype=torch.int64)
+        call = CLinear(matrix.struct, x.data_ptr(), None, None, x.shape[0])
+        self._library.vivace_greedy(self._index, torch.get_num_threads(), byref(call), tokens.data_ptr())
+        return tokens
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """As ``reference.rms_norm``."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        call = CNorm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, offset)
+        self._library.vivace_norm(self._index, byref(call))
+        return out
+
+    def attend_rows(
+        self,
+        q: Tensor,
+        stored: tuple[Tensor, Tensor],
+        slot: Tensor,
+        seen: Tensor,
+        tail: Tensor | None,
+        *,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of single rows over the entries each of them sees, read where they lie.
+
+        Args:
+            q: (T, H, D).
+            stored: keys and values, each (slots, K, S, D).
+            slot: (T,) whose entries a row reads.
+            seen: (T,) it reads the first ``seen`` of them ...
+            tail: (T, A) ... then these, -1 padded.
+            window: only the last this many of what it reads.
+            scale: factor on q.k.
+            softcap: ``c * tanh(score / c)`` when set.
+
+        Returns:
+            (T, H, D).
+        """
+        keys, values = stored
+        rows, heads, width = q.shape
+        if q.stride()[1:] != (width, 1):
+            q = q.contiguous()
+        assert all(t.is_contiguous() for t in (keys, values, slot, seen))
+        out = q.new_empty(rows, heads, width)
+        sums = q.new_empty(rows, heads, width, dtype=torch.float32)
+        tail = None if tail is None else tail.contiguous()
+        call = CAttention(
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), slot.data_ptr(), seen.data_ptr()),
+            *(_address(tail), out.data_ptr(), sums.data_ptr(), rows, q.stride(0), heads, keys.shape[1], width),
+            *(keys.shape[2], 0 if tail is None else tail.shape[1], window or 0, scale, softcap or 0.0),
+        )
+        self._library.vivace_attention(self._index, torch.get_num_threads(), byref(call))
+        return out
+
+    def span(self, plan: CPlan, call: CCall) -> None:
+        """Layers ``call.start .. call.stop - 1`` of a plan; working space is taken here."""
+        size = self._library.vivace_span_bytes(byref(plan), byref(call))
+        space = torch.empty(size + 64, dtype=torch.uint8)
+        call.space = space.data_ptr() + -space.data_ptr() % 64
+        self._library.vivace_span(self._index, torch.get_num_threads(), byref(plan), byref(call))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,110 @@
+// What crosses the boundary between Python (kernels/library.py mirrors these structs) and the native bodies.
+//
+// All numbers are bfloat16 unless said otherwise, all tensors contiguous; shape letters as in core/__init__.py.
+#pragma once
+#include <cstdint>
+
+typedef uint16_t bf16;
+
+constexpr int64_t LANES = 16;  // outputs of a tile of a packed matrix
+
+extern "C" {
+
+// A matrix packed as [ceil(out / 16)][ceil(in / 2)][16][2], zeros where it ends, or row-major (out, in).
+struct Matrix {
+    const bf16* weight;
+    const bf16* bias;  // (out,) or null
+    int64_t in, out;
+    int64_t is_packed;
+};
+
+struct Linear {
+    Matrix matrix;
+    const bf16* x;    // (rows, in)
+    const bf16* add;  // (rows, out) or null: out = add + round(x W^T + b)
+    bf16* out;        // (rows, out); may be null when only the greedy choice is wanted
+    int64_t rows;
+};
+
+struct Gated {
+    Matrix gate, up;
+    const bf16* x;
+    bf16* out;  // (rows, F)
+    int64_t rows;
+    int64_t activation;
+};
+
+// out = round(act(gate)) * up
+struct Activated {
+    const bf16 *gate, *up;
+    bf16* out;
+    int64_t count, activation;
+};
+
+// The largest rounded output of each row and its smallest index.
+struct Greedy {
+    Linear linear;
+    float* best;       // (chunks, rows)
+    int64_t* index;    // (chunks, rows)
+};
+
+struct Norm {
+    const bf16* x;
+    const bf16* weight;
+    bf16* out;
+    int64_t rows, width;
+    float eps, offset;
+};
+
+// Queries of single rows over the entries each of them sees: the first `seen` of its slot, then `tail`.
+struct Attention {
+    const bf16* q;  // (rows, H, D), rows `q_stride` apart
+    const bf16* keys;    // (slots, K, capacity, D)
+    const bf16* values;  // (slots, K, capacity, D)
+    const int64_t* slot;
+    const int64_t* seen;
+    const int64_t* tail;  // (rows, tail_width), -1 padded, or null
+    bf16* out;            // (rows, H, D)
+    float* sums;          // (rows, H, D) working space
+    int64_t rows, q_stride, heads, kv_heads, width, capacity, tail_width;
+    int64_t window;  // 0: none
+    float scale, softcap;  // softcap 0: none
+};
+
+// A layer as the span executes it; null norms are absent.
+struct Layer {
+    Matrix qkv, o, gate, up, down;
+    const bf16 *attention_norm, *ffn_norm, *q_norm, *k_norm;
+    int64_t window, rope;
+};
+
+struct Plan {
+    const Layer* layers;
+    int64_t num_layers, heads, kv_heads, width, ffn_width, head_width, rotated, activation;
+    float norm_eps, norm_offset, scale, softcap;
+};
+
+// A low-rank term at one site of one layer, for the rows whose `which` is not -1.
+struct Term {
+    int64_t layer, site, rank, in, out;
+    const bf16* down;  // (A, rank, in)
+    const bf16* up;    // (A, out, rank)
+    const int64_t* which;
+};
+
+struct Call {
+    const bf16* h;  // (rows, E) entering layer `start`
+    bf16* out;      // (rows, E) leaving layer `stop - 1`
+    const int64_t *slot, *seen, *tail, *entry;
+    const bf16* const* keys;    // one pointer per layer of the plan
+    const bf16* const* values;
+    const bf16* const* cosines;  // one (rows, rotated) table per rope
+    const bf16* const* sines;
+    const Term* terms;  // by layer, then in the order in which they are added
+    uint8_t* space;     // vivace_span_bytes
+    int64_t start, stop, rows, num_write, num_feed, tail_width, capacity, num_terms;
+};
+}
+
+enum Site : int64_t { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_MLP };
+enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU };

@@ -1,0 +1,50 @@
+// A native body: the same functions compiled for one instruction set, handed out as a table.
+//
+// Everything lives in an unnamed namespace, and nothing of the standard library is used here: a function compiled
+// for this instruction set must never be the one another file is linked with.
+#pragma once
+#include "layers.h"
+
+namespace {
+
+void linear_item(const void* context, int64_t, int64_t item) {
+    const LinearWork& work = *(const LinearWork*)context;
+    const Linear& l = *work.linear;
+    int64_t first, stop;
+    split_range(item, l.matrix, work.threads, &first, &stop);
+    project(l.matrix, l.x, l.add, l.out, l.rows, first, stop);
+}
+
+void gated_item(const void* context, int64_t, int64_t item) {
+    const GatedWork& work = *(const GatedWork*)context;
+    int64_t first, stop;
+    split_range(item, work.gated->gate, work.threads, &first, &stop);
+    project_gated(*work.gated, first, stop);
+}
+
+void greedy_item(const void* context, int64_t, int64_t item) {
+    const GreedyWork& work = *(const GreedyWork*)context;
+    const Linear& l = work.greedy->linear;
+    int64_t first, stop;
+    split_range(item, l.matrix, work.threads, &first, &stop);
+    choose_greedily(l, first, stop, work.greedy->best + item * l.rows, work.greedy->index + item * l.rows);
+}
+
+void activate_item(const void* context, int64_t, int64_t) {
+    const Activated& a = *(const Activated*)context;
+    activate(a.gate, a.up, a.out, a.count, a.activation);
+}
+
+void norm_item(const void* context, int64_t, int64_t item) {
+    const Norm& n = *(const Norm*)context;
+    norm_row(n.x + item * n.width, n.weight, n.out + item * n.width, n.width, n.eps, n.offset);
+}
+
+void attention_item(const void* context, int64_t, int64_t item) {
+    const Attention& a = *(const Attention*)context;
+    attend(a, item / a.kv_heads, item % a.kv_heads);
+}
+
+constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item, attention_item, span_item};
+
+}  // namespace

@@ -1,0 +1,5 @@
+#include "simd_avx2.h"
+
+#include "body.h"
+
+const Body avx2_body = BODY;

@@ -1,0 +1,5 @@
+#include "simd_avx512.h"
+
+#include "body.h"
+
+const Body avx512_body = BODY;

@@ -1,0 +1,96 @@
+// Exponentials, activations, norms and rotations. Rounding stands where kernels/reference.py has it.
+#pragma once
+#include "span.h"
+
+namespace {
+
+inline Vec load_some(const bf16* p, int64_t n) { return n == WIDTH ? load(p) : load(p, n); }
+inline void store_some(bf16* p, Vec v, int64_t n) { n == WIDTH ? store(p, v) : store(p, v, n); }
+
+// exp on [-87, 88], otherwise the value at the end of that range; relative error below 2e-7 (Cephes' polynomial).
+inline Vec exponential(Vec x) {
+    x = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
+    const Vec n = nearest(mul(x, broadcast(1.44269504088896341f)));
+    x = fma(n, broadcast(-0.693359375f), x);
+    x = fma(n, broadcast(2.12194440e-4f), x);
+    Vec p = broadcast(1.9875691500e-4f);
+    const float rest[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    for (const float c : rest) p = fma(p, x, broadcast(c));
+    p = fma(mul(x, x), p, add(x, broadcast(1.0f)));
+    return mul(p, power_of_two(n));
+}
+
+inline Vec sigmoid(Vec x) { return div(broadcast(1.0f), add(broadcast(1.0f), exponential(sub(broadcast(0), x)))); }
+
+inline Vec hyperbolic_tangent(Vec x) {
+    return sub(broadcast(1.0f), div(broadcast(2.0f), add(broadcast(1.0f), exponential(add(x, x)))));
+}
+
+// Area of the normal distribution below x; the complementary error function is Numerical Recipes' erfcc.
+inline Vec normal_area(Vec x) {
+    const Vec z = mul(max(x, sub(broadcast(0), x)), broadcast(0.70710678118654752f));
+    const Vec t = div(broadcast(1.0f), fma(broadcast(0.5f), z, broadcast(1.0f)));
+    Vec p = broadcast(0.17087277f);
+    const float rest[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
+                          0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+    for (const float c : rest) p = fma(p, t, broadcast(c));
+    const Vec half = mul(broadcast(0.5f), mul(t, exponential(sub(p, mul(z, z)))));
+    return where_negative(x, half, sub(broadcast(1.0f), half));
+}
+
+inline Vec activated(Vec x, int64_t kind) {
+    switch (kind) {
+        case SILU:
+            return mul(x, sigmoid(x));
+        case GELU_TANH: {  // 1 + tanh(u) = 2 sigmoid(2u)
+            const Vec u = mul(x, fma(mul(x, x), broadcast(0.0356774081f), broadcast(0.7978845608f)));
+            return mul(x, sigmoid(add(u, u)));
+        }
+        case GELU:
+            return mul(x, normal_area(x));
+        default:
+            return max(x, broadcast(0));
+    }
+}
+
+// use(first component, how many) over a row.
+template <class Use>
+inline void for_width(int64_t width, Use use) {
+    int64_t i = 0;
+    for (; i + WIDTH <= width; i += WIDTH) use(i, WIDTH);
+    if (i < width) use(i, width - i);
+}
+
+// out = round(act(gate)) * up
+void activate(const bf16* gate, const bf16* up, bf16* out, int64_t count, int64_t kind) {
+    for_width(count, [&](int64_t i, int64_t n) {
+        store_some(out + i, mul(rounded(activated(load_some(gate + i, n), kind)), load_some(up + i, n)), n);
+    });
+}
+
+void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float eps, float offset) {
+    Vec squares = broadcast(0);
+    for_width(width, [&](int64_t i, int64_t n) {
+        const Vec v = load_some(x + i, n);
+        squares = fma(v, v, squares);
+    });
+    const Vec scale = broadcast(1.0f / __builtin_sqrtf(sum_of(squares) / (float)width + eps));
+    for_width(width, [&](int64_t i, int64_t n) {
+        const Vec y = mul(load_some(x + i, n), scale), w = load_some(weight + i, n);
+        store_some(out + i, offset != 0 ? mul(y, add(broadcast(offset), w)) : mul(rounded(y), w), n);
+    });
+}
+
+// Rotates the leading `width` components in place; `sin` has its first half negated.
+void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t width) {
+    const int64_t half = width / 2;
+    for_width(half, [&](int64_t i, int64_t n) {
+        const Vec low = load_some(x + i, n), high = load_some(x + half + i, n);
+        const Vec l = rounded(mul(low, load_some(cos + i, n)));
+        const Vec h = rounded(mul(high, load_some(cos + half + i, n)));
+        store_some(x + i, fma(high, load_some(sin + i, n), l), n);
+        store_some(x + half + i, fma(low, load_some(sin + half + i, n), h), n);
+    });
+}
+
+}  // namespace

@@ -1,0 +1,149 @@
+// The plain C boundary, the same for every body; compiled for any x86-64 so that asking for features is safe.
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "pool.h"
+#include "span.h"
+
+namespace {
+
+const Body* body_of(int64_t index) { return index == 0 ? &avx2_body : &avx512_body; }
+
+int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
+    int64_t count = 0;
+    for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) count += phase_of(s.call->terms[t].site) == kind;
+    return count;
+}
+
+int64_t num_items(const Span& s, int64_t layer, Kind kind) {
+    const Call& c = *s.call;
+    const Layer& l = s.layer(layer);
+    const int64_t fed = c.num_feed > 0, lower = num_lower(s, layer, kind);
+    switch (kind) {
+        case QKV:
+            return items(l.qkv, s.threads) + lower;
+        case ATTEND:
+            return c.rows * s.plan->kv_heads;
+        case OUTPUT:
+            return items(l.o, s.threads) + lower;
+        case UP:
+            return fed * items(l.gate, s.threads) * (s.is_fused(layer) ? 1 : 2) + lower;
+        case ACTIVATE:
+            return s.is_fused(layer) ? 0 : c.num_feed;
+        case DOWN:
+            return fed * items(l.down, s.threads) + lower;
+        default:
+            return c.rows;
+    }
+}
+
+// Hands out working space, 64-byte aligned; with no space given it only counts.
+struct Space {
+    uint8_t* at;
+    int64_t used = 0;
+    template <class T>
+    T* take(int64_t count) {
+        T* found = at == nullptr ? nullptr : (T*)(at + used);
+        used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+        return found;
+    }
+};
+
+int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
+    const Plan& p = *s.plan;
+    const int64_t rows = s.call->rows;
+    Space from{space};
+    s.sums = from.take<float>(rows * s.query_width());
+    s.x = from.take<bf16>(rows * p.width);
+    s.qkv = from.take<bf16>(rows * s.qkv_width());
+    s.a = from.take<bf16>(rows * s.query_width());
+    s.y = from.take<bf16>(rows * p.width);
+    s.u = from.take<bf16>(rows * p.width);
+    s.gates = from.take<bf16>(rows * p.ffn_width);
+    s.inner = from.take<bf16>(rows * p.ffn_width);
+    for (int64_t t = 0; t < s.call->num_terms; ++t) low.push_back(from.take<bf16>(rows * even(s.call->terms[t].rank)));
+    s.low = low.data();
+    return from.used;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT const char* vivace_sources() { return VIVACE_SOURCES; }
+
+// Bit 0: the avx2 body runs here, bit 1: the avx512 body does.
+EXPORT int64_t vivace_features() {
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512bf16");
+    return (avx2 ? 1 : 0) | (avx2 && avx512 ? 2 : 0);
+}
+
+EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear* linear) {
+    const LinearWork work{linear, threads};
+    const int64_t count = items(linear->matrix, threads);
+    run_phases(threads, 1, &count, body_of(body)->linear, &work);
+}
+
+EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated* gated) {
+    const GatedWork work{gated, threads};
+    const int64_t count = items(gated->gate, threads);
+    run_phases(threads, 1, &count, body_of(body)->gated, &work);
+}
+
+EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, int64_t* tokens) {
+    const int64_t count = items(linear->matrix, threads), rows = linear->rows;
+    std::vector<float> best((size_t)(count * rows));
+    std::vector<int64_t> index((size_t)(count * rows));
+    const Greedy greedy{*linear, best.data(), index.data()};
+    const GreedyWork work{&greedy, threads};
+    run_phases(threads, 1, &count, body_of(body)->greedy, &work);
+    for (int64_t row = 0; row < rows; ++row) {
+        int64_t winner = 0;
+        for (int64_t chunk = 1; chunk < count; ++chunk)
+            if (best[chunk * rows + row] > best[winner * rows + row]) winner = chunk;
+        tokens[row] = index[winner * rows + row];
+    }
+}
+
+EXPORT void vivace_activate(int64_t body, const Activated* activated) { body_of(body)->activate(activated, 0, 0); }
+
+EXPORT void vivace_norm(int64_t body, const Norm* norm) {
+    for (int64_t row = 0; row < norm->rows; ++row) body_of(body)->norm(norm, 0, row);
+}
+
+EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention* attention) {
+    const int64_t count = attention->rows * attention->kv_heads;
+    run_phases(threads, 1, &count, body_of(body)->attention, attention);
+}
+
+// Bytes of working space a call needs.
+EXPORT int64_t vivace_span_bytes(const Plan* plan, const Call* call) {
+    Span s{};
+    s.plan = plan, s.call = call;
+    std::vector<bf16*> low;
+    return lay_out(s, nullptr, low);
+}
+
+EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const Call* call) {
+    Span s{};
+    s.plan = plan, s.call = call;
+    std::vector<bf16*> low;
+    lay_out(s, call->space, low);
+    const int64_t layers = call->stop - call->start;
+    std::vector<int64_t> first_term((size_t)layers + 1, call->num_terms);
+    for (int64_t layer = layers - 1, t = call->num_terms; layer >= 0; --layer) {
+        while (t > 0 && call->terms[t - 1].layer >= call->start + layer) --t;
+        first_term[layer] = t;
+    }
+    s.first_term = first_term.data();
+    s.threads = threads;
+    std::vector<int64_t> counts{call->rows};
+    for (int64_t layer = 0; layer < layers; ++layer)
+        for (int64_t kind = 0; kind < NUM_KINDS; ++kind) counts.push_back(num_items(s, layer, (Kind)kind));
+    run_phases(threads, (int64_t)counts.size(), counts.data(), body_of(body)->span, &s);
+}

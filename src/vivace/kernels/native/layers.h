@@ -1,0 +1,196 @@
+// The phases of a span of layers (span.h), item by item.
+#pragma once
+#include "attention.h"
+
+namespace {
+
+// The low-rank half of a term for all its rows: low = [silu] round(x down^T).
+void lower(const Span& s, int64_t index, const bf16* x, int64_t rows) {
+    const Term& t = s.call->terms[index];
+    const int64_t stride = even(t.rank), size = t.rank * t.in;
+    float sums[LANES];
+    for (int64_t row = 0; row < rows; ++row) {
+        if (t.which[row] < 0) continue;
+        const Matrix down{t.down + t.which[row] * size, nullptr, t.in, t.rank, 0};
+        bf16* low = s.low[index] + row * stride;
+        low[stride - 1] = 0;
+        for (int64_t tile = 0; tile < tiles(down); ++tile) {
+            sum_rows(down, tile, x + row * t.in, t.in, 1, sums);
+            for_lanes(tile, t.rank, [&](int64_t lane, int64_t n) {
+                Vec v = load(sums + lane);
+                if (t.site == SITE_MLP) v = activated(rounded(v), SILU);
+                store_some(low + tile * LANES + lane, v, n);
+            });
+        }
+    }
+}
+
+// y = round(y + round(up low)) for one row.
+void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
+    const Term& t = s.call->terms[index];
+    if (t.which[row] < 0) return;
+    const int64_t pairs = (t.rank + 1) / 2, count = (t.out + LANES - 1) / LANES;
+    const Matrix up{t.up + t.which[row] * count * pairs * 2 * LANES, nullptr, t.rank, t.out, 1};
+    project(up, s.low[index] + row * even(t.rank), y, y, 1, 0, count);
+}
+
+// Terms of the given sites of a layer, in the order of the call.
+template <class Use>
+inline void for_terms(const Span& s, int64_t layer, Use use) {
+    for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) use(t, s.call->terms[t].site);
+}
+
+// Item `item` of a phase beyond its projections: the low-rank half of the item-th term whose input is at hand.
+void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16* x) {
+    for_terms(s, layer, [&](int64_t t, int64_t site) {
+        if (phase_of(site) != kind || item-- != 0) return;
+        const bool is_fed_only = site == SITE_GATE || site == SITE_UP || site == SITE_DOWN;
+        lower(s, t, x, is_fed_only ? s.call->num_feed : s.call->rows);
+    });
+}
+
+void split_range(int64_t item, const Matrix& m, int64_t threads, int64_t* first, int64_t* stop) {
+    const int64_t each = tiles_per_item(m, threads), count = tiles(m);
+    *first = item * each;
+    *stop = *first + each < count ? *first + each : count;
+}
+
+// A projection's item, or a term's when there are no tiles left.
+void project_item(const Span& s, int64_t layer, Kind kind, int64_t item, const Matrix& m, const bf16* x, bf16* out,
+                  int64_t rows) {
+    const int64_t count = rows ? items(m, s.threads) : 0;
+    if (item >= count) return lower_nth(s, layer, kind, item - count, x);
+    int64_t first, stop;
+    split_range(item, m, s.threads, &first, &stop);
+    project(m, x, nullptr, out, rows, first, stop);
+}
+
+void norm_heads(bf16* x, const bf16* weight, int64_t heads, const Plan& p) {
+    for (int64_t i = 0; i < heads && weight != nullptr; ++i)
+        norm_row(x + i * p.head_width, weight, x + i * p.head_width, p.head_width, p.norm_eps, p.norm_offset);
+}
+
+// Terms, QK-norm and rotation of a row's heads; keys and values of a writing row go where they are kept.
+void finish_heads(const Span& s, int64_t layer, int64_t row) {
+    const Plan& p = *s.plan;
+    const Call& c = *s.call;
+    const Layer& l = s.layer(layer);
+    bf16* q = s.qkv + row * s.qkv_width();
+    bf16 *k = q + s.query_width(), *v = k + s.key_width();
+    for_terms(s, layer, [&](int64_t t, int64_t site) {
+        if (site <= SITE_V) raise(s, t, row, site == SITE_Q ? q : site == SITE_K ? k : v);
+    });
+    norm_heads(q, l.q_norm, p.heads, p);
+    norm_heads(k, l.k_norm, p.kv_heads, p);
+    const bf16 *cos = c.cosines[l.rope] + row * p.rotated, *sin = c.sines[l.rope] + row * p.rotated;
+    for (int64_t i = 0; i < p.heads + p.kv_heads; ++i) rotate(q + i * p.head_width, cos, sin, p.rotated);
+    if (row >= c.num_write) return;
+    for (int64_t i = 0; i < p.kv_heads; ++i) {
+        const int64_t at = ((c.slot[row] * p.kv_heads + i) * c.capacity + c.entry[row]) * p.head_width;
+        __builtin_memcpy((bf16*)c.keys[c.start + layer] + at, k + i * p.head_width, p.head_width * sizeof(bf16));
+        __builtin_memcpy((bf16*)c.values[c.start + layer] + at, v + i * p.head_width, p.head_width * sizeof(bf16));
+    }
+}
+
+void attend_item(const Span& s, int64_t layer, int64_t item) {
+    const Plan& p = *s.plan;
+    const Call& c = *s.call;
+    const int64_t at = c.start + layer;
+    const Attention a{s.qkv,         c.keys[at],   c.values[at],  c.slot,       c.seen,
+                      c.tail,        s.a,          s.sums,        c.rows,       s.qkv_width(),
+                      p.heads,       p.kv_heads,   p.head_width,  c.capacity,   c.tail_width,
+                      s.layer(layer).window, p.scale, p.softcap};
+    attend(a, item / p.kv_heads, item % p.kv_heads);
+}
+
+// to = round(from + y) after the terms of a site.
+void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const bf16* from, bf16* to) {
+    const int64_t width = s.plan->width;
+    bf16* y = s.y + row * width;
+    if (is_feed && row >= s.call->num_feed) __builtin_memset(y, 0, width * sizeof(bf16));
+    if (!is_feed)
+        for_terms(s, layer, [&](int64_t t, int64_t site) {
+            if (site == SITE_O) raise(s, t, row, y);
+        });
+    else
+        for (int64_t wanted = SITE_DOWN; wanted <= SITE_MLP; ++wanted)
+            for_terms(s, layer, [&](int64_t t, int64_t site) {
+                if (site == wanted && (site == SITE_MLP || row < s.call->num_feed)) raise(s, t, row, y);
+            });
+    for_width(width, [&](int64_t i, int64_t n) {
+        store_some(to + row * width + i, add(load_some(from + row * width + i, n), load_some(y + i, n)), n);
+    });
+}
+
+void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weight) {
+    const int64_t width = s.plan->width;
+    norm_row(from + row * width, weight, s.x + row * width, width, s.plan->norm_eps, s.plan->norm_offset);
+}
+
+// Gate and up with their activation, or apart where terms come between.
+void up_item(const Span& s, int64_t layer, int64_t item) {
+    const Layer& l = s.layer(layer);
+    const int64_t rows = s.call->num_feed;
+    const int64_t count = rows ? items(l.gate, s.threads) : 0;
+    int64_t first, stop;
+    if (s.is_fused(layer)) {
+        if (item >= count) return lower_nth(s, layer, UP, item - count, s.x);
+        split_range(item, l.gate, s.threads, &first, &stop);
+        const Gated g{l.gate, l.up, s.x, s.inner, rows, s.plan->activation};
+        return project_gated(g, first, stop);
+    }
+    if (item < count) return project_item(s, layer, UP, item, l.gate, s.x, s.gates, rows);
+    project_item(s, layer, UP, item - count, l.up, s.x, s.inner, rows);
+}
+
+void activate_row(const Span& s, int64_t layer, int64_t row) {
+    const int64_t ffn = s.plan->ffn_width;
+    bf16 *gate = s.gates + row * ffn, *up = s.inner + row * ffn;
+    for_terms(s, layer, [&](int64_t t, int64_t site) {
+        if (site == SITE_GATE || site == SITE_UP) raise(s, t, row, site == SITE_GATE ? gate : up);
+    });
+    activate(gate, up, up, ffn, s.plan->activation);
+}
+
+void begin_row(const Span& s, int64_t row) {
+    const int64_t width = s.plan->width;
+    __builtin_memcpy(s.call->out + row * width, s.call->h + row * width, width * sizeof(bf16));
+    norm_into_x(s, row, s.call->out, s.layer(0).attention_norm);
+}
+
+void end_row(const Span& s, int64_t layer, int64_t row) {
+    finish_half(s, layer, row, true, s.u, s.call->out);
+    if (s.call->start + layer + 1 < s.call->stop) norm_into_x(s, row, s.call->out, s.layer(layer + 1).attention_norm);
+}
+
+void span_item(const void* context, int64_t phase, int64_t item) {
+    const Span& s = *(const Span*)context;
+    if (phase == 0) return begin_row(s, item);
+    const int64_t layer = (phase - 1) / NUM_KINDS, rows = s.call->rows;
+    const Layer& l = s.layer(layer);
+    switch ((Kind)((phase - 1) % NUM_KINDS)) {
+        case QKV:
+            return project_item(s, layer, QKV, item, l.qkv, s.x, s.qkv, rows);
+        case HEADS:
+            return finish_heads(s, layer, item);
+        case ATTEND:
+            return attend_item(s, layer, item);
+        case OUTPUT:
+            return project_item(s, layer, OUTPUT, item, l.o, s.a, s.y, rows);
+        case MIDDLE:
+            finish_half(s, layer, item, false, s.call->out, s.u);
+            return norm_into_x(s, item, s.u, l.ffn_norm);
+        case UP:
+            return up_item(s, layer, item);
+        case ACTIVATE:
+            return activate_row(s, layer, item);
+        case DOWN:
+            return project_item(s, layer, DOWN, item, l.down, s.inner, s.y, s.call->num_feed);
+        case END:
+            return end_row(s, layer, item);
+        default:
+            return;
+    }
+}
+
+}  // namespace

@@ -1,0 +1,127 @@
+// The vector operations of a body: AVX2 with FMA; bfloat16 is widened by a shift.
+#pragma once
+#include <immintrin.h>
+
+#include "abi.h"
+
+namespace {
+
+constexpr int64_t WIDTH = 8;
+constexpr int64_t DOT_WIDTH = 16;
+constexpr int64_t MAX_ROWS = 4;
+constexpr int64_t MAX_SUMS = 4;
+
+using Vec = __m256;
+
+inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec power_of_two(Vec n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Vec where_negative(Vec x, Vec yes, Vec no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ));
+}
+inline bool any_greater(Vec a, float b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, broadcast(b), _CMP_GT_OQ)) != 0;
+}
+inline float sum_of(Vec a) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+// out[i] = the sum of v[i]; each is summed in the same order.
+inline void sum_four(const Vec* v, float* out) {
+    const Vec ab = add(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
+    const Vec cd = add(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
+    const Vec abcd = add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
+inline __m256i first(int64_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
+inline Vec load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
+inline void store(float* p, Vec a, int64_t n) { _mm256_maskstore_ps(p, first(n), a); }
+
+inline Vec widen(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
+inline Vec load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec load(const bf16* p, int64_t n) {
+    alignas(16) bf16 some[8] = {};
+    for (int64_t i = 0; i < n; ++i) some[i] = p[i];
+    return widen(_mm_load_si128((const __m128i*)some));
+}
+// Round to nearest even; a NaN stays one.
+inline __m128i narrow(Vec a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    const __m256i kept = _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan);
+    const __m256i high = _mm256_srli_epi32(kept, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+inline void store(bf16* p, Vec a) { _mm_storeu_si128((__m128i*)p, narrow(a)); }
+inline void store(bf16* p, Vec a, int64_t n) {
+    alignas(16) bf16 some[8];
+    _mm_store_si128((__m128i*)some, narrow(a));
+    for (int64_t i = 0; i < n; ++i) p[i] = some[i];
+}
+inline Vec rounded(Vec a) { return widen(narrow(a)); }
+
+inline Vec low(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline Vec high(__m256i pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))); }
+
+inline Vec dot(Vec acc, __m256i a, __m256i b) { return fma(high(a), high(b), fma(low(a), low(b), acc)); }
+inline Vec dot(Vec acc, const bf16* a, const bf16* b) {
+    return dot(acc, _mm256_loadu_si256((const __m256i*)a), _mm256_loadu_si256((const __m256i*)b));
+}
+inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
+    alignas(32) bf16 x[16] = {}, y[16] = {};
+    for (int64_t i = 0; i < n; ++i) x[i] = a[i], y[i] = b[i];
+    return dot(acc, x, y);
+}
+
+inline int32_t two(const bf16* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, 4);
+    return bits;
+}
+
+struct Tile {
+    Vec low0, high0, low1, high1;
+    Tile() = default;
+    explicit Tile(const bf16* p) {
+        const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 16));
+        low0 = low(a), high0 = high(a), low1 = low(b), high1 = high(b);
+    }
+};
+struct Inputs {
+    Vec even, odd;
+    explicit Inputs(const bf16* p) {
+        const __m256i pair = _mm256_set1_epi32(two(p));
+        even = low(pair), odd = high(pair);
+    }
+};
+struct Sums {
+    Vec value0 = _mm256_setzero_ps(), value1 = _mm256_setzero_ps();
+    void step(const Tile& w, const Inputs& x) {
+        value0 = fma(w.high0, x.odd, fma(w.low0, x.even, value0));
+        value1 = fma(w.high1, x.odd, fma(w.low1, x.even, value1));
+    }
+    void put(float* p) const {
+        _mm256_storeu_ps(p, value0);
+        _mm256_storeu_ps(p + 8, value1);
+    }
+};
+
+}  // namespace

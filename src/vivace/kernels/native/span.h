@@ -1,0 +1,75 @@
+// A span of layers as phases of independent items; entry.cpp lays it out, a body executes it.
+#pragma once
+#include "abi.h"
+
+enum Kind : int64_t { QKV, HEADS, ATTEND, OUTPUT, MIDDLE, UP, ACTIVATE, DOWN, END, NUM_KINDS };
+
+// Phase 0 norms the rows for the first layer; then come NUM_KINDS phases for each layer.
+struct Span {
+    const Plan* plan;
+    const Call* call;
+    bf16 *x, *qkv, *a, *y, *u, *gates, *inner;  // (rows, .): normed, heads, attended, projected, between halves, ...
+    float* sums;                                // (rows, H, D)
+    bf16** low;                                 // per term: (rows, even rank)
+    const int64_t* first_term;                  // per layer of the span, and one past the last
+    int64_t threads;
+
+    const Layer& layer(int64_t index) const { return plan->layers[call->start + index]; }
+    int64_t query_width() const { return plan->heads * plan->head_width; }
+    int64_t key_width() const { return plan->kv_heads * plan->head_width; }
+    int64_t qkv_width() const { return query_width() + 2 * key_width(); }
+    bool has(int64_t index, int64_t site) const {
+        for (int64_t t = first_term[index]; t < first_term[index + 1]; ++t)
+            if (call->terms[t].site == site) return true;
+        return false;
+    }
+    // Terms of gate and up come between their projections and the activation.
+    bool is_fused(int64_t index) const { return !has(index, SITE_GATE) && !has(index, SITE_UP); }
+};
+
+// In which phase a site's input is at hand, so that the low-rank half of its terms is computed beside it.
+inline Kind phase_of(int64_t site) {
+    if (site <= SITE_V) return QKV;
+    if (site == SITE_O) return OUTPUT;
+    return site == SITE_DOWN ? DOWN : UP;
+}
+
+inline int64_t tiles(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
+
+// A few items for each thread, so that a late one costs little; whole groups of tiles where there are enough.
+inline int64_t tiles_per_item(const Matrix& m, int64_t threads) {
+    if (threads <= 1) return tiles(m);
+    const int64_t share = (tiles(m) + 4 * threads - 1) / (4 * threads);
+    return share < 4 ? 2 : (share + 3) / 4 * 4;
+}
+inline int64_t items(const Matrix& m, int64_t threads) {
+    const int64_t each = tiles_per_item(m, threads);
+    return (tiles(m) + each - 1) / each;
+}
+inline int64_t even(int64_t n) { return n + (n & 1); }
+
+// What a body offers; `phase` and `item` mean what entry.cpp says they do.
+struct LinearWork {
+    const Linear* linear;
+    int64_t threads;
+};
+struct GatedWork {
+    const Gated* gated;
+    int64_t threads;
+};
+struct GreedyWork {
+    const Greedy* greedy;
+    int64_t threads;
+};
+struct Body {
+    void (*linear)(const void*, int64_t, int64_t);
+    void (*gated)(const void*, int64_t, int64_t);
+    void (*greedy)(const void*, int64_t, int64_t);
+    void (*activate)(const void*, int64_t, int64_t);
+    void (*norm)(const void*, int64_t, int64_t);
+    void (*attention)(const void*, int64_t, int64_t);
+    void (*span)(const void*, int64_t, int64_t);
+};
+
+extern const Body avx2_body;
+extern const Body avx512_body;
