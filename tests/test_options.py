@@ -52,6 +52,7 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "min_new_tokens is 30, more than the 24 tokens at most": {"min_new_tokens": 30},
     "num_draft_tokens is 3, but method plain drafts nothing": {"num_draft_tokens": 3},
     "num_draft_tokens is 3, but method auto finds out": {"num_draft_tokens": 3, "method": "auto"},
+    "num_draft_tokens is 64; a draft has at most 63 guesses": {"num_draft_tokens": 64, "method": "lookup"},
     "lookup needs num_draft_tokens >= 1": {"num_draft_tokens": 0, "method": "lookup"},
     "no effect on greedy decoding": {"top_k": 3, "do_sample": False},
 }

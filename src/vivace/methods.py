@@ -16,6 +16,7 @@ from vivace.decode.adaptive import Adaptive
 from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
+from vivace.decode.session import DRAFT_SLACK
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.multirate.config import MultirateConfig
@@ -87,6 +88,8 @@ class Methods:
         if length is not None and method in ("plain", "auto"):
             why = "drafts nothing" if method == "plain" else "finds out how far to draft"
             raise ConfigError(f"num_draft_tokens is {length}, but method {method} {why}; leave it out")
+        if length is not None and length >= DRAFT_SLACK:
+            raise ConfigError(f"num_draft_tokens is {length}; a draft has at most {DRAFT_SLACK - 1} guesses")
         match method:
             case "plain":
                 return NoDrafts()

@@ -11,8 +11,10 @@ differ only in who guesses at the gate: ``EarlyGuess``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -39,6 +41,10 @@ class DraftPlan:
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
             raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
+        if self.num_nodes > MAX_NODES:
+            raise ConfigError(
+                f"draft widths {list(self.widths)} make {self.num_nodes} guesses; a draft has at most {MAX_NODES}"
+            )
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"min_confidence must be in [0, 1), found {self.min_confidence}")
 
@@ -46,6 +52,11 @@ class DraftPlan:
     def chain(length: int) -> DraftPlan:
         """``length`` guesses in a row."""
         return DraftPlan((1,) * length)
+
+    @property
+    def num_nodes(self) -> int:
+        """Guesses of the whole tree."""
+        return sum(accumulate(self.widths, operator.mul))
 
     @property
     def is_chain(self) -> bool:
@@ -130,21 +141,12 @@ class ShallowDrafter:
 
     @staticmethod
     def _with_room(draft: Draft, leaves: Tensor, context: Context, width: int) -> Tensor:
-        """Leaves that may still grow: within the plan and within what their slot can use."""
+        """Leaves that may still grow: within the plan and as deep as their slot can use."""
         if width == 0:
             return leaves[:0]
-        used: dict[int, int] = {}
-        for slot in draft.slot.tolist():
-            used[slot] = used.get(slot, 0) + 1
-        given = dict(zip(draft.slots, draft.given, strict=True))
         depth_of = _depth_below_root(draft)
         slots = draft.slot.tolist()
-        keep = [
-            leaf
-            for leaf in leaves.tolist()
-            if depth_of[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)
-            and used[slots[leaf]] - given[slots[leaf]] + width <= MAX_NODES
-        ]
+        keep = [leaf for leaf in leaves.tolist() if depth_of[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)]
         return torch.tensor(keep, dtype=torch.int64)
 
     def _lower(self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
