@@ -21,7 +21,7 @@ from vivace.decode.session import Session
 Models = Callable[..., Decoder]
 Plain = Callable[[torch.dtype], list[Text]]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.07}  # two units in the last place of values near 8
-SHAPES = [(1, 1, 1), (3, 2, 1), (1, 2, 2)]
+SHAPES = [(1, 1, 1), (3, 2, 1)]
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 @given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(1, 8), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_continuation_is_the_searched_one(
     tokens: list[int], smallest: int, more: int, count: int, data: st.DataObject
 ) -> None:

@@ -58,15 +58,14 @@ def test_alone_as_among_sixteen(models: Models, plain: Plain, dtype: torch.dtype
         how = MIXED[place % 4] if sampling == "mixed" else SAMPLINGS[sampling]
         return Request(prompts(16)[place], 6 + place % 5, method, sampling=how, seed=place, logprobs=place % 3 != 1)
 
-    places = (0, 1, 6, 11, 15)
+    places = (0, 1, 6, 11)
     alone = {at: run(model, [request(at, drafter(method, models, plain, dtype))], 0)[0] for at in places}
     together = drafter(method, models, plain, dtype)
-    for every in (0, 1):
-        crowd = run(model, [request(i, together) for i in range(16)], every)
-        for at, want in alone.items():
-            assert crowd[at].tokens == want.tokens
-            assert crowd[at].logprobs == want.logprobs
-            assert len(want.logprobs) == (0 if at % 3 == 1 else len(want.tokens))
+    crowd = run(model, [request(i, together) for i in range(16)], 0 if sampling == "mixed" else 1)
+    for at, want in alone.items():
+        assert crowd[at].tokens == want.tokens
+        assert crowd[at].logprobs == want.logprobs
+        assert len(want.logprobs) == (0 if at % 3 == 1 else len(want.tokens))
 
 
 def test_bits_of_a_deep_text_beside_short_ones(models: Models, dtype: torch.dtype) -> None:

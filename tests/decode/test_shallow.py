@@ -117,8 +117,8 @@ def test_lower_layers_run_once_per_token(
         assert spans == [(0, GATE, batch)] * 4 + [(GATE, None, 4 * batch)]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("plan", ["chain", "tree", "sure tree"])
+@pytest.mark.parametrize("sampling", ["greedy", "penalised", "filtered"])
 def test_alone_as_among_others(models: Models, plain: Plain, dtype: torch.dtype, plan: str, sampling: str) -> None:
     model, texts = models(dtype), plain(dtype)
     mixed = list(SAMPLINGS.values())

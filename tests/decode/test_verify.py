@@ -41,7 +41,7 @@ def drafts(draw: st.DrawFn) -> tuple[Draft, Tensor]:
 
 
 @given(drafts())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_greedy_keeps_the_longest_path_of_choices(case: tuple[Draft, Tensor]) -> None:
     draft, choice = case
     verdict = verify_greedy(draft, choice)
