@@ -114,7 +114,7 @@ class Methods:
             base = self.folder or "MODEL"
             raise NotFoundError(
                 f"method multirate needs an accelerator for this model and there is none in {folder or 'memory'}; "
-                f"train one: vivace train multirate --model {base} --out {base}/adapters/multirate"
+                f"train one: vivace train multirate --model {base} --data FILE --out {base}/adapters/multirate"
             )
         if self.folder is None:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
