@@ -77,6 +77,7 @@ def summary(results: Sequence[Result]) -> str:
                 (
                     result.setting["model"],
                     result.setting["prompts"],
+                    result.setting["kernels"],
                     f"`{run['method']}`",
                     f"{run['tokens_per_s']:.0f}",
                     f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})",
@@ -84,7 +85,7 @@ def summary(results: Sequence[Result]) -> str:
                     _figure(run["tokens_per_target_pass"]),
                 )
             )
-    header = ("model", "prompts", "method", "tokens/s", "beside plain", "identical", "tokens per target pass")
+    header = ("model", "prompts", "kernels", "method", "tokens/s", "beside plain", "identical", "tokens per target pass")
     pictures = (("acceptance by position", plots.ACCEPTANCE), ("time per token", plots.TIME))
     return "\n\n".join([table(header, rows), *(f"![{text}](docs/images/{name})" for text, name in pictures)])
 

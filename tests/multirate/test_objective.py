@@ -36,12 +36,28 @@ def test_training_teaches_the_gate_and_leaves_the_base(deep, fields) -> None:
         optimiser.zero_grad()
         for loss, metrics in task.losses(model, batch(step % 4)):
             loss.backward()
-            seen.append(metrics)
+            seen += [metrics] if metrics else []
         optimiser.step()
         task.updated()
     assert seen[-1]["kl"] < 0.6 * seen[0]["kl"]
     assert seen[-1]["agreement"] > seen[0]["agreement"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parts_give_the_gradient_of_the_whole(deep) -> None:
+    model, gradients = deep(torch.float32), []
+    for rows in (7, 4096):
+        task = objective(deep)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in task.accelerator.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        task.loss = MultirateLoss(rows=rows)
+        for loss, _ in task.losses(model, batch(0)):
+            loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in task.accelerator.parameters()]))
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()

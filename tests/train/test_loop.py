@@ -19,7 +19,7 @@ from vivace.train.config import LoopConfig
 from vivace.train.data import Place, Rows, collate
 from vivace.train.loop import Course, Lessons, fit
 from vivace.train.objective import NextToken
-from vivace.train.optim import OptimiserConfig
+from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Lines, Reading
 
 
@@ -127,10 +127,16 @@ def test_an_adapter_trains_on_a_frozen_base(tokenizer: Tokenizer, model: Decoder
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_accumulated_batches_make_one_step_of_their_mean(tokenizer: Tokenizer, folder: Path) -> None:
+def test_accumulated_batches_make_one_step_of_their_mean(
+    tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one part of the objective is made from another's gradient."""
+
     class Recorder(Adapter):
         def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-            yield self.shift.sum() * batch.tokens.sum(), {}
+            cut = self.shift.detach().requires_grad_()
+            yield cut.sum() * batch.tokens.sum(), {}
+            yield (self.shift * cut.grad).sum(), {}
 
     model = Decoder.__new__(Decoder)
     nn.Module.__init__(model)
@@ -140,12 +146,19 @@ def test_accumulated_batches_make_one_step_of_their_mean(tokenizer: Tokenizer, f
     nn.Module.__init__(recorder)
     recorder.shift = nn.Parameter(torch.zeros(4))
     seen: list[float] = []
-    recorder.shift.register_hook(lambda grad: seen.append(float(grad[0])))
+    update = Optimiser.update
+
+    def recorded(self: Optimiser, factor: float) -> None:
+        seen.append(float(self.params[0].grad[0]))
+        update(self, factor)
+
+    monkeypatch.setattr(Optimiser, "update", recorded)
     data = batches(tokenizer)
     course_ = Course(LoopConfig(steps=2, warmup_steps=0, accumulate=3), OptimiserConfig())
     fit(model, recorder, Lessons(data), course_, folder=folder, report=Kept())
     again = data.start_at(Place())
-    assert seen == [pytest.approx(float(next(again)[1].tokens.sum()) / 3) for _ in range(6)]
+    sums = [float(next(again)[1].tokens.sum()) for _ in range(6)]
+    assert seen == [pytest.approx(sum(sums[:3]) / 3), pytest.approx(sum(sums[3:]) / 3)]
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:

@@ -17,6 +17,7 @@ from vivace.prompts import load_prompts
 from vivace.recipe import build, override, read_recipe
 
 if TYPE_CHECKING:
+    from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
 KINDS = ("decoder", "multirate")
@@ -55,7 +56,10 @@ def train(
         outcome = _run_decoder(values, data, out, model, tensorboard)
     else:
         choice = ModelChoice(model=model, device=device, dtype=dtype, kernels="torch")
-        outcome = _run(values, data, out, choice, tensorboard)
+        runs = _run(values, data, out, choice, tensorboard)
+        if not as_json:
+            print_runs(runs)
+        outcome = {"out": str(out), "runs": [asdict(run) for run in runs]}
     if as_json:
         console.json(outcome)
 
@@ -67,17 +71,13 @@ def _report(tensorboard: Path | None) -> Report:
     return lines if tensorboard is None else Curves(tensorboard, lines)
 
 
-def _run(
-    values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None
-) -> dict[str, Any]:
+def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
     from vivace.training import AdapterRecipe, train_adapter
 
     recipe = build(AdapterRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
     engine = open_engine(choice)
-    runs = train_adapter(recipe, engine, prompts, out, _report(curves))
-    print_runs(runs)
-    return {"out": str(out), "runs": [asdict(run) for run in runs]}
+    return train_adapter(recipe, engine, prompts, out, _report(curves))
 
 
 def _run_decoder(

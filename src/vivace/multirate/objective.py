@@ -60,13 +60,21 @@ class MultirateObjective:
         return [{"params": list(self.accelerator.parameters()), "name": "accelerator", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """The loss in parts of ``rows`` positions, each ready for ``backward``; they add up to the mean."""
+        """The loss in parts of ``rows`` positions that add up to the mean, each ready for ``backward``.
+
+        The head runs on a copy of p that is cut from the graph; each part leaves its gradient there, and the
+        last one, a product with that gradient, sends it down to the adapters.
+        """
         rows, targets = batch.predicting, batch.targets
         step, final = self._frozen(model, batch.tokens)
-        gate = self._accelerate(model, batch.tokens, step, final)
+        gate = self._accelerate(model, batch.tokens, step, final)[rows]
+        learns = torch.is_grad_enabled()
+        cut = gate.detach().requires_grad_(learns)
         for part in torch.split(torch.arange(len(rows)), self.loss.rows):
-            at = rows[part]
-            yield self._part(model, gate[at], final[at], targets[part], share=1 / len(rows))
+            yield self._part(model, cut[part], final[rows[part]], targets[part], share=1 / len(rows))
+        if learns:
+            assert cut.grad is not None, "back every part through before asking for the next"
+            yield (gate * cut.grad).sum(), {}
 
     def updated(self) -> None:
         """Nothing follows an optimiser step."""

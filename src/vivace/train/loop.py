@@ -124,6 +124,8 @@ class _Run:
             torch.manual_seed(_seed_of(self.course.seed, self.progress.step, micro))
             self._learn(batch)
             self.progress = replace(self.progress, place=place)
+        if loop.accumulate > 1:  # here and not in the losses: an objective may derive one part from another's gradient
+            self.optimiser.scale(1 / loop.accumulate)
         if loop.clip is not None:
             self.optimiser.clip(loop.clip)
         self.optimiser.update(factor)
@@ -150,7 +152,7 @@ class _Run:
         metrics: defaultdict[str, float] = defaultdict(float)
         with self._arithmetic():
             for loss, seen in self.objective.losses(self.model, batch):
-                (loss / self.course.loop.accumulate).backward()
+                loss.backward()
                 for name, value in seen.items():
                     metrics[name] += value
         wrong = [f"{name} {value}" for name, value in metrics.items() if not math.isfinite(value)]

@@ -90,6 +90,13 @@ class Optimiser:
             p.grad = None
 
     @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for p in self.params:
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+    @torch.no_grad()
     def clip(self, norm: float) -> float:
         """Scale all gradients down to a global norm; returns the norm found."""
         grads = [p.grad for p in self.params if p.grad is not None]
