@@ -85,7 +85,16 @@ def summary(results: Sequence[Result]) -> str:
                     _figure(run["tokens_per_target_pass"]),
                 )
             )
-    header = ("model", "prompts", "kernels", "method", "tokens/s", "beside plain", "identical", "tokens per target pass")
+    header = (
+        "model",
+        "prompts",
+        "kernels",
+        "method",
+        "tokens/s",
+        "beside plain",
+        "identical",
+        "tokens per target pass",
+    )
     pictures = (("acceptance by position", plots.ACCEPTANCE), ("time per token", plots.TIME))
     return "\n\n".join([table(header, rows), *(f"![{text}](docs/images/{name})" for text, name in pictures)])
 
