@@ -250,7 +250,7 @@ def test_report_of_a_result(tmp_path: Path) -> None:
     assert [result.name for result in results] == ["a", "b"]
     summary, details = report.summary(results), report.details(results)
     measured = report.technique(results, "multirate")
-    assert summary.count("| some-model | e2e | `multirate+lookup` | 150 | 1.50x (1.40 to 1.60) |") == 2
+    assert summary.count("| some-model | e2e | torch | `multirate+lookup` | 150 | 1.50x (1.40 to 1.60) |") == 2
     assert summary.count("| no (1 differ) | 2.50 |") == 2
     assert summary.count("| `plain` | 100 | 1.00x (0.90 to 1.10) | yes | - |") == 2
     assert details.count("7 prompts, at most 64 new tokens, batch 1, 3 repeats, bfloat16, kernels torch") == 2

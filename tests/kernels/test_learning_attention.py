@@ -8,6 +8,11 @@ import torch
 from vivace.kernels import reference as kernels
 
 
+@pytest.fixture(autouse=True)
+def inference() -> None:
+    """Unlike the other kernels this one is called with gradients."""
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_written_out_attention_is_the_fused_one(masked: bool) -> None:
     generator = torch.Generator().manual_seed(0)
