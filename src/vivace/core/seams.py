@@ -81,6 +81,15 @@ class Draft:
             last[slot] = row
         return True
 
+    @cached_property
+    def depths(self) -> list[int]:
+        """Edges between each row and its slot's root, 0 for given rows."""
+        given = dict(zip(self.slots, self.given, strict=True))
+        depths: list[int] = []
+        for parent, node, slot in zip(self.parent.tolist(), self.node.tolist(), self.slot.tolist(), strict=True):
+            depths.append(0 if node < given[slot] else depths[parent] + 1)
+        return depths
+
     def roots(self) -> Tensor:
         """Row of each slot's root, (number of slots,), in the order of ``slots``."""
         slot, node = self.slot.tolist(), self.node.tolist()

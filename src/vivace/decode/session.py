@@ -235,11 +235,11 @@ class Session:
         for state in self._states(sequences):
             state.commit(slots, [[nodes[row] for row in path] for path in verdict.paths])
         depths: dict[int, list[int]] = {slot: [] for slot in slots}
-        for slot, depth in zip(draft.slot.tolist(), _depths(draft), strict=True):
+        for slot, depth in zip(draft.slot.tolist(), draft.depths, strict=True):
             depths[slot].append(depth)
         emitted = []
         for place, sequence in enumerate(sequences):
-            below = [depth - draft.given[place] + 1 for depth in depths[sequence.slot][draft.given[place] :]]
+            below = depths[sequence.slot][draft.given[place] :]
             sequence.stats.count(len(below), verdict.accepted[place], max(below, default=0))
             path = verdict.paths[place][draft.given[place] - 1 :]
             block = [int(draft.tokens[row]) for row in path[1:]] + [verdict.next_tokens[place]]
@@ -312,14 +312,6 @@ def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, Ta
     tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
     rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
     return Draft.given_only(tokens), TargetPass(passed.hidden[rows], torch.arange(len(rows)))
-
-
-def _depths(draft: Draft) -> list[int]:
-    """Edges from each slot's first row to each row."""
-    depths: list[int] = []
-    for parent in draft.parent.tolist():
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def _picked(logprobs: Tensor | None, path: tuple[int, ...], block: list[int], sequence: Sequence) -> list[float] | None:

@@ -144,9 +144,8 @@ class ShallowDrafter:
         """Leaves that may still grow: within the plan and as deep as their slot can use."""
         if width == 0:
             return leaves[:0]
-        depth_of = _depth_below_root(draft)
         slots = draft.slot.tolist()
-        keep = [leaf for leaf in leaves.tolist() if depth_of[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)]
+        keep = [leaf for leaf in leaves.tolist() if draft.depths[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)]
         return torch.tensor(keep, dtype=torch.int64)
 
     def _lower(self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,13 +207,3 @@ class ShallowDrafter:
 
 MAX_NODES = 32
 """Guesses of one slot in one draft."""
-
-
-def _depth_below_root(draft: Draft) -> list[int]:
-    """Edges between each row and its slot's root, 0 for given rows."""
-    given = dict(zip(draft.slots, draft.given, strict=True))
-    depths: list[int] = []
-    rows = zip(draft.parent.tolist(), draft.node.tolist(), draft.slot.tolist(), strict=True)
-    for parent, node, slot in rows:
-        depths.append(0 if node < given[slot] else depths[parent] + 1)
-    return depths
