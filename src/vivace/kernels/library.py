@@ -16,6 +16,7 @@ FEATURES = {"avx2": 1, "avx512": 2}
 BODIES = {"avx2": 0, "avx512": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
+FORMATS = {"row_major": 0, "tiles": 1}
 LANES = 16
 """Outputs of a tile of a packed matrix."""
 
@@ -28,7 +29,7 @@ class CMatrix(Structure):
         ("bias", c_void_p),
         ("in_width", c_int64),
         ("out_width", c_int64),
-        ("is_packed", c_int64),
+        ("format", c_int64),
     ]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from vivace.kernels.library import (
     ACTIVATIONS,
     BODIES,
+    FORMATS,
     LANES,
     CActivated,
     CAttention,
@@ -55,9 +56,9 @@ class Matrix:
     out_width: int
 
     @property
-    def is_packed(self) -> bool:
-        """Whether ``weight`` went through ``pack``."""
-        return self.weight.dim() == 4
+    def format(self) -> str:
+        """How ``weight`` lies: in "tiles" if it went through ``pack``, else "row_major"."""
+        return "tiles" if self.weight.dim() == 4 else "row_major"
 
     @cached_property
     def struct(self) -> CMatrix:
@@ -65,13 +66,13 @@ class Matrix:
         assert self.weight.dtype == torch.bfloat16
         assert self.weight.is_contiguous()
         bias = None if self.bias is None else self.bias.data_ptr()
-        return CMatrix(self.weight.data_ptr(), bias, self.in_width, self.out_width, self.is_packed)
+        return CMatrix(self.weight.data_ptr(), bias, self.in_width, self.out_width, FORMATS[self.format])
 
     def rows(self, x: Tensor) -> Tensor:
         """Inputs (T, in) as the body wants them: packed matrices take an even number."""
         assert x.dtype == torch.bfloat16
         assert x.shape[1] == self.in_width
-        return F.pad(x, (0, 1)) if self.is_packed and self.in_width % 2 else x.contiguous()
+        return F.pad(x, (0, 1)) if self.format == "tiles" and self.in_width % 2 else x.contiguous()
 
 
 class NativeBody:

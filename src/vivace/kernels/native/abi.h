@@ -8,14 +8,17 @@ typedef uint16_t bf16;
 
 constexpr int64_t LANES = 16;  // outputs of a tile of a packed matrix
 
+// How weights lie: row-major (out, in), or as [ceil(out / 16)][ceil(in / 2)][16][2] with zeros where they end.
+enum Format : int64_t { ROW_MAJOR, TILES };
+
 extern "C" {
 
-// A matrix packed as [ceil(out / 16)][ceil(in / 2)][16][2], zeros where it ends, or row-major (out, in).
+// A matrix in one of the formats (enum Format).
 struct Matrix {
     const bf16* weight;
     const bf16* bias;  // (out,) or null
     int64_t in, out;
-    int64_t is_packed;
+    int64_t format;
 };
 
 struct Linear {

@@ -11,7 +11,7 @@ void lower(const Span& s, int64_t index, const bf16* x, int64_t rows) {
     float sums[LANES];
     for (int64_t row = 0; row < rows; ++row) {
         if (t.which[row] < 0) continue;
-        const Matrix down{t.down + t.which[row] * size, nullptr, t.in, t.rank, 0};
+        const Matrix down{t.down + t.which[row] * size, nullptr, t.in, t.rank, ROW_MAJOR};
         bf16* low = s.low[index] + row * stride;
         low[stride - 1] = 0;
         for (int64_t tile = 0; tile < tiles(down); ++tile) {
@@ -30,7 +30,7 @@ void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
     const Term& t = s.call->terms[index];
     if (t.which[row] < 0) return;
     const int64_t pairs = (t.rank + 1) / 2, count = (t.out + LANES - 1) / LANES;
-    const Matrix up{t.up + t.which[row] * count * pairs * 2 * LANES, nullptr, t.rank, t.out, 1};
+    const Matrix up{t.up + t.which[row] * count * pairs * 2 * LANES, nullptr, t.rank, t.out, TILES};
     project(up, s.low[index] + row * even(t.rank), y, y, 1, 0, count);
 }
 

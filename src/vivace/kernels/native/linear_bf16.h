@@ -1,0 +1,95 @@
+// Sums of weights in bfloat16, in tiles or row-major. Every output is one chain of sums over the inputs in order,
+// whatever stands beside it.
+#pragma once
+#include "elementwise.h"
+
+namespace {
+
+constexpr int GROUP = 4;  // tiles that are summed together where there are few rows
+
+// sums[m][r][lane] of R rows over M tiles.
+template <int R, int M>
+void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {
+    Sums acc[M][R];
+    for (int64_t k = 0; k < pairs; ++k) {
+        Tile tile[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) tile[m] = Tile(w[m] + k * 2 * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const Inputs inputs(x + r * width + 2 * k);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) acc[m][r].step(tile[m], inputs);
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) acc[m][r].put(sums + (m * R + r) * LANES);
+}
+
+template <int R>
+void sum_tiles(const bf16* const* w, int count, int64_t pairs, const bf16* x, int64_t width, float* sums) {
+    int m = 0;
+    if constexpr (4 * R <= MAX_SUMS)
+        for (; m + 4 <= count; m += 4) sum_block<R, 4>(w + m, pairs, x, width, sums + m * R * LANES);
+    if constexpr (2 * R <= MAX_SUMS)
+        for (; m + 2 <= count; m += 2) sum_block<R, 2>(w + m, pairs, x, width, sums + m * R * LANES);
+    for (; m < count; ++m) sum_block<R, 1>(w + m, pairs, x, width, sums + m * R * LANES);
+}
+
+using SumTiles = void (*)(const bf16* const*, int, int64_t, const bf16*, int64_t, float*);
+const SumTiles SUM_TILES[] = {
+    sum_tiles<1>, sum_tiles<2>, sum_tiles<3>, sum_tiles<4>,
+#if defined(__AVX512BF16__)
+    sum_tiles<5>, sum_tiles<6>, sum_tiles<7>, sum_tiles<8>, sum_tiles<9>, sum_tiles<10>, sum_tiles<11>, sum_tiles<12>,
+#endif
+};
+
+// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie.
+template <int R>
+void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums) {
+    Vec acc[R][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int o = 0; o < 4; ++o) acc[r][o] = broadcast(0);
+    int64_t k = 0;
+    for (; k + DOT_WIDTH <= width; k += DOT_WIDTH)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int o = 0; o < 4; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w[o] + k);
+    if (k < width)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int o = 0; o < 4; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w[o] + k, width - k);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sum_four(acc[r], sums + r * LANES);
+}
+
+// sums[r][lane] of the outputs of one tile of a row-major matrix; those beyond its end repeat the last.
+void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
+    for (int64_t lane = 0; lane < LANES && tile * LANES + lane < m.out; lane += 4) {
+        const bf16* w[4];
+        for (int64_t o = 0; o < 4; ++o) {
+            const int64_t output = tile * LANES + lane + o;
+            w[o] = m.weight + (output < m.out ? output : m.out - 1) * m.in;
+        }
+        int64_t r = 0;
+        for (; r + 2 <= rows; r += 2) dot_block<2>(w, x + r * stride, m.in, stride, sums + r * LANES + lane);
+        if (r < rows) dot_block<1>(w, x + r * stride, m.in, stride, sums + r * LANES + lane);
+    }
+}
+
+// sums[i][r][lane] of tiles tile..tile+count-1.
+inline void sum_bf16_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                           float* sums) {
+    const int64_t pairs = (m.in + 1) / 2;
+    const bf16* w[GROUP];
+    for (int i = 0; i < count; ++i) w[i] = m.weight + (tile + i) * pairs * 2 * LANES;
+    SUM_TILES[rows - 1](w, count, pairs, x, stride, sums);
+}
+
+}  // namespace
