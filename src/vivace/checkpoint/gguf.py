@@ -1,0 +1,168 @@
+"""A Llama checkpoint -> one GGUF file that llama.cpp runs: the same numbers under other names.
+
+Two things differ besides the names. Checkpoints rotate component i of a head together with component i + D/2,
+llama.cpp rotates neighbours, so the rows of queries and keys change places. And rotary frequencies that are
+stretched (linear, llama3) are stored as divisors, one for each pair of components.
+
+Matrices are stored as asked, vectors (norms, biases) as float32, which llama.cpp wants. A tied head is left out,
+and llama.cpp uses the embedding. There is no mixture of kinds: with q4_0 the head is q4_0 too, where llama.cpp's own
+tool keeps it at six bits, so the file is smaller and faster, and its quality a little lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.families import family_of, translate
+from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve
+from vivace.checkpoint.gguf_blocks import KINDS, Kind, find_kind
+from vivace.checkpoint.gguf_file import Entry, Value, write_gguf
+from vivace.checkpoint.gguf_tokenizer import tokenizer_keys
+from vivace.checkpoint.load import check, plan_of
+from vivace.checkpoint.names import Piece
+from vivace.core.config import ModelConfig, RopeConfig
+from vivace.core.rope import frequencies
+from vivace.errors import UnsupportedError
+
+FAMILY = "llama"
+"""``model_type`` of the checkpoints that can be written."""
+
+_STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_WHOLE: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("token_embd.weight",),
+    "final_norm.weight": ("output_norm.weight",),
+    "lm_head.weight": ("output.weight",),
+}
+_LAYER: Mapping[str, tuple[str, ...]] = {
+    "attention_norm": ("attn_norm",),
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "o": ("attn_output",),
+    "ffn_norm": ("ffn_norm",),
+    "feed_forward.up": ("ffn_gate", "ffn_up"),
+    "feed_forward.down": ("ffn_down",),
+}
+"""Our parameter -> GGUF's names, in the order of its pieces."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a checkpoint."""
+
+    path: Path
+    kind: str
+    num_bytes: int
+    splits_text_alike: bool
+    """Whether llama.cpp knows how this tokenizer splits text; without it token ids have to be given."""
+
+
+def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *, tokenizer: bool = True) -> Written:
+    """Write a checkpoint as GGUF.
+
+    Args:
+        source: directory or Hub id of a Llama checkpoint.
+        out: the file.
+        kind: how matrices are stored: a name of ``gguf_blocks.KINDS``; "auto" is what the checkpoint has.
+        tokenizer: write the tokenizer too; without it llama.cpp runs on token ids only.
+
+    Raises:
+        UnsupportedError: another family, a setting that GGUF's Llama does not have, or a tokenizer it cannot hold.
+        ConfigError: no such kind.
+        CheckpointError: the checkpoint is missing or broken, or the disk is full; what was at ``out`` is as it was.
+    """
+    folder = resolve(source)
+    raw = read_json(folder / "config.json")
+    if raw.get("model_type") != FAMILY:
+        raise UnsupportedError(f"only {FAMILY} checkpoints can be written as GGUF; this one is {raw.get('model_type')}")
+    config, stored = translate(raw), open_tensors(folder)
+    _require_plain(config)
+    plan = plan_of(family_of(raw), config, stored.names)
+    check(plan, stored, family_of(raw), config)
+    chosen = find_kind(_stored_kind(stored, plan["embedding"].pieces[0]) if kind == "auto" else kind)
+    words = tokenizer_keys(folder, config.vocab_size) if tokenizer else None
+    keys = _model_keys(config, folder.name, chosen) | (words.keys if words else {"tokenizer.ggml.model": "none"})
+    entries = [
+        entry for name, target in plan.items() for entry in _entries(name, target.pieces, stored, config, chosen)
+    ]
+    num_bytes = write_gguf(out, keys, entries + list(_rope_entry(config)))
+    return Written(Path(out), chosen.name, num_bytes, words is not None and words.splits_alike)
+
+
+def _require_plain(config: ModelConfig) -> None:
+    """Refuse what a Llama checkpoint may say and llama.cpp's Llama does not compute."""
+    rope = config.rope(0)
+    for is_fine, what in (
+        (config.activation == "silu", f"activation {config.activation}"),
+        (rope.kind in ("default", "linear", "llama3"), f"rope_type {rope.kind}"),
+        (rope.width is None, "partial rotary positions"),
+    ):
+        if not is_fine:
+            raise UnsupportedError(f"a checkpoint with {what} cannot be written as GGUF")
+
+
+def _stored_kind(stored: TensorFiles, piece: Piece) -> str:
+    return _STORED[str(stored.tensor(piece.name).dtype).removeprefix("torch.")]
+
+
+def _model_keys(c: ModelConfig, name: str, kind: Kind) -> dict[str, Value]:
+    return {
+        "general.architecture": FAMILY,
+        "general.name": name,
+        "general.file_type": kind.file_code,
+        "general.quantization_version": 2,
+        f"{FAMILY}.vocab_size": c.vocab_size,
+        f"{FAMILY}.context_length": c.max_positions,
+        f"{FAMILY}.embedding_length": c.width,
+        f"{FAMILY}.block_count": c.num_layers,
+        f"{FAMILY}.feed_forward_length": c.ffn_width,
+        f"{FAMILY}.attention.head_count": c.num_heads,
+        f"{FAMILY}.attention.head_count_kv": c.num_kv_heads,
+        f"{FAMILY}.attention.key_length": c.head_dim,
+        f"{FAMILY}.attention.value_length": c.head_dim,
+        f"{FAMILY}.attention.layer_norm_rms_epsilon": c.norm_eps,
+        f"{FAMILY}.rope.dimension_count": c.head_dim,
+        f"{FAMILY}.rope.freq_base": c.rope(0).theta,
+    }
+
+
+def _entries(
+    ours: str, pieces: tuple[Piece, ...], stored: TensorFiles, config: ModelConfig, kind: Kind
+) -> Iterator[Entry]:
+    """One of our parameters as the tensors GGUF has for it."""
+    for name, piece in zip(_gguf_names(ours), pieces, strict=True):
+        shape = stored.shape(piece.name)
+        stem = name.split(".")[-2]
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(stem)
+        read = partial(stored.tensor, piece.name)
+        yield Entry(name, shape, kind if len(shape) > 1 else KINDS["f32"], partial(_rows, read, heads))
+
+
+def _gguf_names(ours: str) -> tuple[str, ...]:
+    if ours in _WHOLE:
+        return _WHOLE[ours]
+    _, layer, rest = ours.split(".", 2)
+    stem, _, leaf = rest.rpartition(".")
+    return tuple(f"blk.{layer}.{name}.{leaf}" for name in _LAYER[stem])
+
+
+def _rows(read: Callable[[], Tensor], heads: int | None) -> Tensor:
+    """A stored tensor, the rows of its heads in the order llama.cpp rotates."""
+    values = read()
+    if heads is None:
+        return values
+    by_half = values.view(heads, 2, -1, *values.shape[1:])
+    return by_half.transpose(1, 2).reshape(values.shape)
+
+
+def _rope_entry(config: ModelConfig) -> Iterator[Entry]:
+    """Divisors of the rotary frequencies, where they are not plain."""
+    rope = config.rope(0)
+    if rope.kind == "default":
+        return
+    divisors = frequencies(RopeConfig(theta=rope.theta), config.head_dim) / frequencies(rope, config.head_dim)
+    yield Entry("rope_freqs.weight", tuple(divisors.shape), KINDS["f32"], lambda: divisors.to(torch.float32))
