@@ -218,7 +218,7 @@ class Engine:
         session = self.session(requests, chosen)
         for request in requests:
             session.admit(request)
-        answers = [_Answer(self, request, chosen) for request in requests]
+        answers = [Answer(self.tokenizer, request, chosen.method) for request in requests]
         for emitted in session.drain():
             answers[emitted.request_id].take(emitted)
         return [answer.result() for answer in answers]
@@ -229,7 +229,7 @@ class Engine:
         request = self.request(prompt, chosen)
         session = self.session([request], chosen)
         session.admit(request)
-        answer = _Answer(self, request, chosen)
+        answer = Answer(self.tokenizer, request, chosen.method)
         for emitted in session.drain():
             text = answer.take(emitted)
             done = answer.result() if emitted.finish_reason else None
@@ -318,15 +318,22 @@ class Engine:
         return Sampling(**values)
 
 
-class _Answer:
+class Answer:
     """Tokens of one request becoming text."""
 
-    def __init__(self, engine: Engine, request: Request, options: Options) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, method: str) -> None:
+        """Begin with no tokens.
+
+        Args:
+            tokenizer: writes the text.
+            request: whose tokens come.
+            method: what was asked for.
+        """
         self._request = request
-        self._options = options
+        self._method = method
         self._stops = request.stop.stop_strings
         self._drafter: object = request.drafter
-        self._stream: TextStream = engine.tokenizer.stream()
+        self._stream: TextStream = tokenizer.stream()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._pending = ""
@@ -363,7 +370,7 @@ class _Answer:
             logprobs=tuple(self._logprobs) if self._request.logprobs else None,
             finish_reason=self._last.finish_reason,
             stats=self._last.stats,
-            method=self._options.method,
+            method=self._method,
             choice=self._drafter.choice.reason if isinstance(self._drafter, Adaptive) else None,
         )
 

@@ -49,12 +49,13 @@ class Tokenizer:
         text: str = self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def prompt_text(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def prompt_text(self, messages: Messages, *, add_generation_prompt: bool = True, **template: Any) -> str:
         """Messages through the chat template.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` each.
             add_generation_prompt: end where the assistant's answer begins.
+            template: further values for the template (tools, its own switches).
 
         Raises:
             UnsupportedError: there is no template, or it rejects the messages.
@@ -63,7 +64,7 @@ class Tokenizer:
             raise UnsupportedError("this checkpoint has no chat template; give a plain prompt instead of messages")
         try:
             text: str = self.inner.apply_chat_template(
-                [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+                [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **template
             )
         except Exception as exc:  # templates are programs of the checkpoint and raise anything
             raise UnsupportedError(f"the chat template rejects these messages: {' '.join(str(exc).split())}") from exc

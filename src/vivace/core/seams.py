@@ -161,6 +161,8 @@ class TargetPass:
     """(n,) draft rows that reached the top."""
     depth: Tensor | None = None
     """(n,) layers each row went through, None when all of them."""
+    work: Tensor | None = None
+    """(n,) layer passes spent on each row, companions and late fills of its slot under the root; None when not told."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,21 @@ class SlotState(Protocol):
 
     def settle(self, slots: Sequence[int]) -> None:
         """Make every layer complete, or raise naming who left holes."""
+        ...
+
+
+class Prefix(Protocol):
+    """Entries of prompts that need not be computed again. A drafter may therefore not have seen all of a prompt."""
+
+    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> int:
+        """Put what is known of these prompt tokens into an empty slot; returns how many are stored now.
+
+        The bits must be those that prefill would write: whole chunks, or all of ``tokens``.
+        """
+        ...
+
+    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache) -> None:
+        """Remember the entries of a prompt that is wholly stored."""
         ...
 
 

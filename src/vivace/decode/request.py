@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from vivace.core.sampling import Sampling
-from vivace.core.seams import Drafter
+from vivace.core.seams import Drafter, Prefix
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError
 
@@ -69,6 +69,12 @@ class Request:
     """Also return log p(token) under the model before any processor."""
     processors: tuple[Processor, ...] = ()
     """Applied to the logits before ``sampling``, in order."""
+    num_top_logprobs: int = 0
+    """Likeliest tokens returned for every place, with their log p; needs ``logprobs``."""
+    shows_guesses: bool = False
+    """Also return what was drafted for every place."""
+    prefix: Prefix | None = None
+    """Asked for entries of the prompt before it is prefilled, and given them after."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -111,3 +117,7 @@ class Emitted:
     """Set on the last one."""
     stats: DecodeStats
     """Counters of the request so far (the same object until it finishes)."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """The likeliest tokens and their log p for the place of each token."""
+    guesses: tuple[tuple[int, ...], ...] | None = None
+    """What was drafted for the place of each token; the token is among them when it was accepted."""

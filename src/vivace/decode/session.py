@@ -24,7 +24,7 @@ from vivace.decode.climb import Climb
 from vivace.decode.laws import Laws
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
-from vivace.decode.verify import verify_greedy, verify_sampled
+from vivace.decode.verify import children_of, verify_greedy, verify_sampled
 
 Progress = Callable[[int, int], None]
 """Called with (prompt tokens done, prompt tokens in all) after every prefill pass."""
@@ -50,6 +50,36 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         """What was generated so far."""
         return self.tokens[len(self.request.tokens) :]
+
+
+@dataclass
+class Block:
+    """What a step decided for one sequence, before it is cut where the text ends; lists run beside ``tokens``."""
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
+    guesses: list[tuple[int, ...]] | None = None
+
+    def take_logprobs(self, logprobs: Tensor, num_top: int) -> None:
+        """Read log p of the tokens, and of the likeliest ones, off the rows they follow, (n, V)."""
+        self.logprobs = logprobs.gather(1, torch.tensor(self.tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+        if num_top:
+            values, tokens = logprobs.topk(num_top)
+            pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+            self.top_logprobs = [tuple(zip(ids, logs, strict=True)) for ids, logs in pairs]
+
+    def emitted(self, kept: int, sequence: Sequence, reason: FinishReason | None) -> Emitted:
+        """The first ``kept`` tokens and what belongs to them."""
+        return Emitted(
+            sequence.id,
+            tuple(self.tokens[:kept]),
+            None if self.logprobs is None else tuple(self.logprobs[:kept]),
+            reason,
+            sequence.stats,
+            None if self.top_logprobs is None else tuple(self.top_logprobs[:kept]),
+            None if self.guesses is None else tuple(self.guesses[:kept]),
+        )
 
 
 class Session:
@@ -95,6 +125,11 @@ class Session:
     def is_idle(self) -> bool:
         """Nothing runs and nothing waits."""
         return not self._live and not self._waiting
+
+    @property
+    def prompts_left(self) -> dict[int, int]:
+        """Prompt tokens still to be read, by request in a slot."""
+        return {s.id: sum(stop - first for first, stop in s.chunks) for s in self._live.values()}
 
     def admit(self, request: Request) -> int:
         """Queue a request; returns its id.
@@ -149,9 +184,12 @@ class Session:
                 request_id, request, slot, list(request.tokens), generator, stats, admitted_at=time.perf_counter()
             )
             last = len(request.tokens) - 1
-            sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(0, last, self.chunk))
+            known = request.prefix.attach(request.tokens[:last], slot, self.cache) if request.prefix else 0
+            assert known == last or known % self.chunk == 0, "a known prefix ends where a chunk does"
+            stats.num_cached_tokens = known
+            sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(known, last, self.chunk))
             self._live[slot] = sequence
-            self._to_prefill += last
+            self._to_prefill += last - known
 
     def _prefill(self, filling: list[Sequence]) -> None:
         """One pass over the next prompt chunks, as many as the budget allows."""
@@ -178,6 +216,8 @@ class Session:
         elapsed = time.perf_counter() - started
         for sequence in batch:
             sequence.stats.prefill_s += elapsed
+            if sequence.request.prefix and not sequence.chunks:
+                sequence.request.prefix.keep(sequence.request.tokens[:-1], sequence.slot, self.cache)
         self._prefilled += rows
         if self.progress is not None:
             self.progress(self._prefilled, self._to_prefill)
@@ -238,18 +278,24 @@ class Session:
         for slot, depth in zip(draft.slot.tolist(), draft.depths, strict=True):
             depths[slot].append(depth)
         emitted = []
+        tokens = draft.tokens.tolist()
+        children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
         for place, sequence in enumerate(sequences):
             below = depths[sequence.slot][draft.given[place] :]
             sequence.stats.count(len(below), verdict.accepted[place], max(below, default=0))
             path = verdict.paths[place][draft.given[place] - 1 :]
-            block = [int(draft.tokens[row]) for row in path[1:]] + [verdict.next_tokens[place]]
-            emitted.append(self._emit(sequence, block, _picked(logprobs, path, block, sequence)))
+            block = Block([tokens[row] for row in path[1:]] + [verdict.next_tokens[place]])
+            if logprobs is not None and sequence.request.logprobs:
+                block.take_logprobs(logprobs[list(path)], sequence.request.num_top_logprobs)
+            if sequence.request.shows_guesses:
+                block.guesses = [tuple(tokens[child] for child in children[row]) for row in path]
+            emitted.append(self._emit(sequence, block))
         return emitted
 
-    def _emit(self, sequence: Sequence, block: list[int], logprobs: list[float] | None) -> Emitted:
+    def _emit(self, sequence: Sequence, block: Block) -> Emitted:
         stats = sequence.stats
         kept, reason = 0, None
-        for token in block:
+        for token in block.tokens:
             sequence.tokens.append(token)
             kept += 1
             reason = self._finished(sequence)
@@ -262,18 +308,12 @@ class Session:
             stats.num_first_tokens = kept
         stats.num_tokens += kept
         stats.decode_s = now - sequence.first_at
-        if kept < len(block):  # the step ran past the end of the text: forget what lies beyond it
+        if kept < len(block.tokens):  # the step ran past the end of the text: forget what lies beyond it
             for state in self._states([sequence]):
                 state.truncate([sequence.slot], [len(sequence.tokens) - 1])
         if reason is not None:
             self._release(sequence)
-        return Emitted(
-            sequence.id,
-            tuple(block[:kept]),
-            None if logprobs is None else tuple(logprobs[:kept]),
-            reason,
-            stats,
-        )
+        return block.emitted(kept, sequence, reason)
 
     def _finished(self, sequence: Sequence) -> FinishReason | None:
         new = sequence.new_tokens
@@ -312,10 +352,3 @@ def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, Ta
     tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
     rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
     return Draft.given_only(tokens), TargetPass(passed.hidden[rows], torch.arange(len(rows)))
-
-
-def _picked(logprobs: Tensor | None, path: tuple[int, ...], block: list[int], sequence: Sequence) -> list[float] | None:
-    """Log p of each token of the block: token i follows row i of the path."""
-    if logprobs is None or not sequence.request.logprobs:
-        return None
-    return [float(logprobs[row, token]) for row, token in zip(path, block, strict=True)]

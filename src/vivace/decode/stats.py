@@ -11,6 +11,8 @@ class DecodeStats:
 
     method: str = "plain"
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose entries were there already."""
     num_tokens: int = 0
     """New tokens returned."""
     num_spec_steps: int = 0

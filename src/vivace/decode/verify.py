@@ -44,7 +44,7 @@ def verify_greedy(draft: Draft, choice: Tensor) -> Verdict:
         choice: (T,) the target's most likely token after each row.
     """
     tokens, chosen = draft.tokens.tolist(), choice.tolist()
-    children = _children(draft)
+    children = children_of(draft)
     paths, accepted, following = [], [], []
     for root in draft.roots().tolist():
         path = draft.path(root)
@@ -69,7 +69,7 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
     """
     tokens = draft.tokens.tolist()
     chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
-    children = _children(draft)
+    children = children_of(draft)
     paths, accepted, following = [], [], []
     for slot, root in zip(draft.slots, draft.roots().tolist(), strict=True):
         path = draft.path(root)
@@ -113,7 +113,7 @@ def _chances(probs: Tensor, tokens: Tensor) -> list[float]:
     return chances
 
 
-def _children(draft: Draft) -> list[list[int]]:
+def children_of(draft: Draft) -> list[list[int]]:
     """Rows below each row, in the order they were proposed."""
     parents = draft.parent.tolist()
     children: list[list[int]] = [[] for _ in parents]
