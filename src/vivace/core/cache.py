@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vivace.errors import CapacityError
+from vivace.errors import CapacityError, UnsupportedError
 from vivace.kernels.reference import KEY_BLOCK
 from vivace.units import format_bytes
 
@@ -30,6 +30,16 @@ class LayerSpec:
     num_heads: int
     key_width: int
     value_width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Late:
+    """A committed token whose entries from ``layer`` on are still missing: it left early (``decode/depth.py``)."""
+
+    position: int
+    layer: int
+    hidden: Tensor
+    """(E,) residual entering ``layer``."""
 
 
 class KVCache:
@@ -60,6 +70,8 @@ class KVCache:
         """Committed tokens per slot."""
         self.prompts = [0] * num_slots
         """Length of the prompt a slot was admitted with; a dynamic rotary embedding rotates the prompt as a whole."""
+        self.late: list[list[Late]] = [[] for _ in range(num_slots)]
+        """Per slot, tokens with missing entries; all others are complete in every layer."""
         self._written = [0] * num_slots
         try:
             self._keys = [self._allocate(s.num_heads, s.key_width, dtype, device) for s in specs]
@@ -122,6 +134,7 @@ class KVCache:
         for slot, length in zip(slots, lengths, strict=True):
             assert length <= self.lengths[slot], "truncate cannot grow a slot"
             self.lengths[slot] = length
+            self.late[slot] = [late for late in self.late[slot] if late.position < length]
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """Parallel assignment of slots: beams, several samples of a prompt, shared prefixes."""
@@ -131,11 +144,12 @@ class KVCache:
         target = torch.tensor(list(targets), device=self._keys[0].device)
         for stored in (*self._keys, *self._values):
             stored[target, :, :longest] = stored[source, :, :longest]
-        written, prompts = self._written.copy(), self.prompts.copy()
+        written, prompts, late = self._written.copy(), self.prompts.copy(), self.late.copy()
         for slot, origin, kept in zip(targets, sources, lengths, strict=True):
             self.lengths[slot] = kept
             self._written[slot] = max(written[slot], longest)
             self.prompts[slot] = prompts[origin]
+            self.late[slot] = [missing for missing in late[origin] if missing.position < kept]
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences, and clear what they left: hidden entries are multiplied by zero, not skipped."""
@@ -143,9 +157,21 @@ class KVCache:
             for stored in (*self._keys, *self._values):
                 stored[slot, :, : self._written[slot]] = 0
             self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
+            self.late[slot] = []
 
     def settle(self, slots: Sequence[int]) -> None:
-        """Nothing to do: this cache is complete after every commit."""
+        """Nothing to do, unless tokens left early.
+
+        Raises:
+            UnsupportedError: a slot lacks entries; who let its tokens leave can fill them (``Depth.settle``).
+        """
+        for slot in slots:
+            if self.late[slot]:
+                first = min(self.late[slot], key=lambda late: late.position)
+                raise UnsupportedError(
+                    f"slot {slot} lacks {len(self.late[slot])} entries, the first at position {first.position} from "
+                    f"layer {first.layer} on; settle the method that left early first"
+                )
 
 
 class Fresh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -71,6 +72,28 @@ class Step:
         count = len(slots)
         extent = _extent(slots, position, memory)
         return Step(memory, draft.slot, position, entry, seen, tail, count, count, extent=extent, chunk=chunks)
+
+    @staticmethod
+    def at(
+        memory: KVCache, slots: list[int], positions: list[int], *, holes: Mapping[int, Collection[int]] | None = None
+    ) -> Step:
+        """Rows at places of their own in the text, each stored at its position.
+
+        Args:
+            memory: the cache their slots live in.
+            slots: (T,) slot of each row.
+            positions: (T,) position of each row; rows of a slot may be any, stored or new.
+            holes: positions of a slot that no row may read; None for none.
+        """
+        memory.reserve(slots, positions)
+        position = torch.tensor(positions, dtype=torch.int64)
+        seen, tail = position + 1, None
+        if holes is not None and any(holes.values()):
+            seen, tail = _around(slots, positions, holes)
+        count = len(slots)
+        extent = _extent(slots, position, memory)
+        slot = torch.tensor(slots, dtype=torch.int64)
+        return Step(memory, slot, position, position, seen, tail, count, count, extent=extent)
 
     @staticmethod
     def dense(batch: int, length: int, *, causal: bool = True) -> Step:
@@ -232,6 +255,17 @@ def _extent(slots: list[int], position: Tensor, memory: KVCache) -> Tensor | Non
     if all(memory.prompts[slot] <= memory.lengths[slot] + 1 for slot in set(slots)):
         return None
     return torch.maximum(position + 1, torch.tensor([memory.prompts[slot] for slot in slots]))
+
+
+def _around(slots: list[int], positions: list[int], holes: Mapping[int, Collection[int]]) -> tuple[Tensor, Tensor]:
+    """(seen, tail): entries before the first hole, then those after it that are there, the row's own last."""
+    seen, paths = [], []
+    for slot, position in zip(slots, positions, strict=True):
+        first = min(holes[slot], default=position)
+        seen.append(min(first, position))
+        paths.append([at for at in range(seen[-1], position + 1) if at not in holes[slot] or at == position])
+    longest = max(map(len, paths))
+    return torch.tensor(seen), torch.tensor([path + [-1] * (longest - len(path)) for path in paths])
 
 
 def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:

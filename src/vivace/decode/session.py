@@ -127,9 +127,10 @@ class Session:
         return not self._live and not self._waiting
 
     @property
-    def prompts_left(self) -> dict[int, int]:
-        """Prompt tokens still to be read, by request in a slot."""
-        return {s.id: sum(stop - first for first, stop in s.chunks) for s in self._live.values()}
+    def reading(self) -> dict[int, tuple[int, int]]:
+        """Of every request in a slot: prompt tokens that were known, and prompt tokens still to be read."""
+        left = {s.id: sum(stop - first for first, stop in s.chunks) for s in self._live.values()}
+        return {s.id: (s.stats.num_cached_tokens, left[s.id]) for s in self._live.values()}
 
     def admit(self, request: Request) -> int:
         """Queue a request; returns its id.
@@ -232,6 +233,8 @@ class Session:
         self.num_target_passes += 1
         verdict, logprobs = self._verify(draft, passed, context, sequences)
         drafter.observe(draft, passed, verdict)
+        if passed.depth is not None:
+            _count_exits(passed, verdict, sequences, self.model.config.num_layers)
         emitted = self._keep(draft, verdict, logprobs, sequences)
         verified = time.perf_counter()
         for sequence in sequences:
@@ -343,6 +346,16 @@ def _by_drafter(sequences: list[Sequence]) -> list[tuple[Drafter, list[Sequence]
         drafter = sequence.request.drafter
         groups.setdefault(id(drafter), (drafter, []))[1].append(sequence)
     return list(groups.values())
+
+
+def _count_exits(passed: TargetPass, verdict: Verdict, sequences: list[Sequence], num_layers: int) -> None:
+    """Tell each sequence where the rows left that its new tokens follow, and the layer passes spent on all its rows."""
+    assert passed.depth is not None
+    assert passed.work is not None
+    depth, work = passed.depth.tolist(), passed.work.tolist()
+    for sequence, path, accepted in zip(sequences, verdict.paths, verdict.accepted, strict=True):
+        last = path[len(path) - accepted - 1 :]
+        sequence.stats.count_exits([depth[row] for row in last], num_layers, sum(work[row] for row in path))
 
 
 def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, TargetPass]:

@@ -31,6 +31,13 @@ class DecodeStats:
     decode_s: float = 0.0
     """From the first block to the last."""
 
+    exit_layers: list[int] = field(default_factory=list)
+    """Layers below each new token, for methods whose tokens may leave early; empty for all others."""
+    num_early_exits: int = 0
+    """New tokens that did not come from the top."""
+    num_layer_passes: int = 0
+    """Rows times layers that made them, companions and late fills included; counted beside ``exit_layers``."""
+
     def count(self, drafted: int, accepted: int, depth: int) -> None:
         """Record one decoding step: guesses made, guesses kept, longest path guessed."""
         self.num_spec_steps += 1
@@ -43,6 +50,27 @@ class DecodeStats:
             self.drafted_per_position[position] += 1
         for position in range(accepted):
             self.accepted_per_position[position] += 1
+
+    def count_exits(self, layers: list[int], num_layers: int, layer_passes: int) -> None:
+        """Record where new tokens left a model of ``num_layers``, and what the step cost."""
+        self.exit_layers += layers
+        self.num_early_exits += sum(layer < num_layers for layer in layers)
+        self.num_layer_passes += layer_passes
+
+    @property
+    def early_exit_share(self) -> float | None:
+        """Share of the new tokens that left early; None where none may."""
+        return self.num_early_exits / len(self.exit_layers) if self.exit_layers else None
+
+    @property
+    def mean_exit_layer(self) -> float | None:
+        """Layers below a new token, on average; None where none may leave early."""
+        return sum(self.exit_layers) / len(self.exit_layers) if self.exit_layers else None
+
+    @property
+    def layer_passes_per_token(self) -> float | None:
+        """Rows times layers for each new token, companions and late fills included; None where it is not counted."""
+        return self.num_layer_passes / len(self.exit_layers) if self.exit_layers else None
 
     @property
     def mean_acceptance_length(self) -> float:

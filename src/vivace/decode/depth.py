@@ -1,0 +1,249 @@
+"""A way up on which a token may leave before the top: dynamic depth.
+
+Rows climb from gate to gate. At each a policy says which of them may leave and what their logits are read from; the
+others go on, alone (the call is compacted). Above its gate a row that left has no keys and values, which later rows
+of its sequence would read. Three answers:
+
+* ``deferred`` (default): its residual at the gate is kept (``KVCache.late``). The next row of the sequence that goes
+  past that gate takes it along, one call for both, so that every entry that is ever read is exact.
+* ``propagate``: its residual at the gate is taken for what would have entered the layers above, and their keys and
+  values are made from that at once (CALM, Schuster et al. 2022, arXiv:2207.07061).
+* ``mask``: later rows do not see it above its gate.
+
+Only a slot's root may leave; prompt chunks and guesses go to the top. A lossy way up: what leaves may differ from
+what the whole model would have said, and ``TargetPass.depth`` says where each row left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache, Late
+from vivace.core.model import Decoder, Layer
+from vivace.core.seams import Draft, TargetPass
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.errors import ConfigError
+
+Missing = Literal["deferred", "propagate", "mask"]
+"""What stands for the entries above a row's exit."""
+
+
+class ExitPolicy(Protocol):
+    """Who may leave."""
+
+    gates: tuple[int, ...]
+    """Layers below each gate, ascending."""
+
+    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+        """Rows from the gate below (or the embedding) to this one.
+
+        Args:
+            model: the decoder.
+            gate: number of the gate, from 0.
+            h: (T, E) rows at the gate below.
+            step: their call; all of them write.
+            asking: (n,) rows that may leave here.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What a policy decided at a gate."""
+
+    h: Tensor
+    """(T, E) residuals at the gate."""
+    leaves: Tensor
+    """(n,) bool: which of the asking rows leave."""
+    says: Tensor
+    """(n, E) what their logits are read from."""
+    companions: int = 0
+    """Further rows that went along, for the books."""
+
+
+@dataclass(frozen=True)
+class Walkers:
+    """Rows on their way up: those of the draft, and late ones that came along."""
+
+    row: list[int]
+    """Draft row, -1 for a late one."""
+    slot: list[int]
+    position: list[int]
+    h: Tensor
+    """(T, E)"""
+
+    def take(self, places: Sequence[int]) -> Walkers:
+        """Some of them."""
+        if len(places) == len(self.row):
+            return self
+        pick = [self.row[p] for p in places], [self.slot[p] for p in places], [self.position[p] for p in places]
+        return Walkers(*pick, self.h[torch.tensor(places, dtype=torch.int64)])
+
+
+class Depth:
+    """Fills ``Traversal``: from gate to gate, whoever is sure leaves."""
+
+    def __init__(self, policy: ExitPolicy, *, missing: Missing = "deferred", max_late: int = 8) -> None:
+        """Climb by a policy.
+
+        Args:
+            policy: who may leave.
+            missing: what stands for the entries above a row's exit.
+            max_late: rows a sequence may owe; then its next one goes to the top and takes them along.
+        """
+        if missing not in ("deferred", "propagate", "mask"):
+            raise ConfigError(f"missing must be deferred, propagate or mask, found {missing!r}")
+        if max_late < 1:
+            raise ConfigError(f"max_late must be at least 1, found {max_late}")
+        self.policy = policy
+        self.missing: Missing = missing
+        self.max_late = max_late
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        """Take the rows up; all of them come out, at the top or at a gate."""
+        if chunk:
+            return Climb().run(model, draft, cache, chunk=True)
+        assert draft.is_chain, "a tree's nodes have no place of their own to be late at"
+        step = Step.of(draft, cache)
+        ascent = _Ascent(self, model, draft, cache, step)
+        for gate in range(len(self.policy.gates)):
+            if not ascent.pass_interval(gate):
+                break
+        else:
+            ascent.finish()
+        return TargetPass(ascent.out, torch.arange(len(draft.tokens)), ascent.depth, ascent.work)
+
+    def settle(self, model: Decoder, cache: KVCache, slots: Sequence[int]) -> None:
+        """Make every layer of these sequences complete, to the bits of a full pass.
+
+        Args:
+            model: the decoder.
+            cache: where they lie.
+            slots: which of them.
+        """
+        assert self.missing != "mask" or not any(cache.late[s] for s in slots), "masked entries are never filled"
+        owed = [(s, late) for s in slots for late in cache.late[s]]
+        for low, high in zip(depths := sorted({late.layer for _, late in owed}), [*depths[1:], None], strict=True):
+            due = [(s, late) for s in slots for late in cache.late[s] if late.layer == low]
+            step = Step.at(cache, [s for s, _ in due], [late.position for _, late in due])
+            h = model.run(torch.stack([late.hidden for _, late in due]), step, low, high)
+            for (slot, late), row in zip(due, h, strict=True):
+                cache.late[slot].remove(late)
+                if high is not None:
+                    cache.late[slot].append(Late(late.position, high, row))
+
+
+class _Ascent:
+    """One pass of ``Depth``."""
+
+    def __init__(self, way: Depth, model: Decoder, draft: Draft, cache: KVCache, step: Step) -> None:
+        self.way, self.model, self.cache = way, model, cache
+        count = len(draft.tokens)
+        h = model.embed(draft.tokens, step)
+        self.walkers = Walkers(list(range(count)), draft.slot.tolist(), step.position.tolist(), h)
+        self.step: Step | None = step
+        """Of the walkers; None when it has to be made."""
+        full = {slot for slot in draft.slots if self._owed(slot) >= way.max_late}
+        roots = zip(draft.slots, draft.roots().tolist(), strict=True)
+        self.may_leave = {root for slot, root in roots if slot not in full}
+        self.out = torch.empty_like(h)
+        self.depth = torch.full((count,), model.config.num_layers)
+        self.work = torch.zeros(count, dtype=torch.int64)
+        self._root = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+
+    def _owed(self, slot: int) -> int:
+        return 0 if self.way.missing == "mask" else len(self.cache.late[slot])
+
+    def pass_interval(self, gate: int) -> bool:
+        """Up to a gate; whether anybody goes on."""
+        low, high = self._span(gate)
+        self._join(low)
+        asking = [place for place, row in enumerate(self.walkers.row) if row in self.may_leave]
+        step = self._step(low)
+        went = self.way.policy.climb(self.model, gate, self.walkers.h, step, torch.tensor(asking, dtype=torch.int64))
+        self._book(high - low, asking if went.companions else [])
+        self.walkers = Walkers(self.walkers.row, self.walkers.slot, self.walkers.position, went.h)
+        left = [
+            (place, says) for place, leaves, says in zip(asking, went.leaves.tolist(), went.says, strict=True) if leaves
+        ]
+        if left:
+            self._leave(high, left)
+        return any(row >= 0 for row in self.walkers.row)
+
+    def finish(self) -> None:
+        """The rows that are left, to the top."""
+        low = self.way.policy.gates[-1]
+        self._join(low)
+        h = self.model.run(self.walkers.h, self._step(low), low)
+        self._book(self.model.config.num_layers - low, [])
+        for row, top in zip(self.walkers.row, h, strict=True):
+            if row >= 0:
+                self.out[row] = top
+
+    def _span(self, gate: int) -> tuple[int, int]:
+        gates = self.way.policy.gates
+        return (gates[gate - 1] if gate else 0), gates[gate]
+
+    def _join(self, low: int) -> None:
+        """Late rows that wait at this depth go along with the next row of their sequence."""
+        if self.way.missing != "deferred" or low == 0:
+            return
+        w = self.walkers
+        rows, slots, positions, hidden = list(w.row), list(w.slot), list(w.position), [w.h]
+        for slot in dict.fromkeys(w.slot):
+            for late in [late for late in self.cache.late[slot] if late.layer == low]:
+                self.cache.late[slot].remove(late)
+                rows.append(-1)
+                slots.append(slot)
+                positions.append(late.position)
+                hidden.append(late.hidden[None])
+        if len(rows) > len(w.row):
+            self.walkers, self.step = Walkers(rows, slots, positions, torch.cat(hidden)), None
+
+    def _step(self, low: int) -> Step:
+        """The call of the walkers in the interval that begins at ``low``."""
+        w = self.walkers
+        if self.way.missing == "mask":
+            holes = {s: {late.position for late in self.cache.late[s] if late.layer <= low} for s in set(w.slot)}
+            return Step.at(self.cache, w.slot, w.position, holes=holes)
+        if self.step is None:
+            self.step = Step.at(self.cache, w.slot, w.position)
+        return self.step
+
+    def _leave(self, gate: int, left: Sequence[tuple[int, Tensor]]) -> None:
+        """Take rows out of the climb at a gate, and late ones whose sequence goes no further."""
+        w, leaving = self.walkers, {place for place, _ in left}
+        for place, says in left:
+            self.out[w.row[place]] = says
+            self.depth[w.row[place]] = gate
+        going_on = {w.slot[p] for p, row in enumerate(w.row) if row >= 0 and p not in leaving}
+        stays = [p for p, slot in enumerate(w.slot) if p in leaving or (w.row[p] < 0 and slot not in going_on)]
+        if self.way.missing == "propagate":
+            self._propagate(gate, w.take(sorted(leaving)), torch.stack([says for _, says in sorted(left, key=_place)]))
+        else:
+            for p in sorted(stays, key=lambda p: w.position[p]):
+                self.cache.late[w.slot[p]].append(Late(w.position[p], gate, w.h[p]))
+        gone = set(stays)
+        self.walkers, self.step = w.take([p for p in range(len(w.row)) if p not in gone]), None
+
+    def _propagate(self, gate: int, gone: Walkers, says: Tensor) -> None:
+        """Keys and values above the gate from what the rows said there."""
+        step = Step.at(self.cache, gone.slot, gone.position)
+        for layer in self.model.layers[gate:]:
+            assert isinstance(layer, Layer)
+            layer.project(says, step)
+
+    def _book(self, layers: int, asking: Sequence[int]) -> None:
+        """Layer passes of each sequence, companions and late rows included, under its root."""
+        for slot in (*self.walkers.slot, *(self.walkers.slot[place] for place in asking)):
+            self.work[self._root[slot]] += layers
+
+
+def _place(left: tuple[int, Tensor]) -> int:
+    return left[0]

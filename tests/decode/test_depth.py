@@ -1,0 +1,275 @@
+"""Dynamic depth with exits that a script decides: what leaves, what is owed, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.decode.oracles import plain_text
+from tests.decode.runs import finish
+from tests.decode.tiny_decoders import build, prompts
+from vivace.core.model import Decoder
+from vivace.core.sampling import Sampling
+from vivace.core.seams import Draft
+from vivace.core.step import Step
+from vivace.decode.depth import Depth, Leaving, Missing
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request, StopRule
+from vivace.decode.session import Session
+from vivace.errors import ConfigError, UnsupportedError
+
+GATES = (1, 3, 4)
+LAYERS = 6
+COUNT = 20
+POLICIES: list[Missing] = ["deferred", "propagate", "mask"]
+Rule = Callable[[int, int], bool]
+"""(position, gate) -> whether the row leaves."""
+
+
+def never(position: int, gate: int) -> bool:
+    return False
+
+
+def mixed(position: int, gate: int) -> bool:
+    return (position * 7 + gate * 3) % 5 in (0, 1)
+
+
+class Scripted:
+    """Leaves by a rule; logits are read from the slow residual itself."""
+
+    gates = GATES
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+        h = model.run(h, step, (0, *GATES)[gate], GATES[gate])
+        leaves = torch.tensor([self.rule(int(step.position[row]), gate) for row in asking], dtype=torch.bool)
+        return Leaving(h, leaves, h[asking])
+
+
+class Shallow(NoDrafts):
+    """The drafter around it."""
+
+    name = "shallow"
+
+    def __init__(self, rule: Rule, missing: Missing = "deferred", max_late: int = 8) -> None:
+        self.traversal = Depth(Scripted(rule), missing=missing, max_late=max_late)
+
+
+@pytest.fixture(scope="module")
+def model() -> Callable[[torch.dtype], Decoder]:
+    made = {d: build(d, num_layers=LAYERS, seed=3).requires_grad_(False) for d in (torch.float32, torch.bfloat16)}
+    return made.__getitem__
+
+
+@torch.inference_mode()
+def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_late: int = 8) -> tuple[list[int], list[int]]:
+    """Tokens and exit layers when every stored entry is exact: one row at a time through all layers."""
+    cache = model.new_cache(1, 128)
+    tokens, exits, owed = list(prompt), [], list[int]()
+    for at in range(0, len(prompt) - 1, 8):
+        span = tuple(prompt[at : min(at + 8, len(prompt) - 1)])
+        step = Step.of(Draft.given_only({0: span}), cache, chunk=True)
+        model.run(model.embed(torch.tensor(span), step), step)
+        cache.commit([0], [range(len(span))])
+    for _ in range(COUNT):
+        step = Step.of(Draft.given_only({0: tokens[-1:]}), cache)
+        h, out, left = model.embed(torch.tensor(tokens[-1:]), step), None, LAYERS
+        for gate, (low, high) in enumerate(pairwise((0, *GATES, LAYERS))):
+            h = model.run(h, step, low, high)
+            may = high < LAYERS and out is None and len(owed) < max_late
+            if may and rule(len(tokens) - 1, gate):
+                out, left = h, high
+        # what waits below the exit came along up to it
+        owed = [layer for layer in (*(max(layer, left) for layer in owed), left) if layer < LAYERS]
+        cache.commit([0], [range(1)])
+        tokens.append(int(model.head(h if out is None else out).argmax()))
+        exits.append(left)
+    return tokens[len(prompt) :], exits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("missing", POLICIES)
+def test_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
+    """T10, T11: with closed gates all three policies give the whole model's text."""
+    texts = [plain_text(model(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
+    session = Session(model(dtype), num_slots=3, capacity=64, chunk=8)
+    drafter = Shallow(never, missing)
+    found = finish(session, [Request(t.prompt, COUNT, drafter, logprobs=True) for t in texts], every=2)
+    for result, text in zip(found, texts, strict=True):
+        assert result.tokens == text.new
+        assert result.logprobs == text.logprobs
+        assert result.stats.exit_layers == [LAYERS] * COUNT
+        assert result.stats.num_layer_passes == LAYERS * COUNT
+        assert result.stats.early_exit_share == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_deferred_rows_are_exact(model, dtype, slots) -> None:
+    """T11: what leaves differs, what is stored does not; alone and among others that leave elsewhere."""
+    session = Session(model(dtype), num_slots=slots, capacity=64, chunk=8)
+    drafter = Shallow(mixed)
+    asked = prompts(5, seed=2)
+    found = finish(session, [Request(p, COUNT, drafter) for p in asked], every=2)
+    for result, prompt in zip(found, asked, strict=True):
+        tokens, exits = oracle(model(dtype), prompt, mixed)
+        assert result.stats.exit_layers == exits
+        assert list(result.tokens) == tokens
+        assert 0 < result.stats.num_early_exits < COUNT
+
+
+@torch.inference_mode()
+def test_a_settled_cache_is_a_full_one(model) -> None:
+    """T11, T7: after a flush every layer holds what a pass of all tokens through all layers holds."""
+    bf16 = model(torch.bfloat16)
+    drafter = Shallow(mixed)
+    session = Session(bf16, num_slots=1, capacity=64)
+    session.admit(Request((5, 9, 2), COUNT, drafter))
+    text, owed = [5, 9, 2], 0
+    while not session.is_idle:
+        for emitted in session.step():
+            text += emitted.tokens
+        if session.is_idle:
+            break
+        owed = max(owed, len(session.cache.late[0]))
+        length = session.cache.lengths[0]
+        if len(text) % 4:
+            continue
+        if session.cache.late[0]:
+            with pytest.raises(UnsupportedError, match="settle"):
+                session.cache.settle([0])
+        drafter.traversal.settle(bf16, session.cache, [0])
+        session.cache.settle([0])
+        fresh = bf16.new_cache(1, 64)
+        for span in (text[:2], *([token] for token in text[2:length])):
+            step = Step.of(Draft.given_only({0: span}), fresh, chunk=len(span) == 2)
+            bf16.run(bf16.embed(torch.tensor(span), step), step)
+            fresh.commit([0], [range(len(span))])
+        for layer in range(LAYERS):
+            pairs = zip(session.cache.span(layer, 0, 0, length), fresh.span(layer, 0, 0, length), strict=True)
+            for ours, theirs in pairs:
+                assert torch.equal(ours, theirs)
+    assert owed > 1
+
+
+def test_always_leaving_stops_at_the_first_gate_until_too_much_is_owed(model) -> None:
+    """T10: a sequence may owe so many rows; then one goes to the top and takes them along."""
+    session = Session(model(torch.bfloat16), num_slots=1, capacity=64)
+    drafter = Shallow(lambda position, gate: True, max_late=3)
+    [result] = finish(session, [Request((5, 6), COUNT, drafter)])
+    assert result.stats.exit_layers == ([1, 1, 1, LAYERS] * COUNT)[:COUNT]
+    whole, rest = divmod(COUNT, 4)
+    assert result.stats.num_layer_passes == whole * 4 * LAYERS + rest
+    session = Session(model(torch.bfloat16), num_slots=1, capacity=64)
+    [free] = finish(session, [Request((5, 6), COUNT, Shallow(lambda position, gate: True, "mask"))])
+    assert free.stats.exit_layers == [1] * COUNT
+    assert free.stats.num_layer_passes == COUNT
+    assert (free.stats.early_exit_share, free.stats.mean_exit_layer, free.stats.layer_passes_per_token) == (1, 1, 1)
+
+
+@torch.inference_mode()
+def test_masked_entries_are_never_read_and_propagated_ones_are_written(model, monkeypatch) -> None:
+    """Every entry above an exit is poisoned: masking must not notice, propagating must have filled it."""
+    for missing in ("mask", "propagate"):
+        session = Session(model(torch.float32), num_slots=1, capacity=64, chunk=8)
+        session.admit(Request((5, 9, 2, 4), COUNT, Shallow(mixed, missing)))
+        seen = 0
+        for _ in range(COUNT):
+            before = session.cache.lengths[0]
+            [emitted] = session.step()
+            left = emitted.stats.exit_layers[-1]
+            seen += left < LAYERS
+            if session.is_idle:
+                break
+            for layer in range(LAYERS):
+                keys, values = session.cache.span(layer, 0, max(3, before), max(3, before) + 1)
+                if layer >= left and missing == "mask":
+                    assert not keys.any()
+                    keys.fill_(1e9)
+                    values.fill_(1e9)
+                assert keys.any()
+        assert seen > 3
+        assert all(0 <= token < 97 for token in emitted.tokens)
+
+
+def test_masking_equals_an_attention_that_skips(model) -> None:
+    """Poison above exits changes nothing: two runs with different poison say the same."""
+    texts = []
+    for poison in (0.0, 1e6):
+        session = Session(model(torch.bfloat16), num_slots=2, capacity=64, chunk=8)
+        for prompt in prompts(2, seed=4):
+            session.admit(Request(prompt, COUNT, Shallow(mixed, "mask")))
+        found: dict[int, list[int]] = {0: [], 1: []}
+        while not session.is_idle:
+            for emitted in session.step():
+                found[emitted.request_id] += emitted.tokens
+            for slot, late in enumerate(session.cache.late):
+                for gone in late:
+                    for layer in range(gone.layer, LAYERS):
+                        for stored in session.cache.span(layer, slot, gone.position, gone.position + 1):
+                            stored.fill_(poison)
+        texts.append(found)
+    assert texts[0] == texts[1]
+
+
+def test_slots_that_come_and_go_leave_nothing_behind(model) -> None:
+    """Sixteen requests in three slots, stops and cancels in between: each answer is the answer alone."""
+    bf16 = model(torch.bfloat16)
+    asked = prompts(16, seed=6)
+    alone = []
+    for prompt in asked:
+        [result] = finish(Session(bf16, num_slots=1, capacity=64, chunk=8), [Request(prompt, COUNT, Shallow(mixed))])
+        alone.append(result.tokens)
+    stops = [StopRule(end_tokens=frozenset([tokens[7]])) for tokens in alone]
+    drafter = Shallow(mixed)
+    session = Session(bf16, num_slots=3, capacity=64, chunk=8)
+    ids = [session.admit(Request(p, COUNT, drafter, stop=s)) for p, s in zip(asked, stops, strict=True)]
+    texts: dict[int, tuple[int, ...]] = dict.fromkeys(ids, ())
+    for number in range(400):
+        if number == 9:
+            session.cancel(ids[2])
+        for emitted in session.step():
+            texts[emitted.request_id] += emitted.tokens
+    assert session.is_idle
+    for place, (tokens, stop) in enumerate(zip(alone, stops, strict=True)):
+        if place != 2:
+            assert texts[ids[place]] == tokens[: tokens.index(*stop.end_tokens) + 1]
+    assert not any(session.cache.late)
+
+
+def test_sampling_draws_from_the_gate(model) -> None:
+    hot = Sampling(do_sample=True, temperature=1.3)
+    drafter = Shallow(mixed)
+
+    def text(seed: int) -> tuple[int, ...]:
+        session = Session(model(torch.bfloat16), num_slots=1, capacity=64)
+        return finish(session, [Request((5, 6), COUNT, drafter, hot, seed=seed)])[0].tokens
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_a_fork_owes_what_its_source_owes(model) -> None:
+    session = Session(model(torch.bfloat16), num_slots=2, capacity=64)
+    session.admit(Request((5, 6), COUNT, Shallow(lambda position, gate: True)))
+    for _ in range(4):
+        session.step()
+    cache = session.cache
+    owing = next(slot for slot in range(2) if cache.late[slot])
+    cache.fork([owing], [1 - owing])
+    assert [late.position for late in cache.late[1 - owing]] == [1, 2, 3, 4]
+    cache.truncate([1 - owing], [3])
+    assert [late.position for late in cache.late[1 - owing]] == [1, 2]
+    assert len(cache.late[owing]) == 4
+
+
+def test_what_depth_is_told_is_checked() -> None:
+    with pytest.raises(ConfigError, match="missing"):
+        Depth(Scripted(never), missing="forget")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_late"):
+        Depth(Scripted(never), max_late=0)
