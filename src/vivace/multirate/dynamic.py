@@ -1,0 +1,135 @@
+"""Dynamic depth by the accelerated residual: a token leaves where its router is sure enough (``--method dynamic``).
+
+Every row that may leave gets an accelerated companion up to the next gate. The router reads the companion's trail;
+above the threshold of the quality asked for, the gate's own guess is the token. What happens to the entries above the
+gate is ``decode/depth.py``'s matter. Lossy by nature: exits, and how often they agree, are always reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.seams import Traversal
+from vivace.core.step import Step
+from vivace.decode.depth import Depth, Leaving, Missing
+from vivace.decode.plain import NoDrafts
+from vivace.errors import ConfigError
+from vivace.multirate.gates import GatedAccelerator, GatesConfig
+from vivace.multirate.router import RouterConfig, make_router
+from vivace.multirate.thresholds import QualityPlan
+
+DEFAULT_QUALITY = 0.98
+"""Agreement of exits where nobody says."""
+
+
+@dataclass(frozen=True)
+class DynamicConfig:
+    """What the weights are of."""
+
+    gates: GatesConfig = field(default_factory=GatesConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+
+@dataclass(frozen=True)
+class DynamicPlan:
+    """How to decode with them, saved next to the weights."""
+
+    qualities: tuple[QualityPlan, ...]
+    """Thresholds by stated agreement, found on held-back text."""
+    missing: Missing = "deferred"
+    """What stands for the keys and values above an exit: ``deferred``, ``propagate`` or ``mask``."""
+    max_late: int = 8
+    """Tokens of a sequence that may wait for their upper layers."""
+
+    def at(self, quality: float | None) -> QualityPlan:
+        """The thresholds for an agreement; None is the default one.
+
+        Raises:
+            ConfigError: the adapter was not calibrated to it.
+        """
+        wanted = DEFAULT_QUALITY if quality is None else quality
+        for plan in self.qualities:
+            if abs(plan.quality - wanted) < 1e-9:
+                return plan
+        known = ", ".join(f"{plan.quality:g}" for plan in self.qualities)
+        raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
+
+
+class DynamicWeights:
+    """Gates and router of one adapter."""
+
+    def __init__(self, config: DynamicConfig, model: ModelConfig) -> None:
+        """Make untrained ones.
+
+        Raises:
+            ConfigError: they do not fit the model.
+        """
+        self.config = config
+        self.gates = GatedAccelerator(config.gates, model)
+        self.router = make_router(config.router, config.gates, model.width)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        router = {f"router.{name}": value.detach() for name, value in self.router.state_dict().items()}
+        return {**{f"gates.{name}": value for name, value in self.gates.tensors().items()}, **router}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights from a file whose names and shapes have been checked."""
+        for prefix, part in (("gates.", self.gates), ("router.", self.router)):
+            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            part.load_state_dict(own)
+
+
+class AcceleratedExit:
+    """Fills ``ExitPolicy``: the router's word on the accelerated residual's trail."""
+
+    def __init__(self, weights: DynamicWeights, plan: QualityPlan) -> None:
+        """Decide by trained weights.
+
+        Raises:
+            ConfigError: the plan has thresholds for another number of gates.
+        """
+        config = weights.config
+        if len(plan.thresholds) != len(config.gates.gates):
+            raise ConfigError(f"{len(plan.thresholds)} thresholds for {len(config.gates.gates)} gates")
+        self.gates = config.gates.layers
+        self.accelerator = weights.gates
+        self.router = weights.router
+        self.thresholds = plan.thresholds
+        self._depths = [config.router.depths(config.gates, gate) for gate in range(len(self.gates))]
+
+    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+        """Slow rows and companions of the asking ones to the gate; a shut gate costs nothing."""
+        threshold = self.thresholds[gate]
+        start, stop = self.accelerator.config.interval(gate)
+        if threshold is None or len(asking) == 0:
+            h = model.run(h, step, start, stop)
+            return Leaving(h, torch.zeros(len(asking), dtype=torch.bool), h[asking])
+        h, trail = self.accelerator.climb(model, gate, h, step, asking, self._depths[gate])
+        says = self.accelerator.at_gate(gate, trail[:, -1])
+        score = self.router.score(gate, trail, lambda: model.head(says))
+        return Leaving(h, score > threshold, says, companions=len(asking))
+
+
+class DynamicDepth(NoDrafts):
+    """Fills ``Drafter``: guesses nothing, and climbs only as far as need be."""
+
+    name = "dynamic"
+
+    def __init__(self, weights: DynamicWeights, plan: QualityPlan, *, missing: Missing, max_late: int) -> None:
+        """Decode with trained weights.
+
+        Args:
+            weights: of this model.
+            plan: thresholds.
+            missing: what stands for the entries above an exit.
+            max_late: tokens of a sequence that may wait for their upper layers.
+        """
+        self.quality = plan.quality
+        self.traversal: Traversal = Depth(AcceleratedExit(weights, plan), missing=missing, max_late=max_late)

@@ -1,0 +1,188 @@
+"""Several gates, each with an accelerated residual of its own (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
+
+Gates stand at depths ``0 = N_0 < N_1 < ... < N_J < N``. In interval j, layers ``N_{j-1} .. N_j - 1``, an
+accelerated residual starts from the slow one, ``p[N_{j-1}] = h[N_{j-1}]``, and shall arrive at its gate where the
+slow one is at the *target depth*
+
+    M_j = min(N, N_{j-1} + R_j (N_j - N_{j-1}))
+
+with ``R_j`` its *rate*: layers of the slow stream covered in one of its own. Without a rate the target is the top,
+so every gate has another implied rate, a mixture of rates. The equations of a layer are those of ``residual.py``.
+
+That a stream starts again from the slow one at each gate is how we understand the paper; its ranks, the form of
+the adapters and the places of the gates are not known to us. Since a layer lies in one interval, it has one set of
+adapters, and the intervals do not depend on each other: trained jointly or one by one they end in the same place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas, Site
+from vivace.core.model import Decoder
+from vivace.core.step import Step
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Where one gate stands and how fast its residual gets there."""
+
+    layer: int
+    """Layers below the gate."""
+    rate: float | None = None
+    """Layers of the slow stream in one of its own; None: as many as it takes to arrive where the last layer does."""
+
+    def __post_init__(self) -> None:
+        if self.layer < 1:
+            raise ConfigError(f"a gate's layer must be at least 1, found {self.layer}")
+        if self.rate is not None and self.rate < 1:
+            raise ConfigError(f"a gate's rate must be at least 1 (the slow stream's own), found {self.rate}")
+
+
+@dataclass(frozen=True)
+class GatesConfig:
+    """The gates and the adapters below them."""
+
+    gates: tuple[GateConfig, ...] = (GateConfig(6), GateConfig(12), GateConfig(18))
+    """From the lowest to the highest."""
+    mode: Literal["delta", "lite"] = "delta"
+    """``delta`` runs the frozen feed-forward for accelerated rows too; ``lite`` only their bottleneck."""
+    rank: int = 8
+    """Of the query and output deltas; 0 leaves the projections as they are."""
+    bottleneck: int = 64
+    """Width of the silu bottleneck beside (``delta``) or instead of (``lite``) the feed-forward."""
+
+    def __post_init__(self) -> None:
+        if not self.gates:
+            raise ConfigError("gates must name at least one gate, found none")
+        if any(low >= high for low, high in pairwise(self.layers)):
+            raise ConfigError(f"gates must stand one above the other, found layers {list(self.layers)}")
+        if self.mode not in ("delta", "lite"):
+            raise ConfigError(f"mode must be delta or lite, found {self.mode!r}")
+        if self.rank < 0 or self.bottleneck < 1:
+            raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """N_1 .. N_J."""
+        return tuple(gate.layer for gate in self.gates)
+
+    def interval(self, gate: int) -> tuple[int, int]:
+        """First layer of a gate's interval and one past its last."""
+        return (self.layers[gate - 1] if gate else 0), self.layers[gate]
+
+    def target(self, gate: int, num_layers: int) -> int:
+        """M_j: the depth of the slow residual that the gate imitates."""
+        rate = self.gates[gate].rate
+        start, stop = self.interval(gate)
+        return num_layers if rate is None else min(num_layers, start + round(rate * (stop - start)))
+
+    def check_fits(self, num_layers: int) -> None:
+        """Refuse gates that are not inside the model."""
+        if self.layers[-1] >= num_layers:
+            raise ConfigError(f"gate {self.layers[-1]} must lie below the top of a model of {num_layers} layers")
+
+
+class GatedAccelerator(nn.Module):
+    """The trained weights of the accelerated residuals of all gates."""
+
+    def __init__(self, config: GatesConfig, model: ModelConfig) -> None:
+        """Make zero-initialised adapters for the layers below the last gate.
+
+        Raises:
+            ConfigError: a gate is not inside the model.
+        """
+        super().__init__()
+        config.check_fits(model.num_layers)
+        self.config = config
+        heads = model.num_heads * model.head_dim
+        shapes: dict[Site, tuple[int, int, int]] = {}
+        for layer in range(config.layers[-1]):
+            if config.rank:
+                shapes[layer, "q"] = (model.width, config.rank, heads)
+                shapes[layer, "o"] = (heads, config.rank, model.width)
+            shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
+        self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
+        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
+        self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
+        self.scale = nn.Parameter(torch.ones(len(config.gates), model.width))
+        """Per-component scale before the shared head, gate by gate."""
+
+    def terms(self, which: Tensor) -> Deltas:
+        """The adapters as data for a call; ``which`` (T,) is 0 on accelerated rows and -1 elsewhere."""
+        down, up = self._by_site
+        return Deltas(which, down, up)
+
+    def at_gate(self, gate: int, p: Tensor) -> Tensor:
+        """What the shared head reads, (n, E)."""
+        return p * self.scale[gate]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+    def accelerate(self, model: Decoder, gate: int, h: Tensor, step: Step, depths: Sequence[int]) -> Tensor:
+        """The accelerated residuals of a text whose slow pass is done (training, scoring).
+
+        Args:
+            model: the frozen decoder.
+            gate: which one, from 0.
+            h: (T, E) slow residuals at the start of the gate's interval.
+            step: the dense call that holds the slow keys and values.
+            depths: where to look, ascending and up to the gate.
+
+        Returns:
+            The trail (T, number of depths, E).
+        """
+        deltas = self.terms(torch.zeros(len(h), dtype=torch.int64))
+        fed = len(h) if self.config.mode == "delta" else 0
+        reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
+        return torch.stack(_stops(model, h, reading, (self.config.interval(gate)[0], *depths)), 1)
+
+    def climb(
+        self, model: Decoder, gate: int, h: Tensor, step: Step, leading: Tensor, depths: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Slow rows and accelerated companions of some of them up to a gate, sharing every weight read.
+
+        Args:
+            model: the frozen decoder.
+            gate: which one, from 0.
+            h: (T, E) slow rows at the start of its interval; all of them write keys and values.
+            step: their call.
+            leading: (n,) slow rows that get a companion.
+            depths: where to look at the companions, ascending; the last is the gate.
+
+        Returns:
+            Slow residuals (T, E) at the gate, and the companions' trail (n, number of depths, E).
+        """
+        start = self.config.interval(gate)[0]
+        count = step.num_rows
+        which = torch.full((count + len(leading),), -1, dtype=torch.int64)
+        which[count:] = 0
+        both = step.readers(leading, self.terms(which), fed=self.config.mode == "delta")
+        stops = _stops(model, torch.cat((h, h[leading])), both, (start, *depths))
+        return stops[-1][:count], torch.stack([rows[count:] for rows in stops], 1)
+
+
+def _stops(model: Decoder, rows: Tensor, step: Step, depths: Sequence[int]) -> list[Tensor]:
+    """Rows at each depth after the first, where they are now."""
+    seen = []
+    for low, high in pairwise(depths):
+        rows = model.run(rows, step, low, high)
+        seen.append(rows)
+    return seen
+
+
+def _kaiming(inner: int, wide: int) -> nn.Parameter:
+    weight = torch.empty(1, inner, wide)
+    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
+    return nn.Parameter(weight)
