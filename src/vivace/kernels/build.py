@@ -25,7 +25,8 @@ UNITS: dict[str, tuple[str, ...]] = {
     "entry.cpp": (),
     "pool.cpp": (),
     "body_avx2.cpp": AVX2,
-    "body_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    "body_avx2vnni.cpp": (*AVX2, "-mavxvnni"),
+    "body_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"),
 }
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 """No contraction: two copies of an expression must not differ in their last bit."""

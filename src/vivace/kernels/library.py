@@ -16,7 +16,7 @@ FEATURES = {"avx2": 1, "avx512": 2}
 BODIES = {"avx2": 0, "avx512": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
-FORMATS = {"row_major": 0, "tiles": 1}
+FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3}
 LANES = 16
 """Outputs of a tile of a packed matrix."""
 
@@ -30,6 +30,8 @@ class CMatrix(Structure):
         ("in_width", c_int64),
         ("out_width", c_int64),
         ("format", c_int64),
+        ("scales", c_void_p),
+        ("table", c_void_p),
     ]
 
 
@@ -75,6 +77,16 @@ class CNorm(Structure):
         ("width", c_int64),
         ("eps", c_float),
         ("offset", c_float),
+    ]
+
+
+class CQuantised(Structure):
+    """``Quantised``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "table", "codes", "scales")),
+        ("rows", c_int64),
+        ("in_width", c_int64),
     ]
 
 
@@ -142,6 +154,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_activate": (c_int64, POINTER(CActivated)),
     "vivace_norm": (c_int64, POINTER(CNorm)),
     "vivace_attention": (c_int64, c_int64, POINTER(CAttention)),
+    "vivace_quantise": (c_int64, c_int64, POINTER(CQuantised)),
     "vivace_span": (c_int64, c_int64, POINTER(CPlan), POINTER(CCall)),
 }
 

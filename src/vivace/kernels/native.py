@@ -30,9 +30,13 @@ from vivace.kernels.library import (
     CNorm,
     CPlan,
 )
+from vivace.kernels.low_bit import TABLE, LowBit
 
 MAX_GROUP = 128
 """Query heads per key/value head that attention has room for."""
+
+
+_Q4_TABLE = torch.tensor(TABLE, dtype=torch.int8)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -49,24 +53,32 @@ def pack(weight: Tensor) -> Tensor:
 class Matrix:
     """Weights as a body reads them; whoever holds it keeps the tensors where they are."""
 
-    weight: Tensor
-    """Packed, or row-major (out, in)."""
+    weight: Tensor | LowBit
+    """Packed, row-major (out, in), or in few bits."""
     bias: Tensor | None
     in_width: int
     out_width: int
 
     @property
     def format(self) -> str:
-        """How ``weight`` lies: in "tiles" if it went through ``pack``, else "row_major"."""
+        """How ``weight`` lies: in "tiles" if it went through ``pack``, "row_major", or a format of few bits."""
+        if isinstance(self.weight, LowBit):
+            return self.weight.format
         return "tiles" if self.weight.dim() == 4 else "row_major"
 
     @cached_property
     def struct(self) -> CMatrix:
         """For the library."""
+        bias = _address(self.bias)
+        sizes = (self.in_width, self.out_width, FORMATS[self.format])
+        if isinstance(self.weight, LowBit):
+            codes, scales = self.weight.codes, self.weight.scales
+            assert codes.is_contiguous()
+            assert scales.is_contiguous()
+            return CMatrix(codes.data_ptr(), bias, *sizes, scales.data_ptr(), _Q4_TABLE.data_ptr())
         assert self.weight.dtype == torch.bfloat16
         assert self.weight.is_contiguous()
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return CMatrix(self.weight.data_ptr(), bias, self.in_width, self.out_width, FORMATS[self.format])
+        return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None)
 
     def rows(self, x: Tensor) -> Tensor:
         """Inputs (T, in) as the body wants them: packed matrices take an even number."""

@@ -8,8 +8,13 @@ typedef uint16_t bf16;
 
 constexpr int64_t LANES = 16;  // outputs of a tile of a packed matrix
 
-// How weights lie: row-major (out, in), or as [ceil(out / 16)][ceil(in / 2)][16][2] with zeros where they end.
-enum Format : int64_t { ROW_MAJOR, TILES };
+constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer products
+
+// How weights lie. ROW_MAJOR: (out, in). TILES: [ceil(out / 16)][ceil(in / 2)][16][2], zeros where they end.
+// INT8: bytes 128 too large, [ceil(out / 16)][ceil(in / 64)][16][16][4], and a float for each output.
+// Q4: two codes a byte, [ceil(out / 16)][ceil(in / 64)][8][16][4], low half first, and bfloat16 scales
+// [ceil(out / 16)][ceil(in / 64)][16]; a code chooses one of the sixteen bytes of the table.
+enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4 };
 
 extern "C" {
 
@@ -19,6 +24,8 @@ struct Matrix {
     const bf16* bias;  // (out,) or null
     int64_t in, out;
     int64_t format;
+    const void* scales;   // of INT8 and Q4
+    const int8_t* table;  // of Q4
 };
 
 struct Linear {
@@ -57,6 +64,15 @@ struct Norm {
     bf16* out;
     int64_t rows, width;
     float eps, offset;
+};
+
+// Weights to four-bit codes, each choosing one of the sixteen bytes of the table, which rise.
+struct Quantised {
+    const bf16* weight;   // (rows, in)
+    const int8_t* table;  // (16,)
+    uint8_t* codes;       // (rows, groups * 64)
+    bf16* scales;         // (rows, groups)
+    int64_t rows, in;
 };
 
 // Queries of single rows over the entries each of them sees: the first `seen` of its slot, then `tail`.

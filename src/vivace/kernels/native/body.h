@@ -4,27 +4,35 @@
 // for this instruction set must never be the one another file is linked with.
 #pragma once
 #include "layers.h"
+#include "quantize.h"
 
 namespace {
 
-void linear_item(const void* context, int64_t, int64_t item) {
+// Phase 0 prepares the rows, phase 1 multiplies.
+void linear_item(const void* context, int64_t phase, int64_t item) {
     const LinearWork& work = *(const LinearWork*)context;
     const Linear& l = *work.linear;
+    if (phase == 0) return prepare(l.matrix, l.x, work.prepared, item);
     int64_t first, stop;
     split_range(item, l.matrix, work.threads, &first, &stop);
-    project(l.matrix, l.x, l.add, l.out, l.rows, first, stop);
+    project(l.matrix, inputs(l.matrix, l.x, work.prepared), l.add, l.out, l.rows, first, stop);
 }
 
-void gated_item(const void* context, int64_t, int64_t item) {
+void gated_item(const void* context, int64_t phase, int64_t item) {
     const GatedWork& work = *(const GatedWork*)context;
+    Gated g = *work.gated;
+    if (phase == 0) return prepare(g.gate, g.x, work.prepared, item);
+    g.x = inputs(g.gate, g.x, work.prepared);
     int64_t first, stop;
-    split_range(item, work.gated->gate, work.threads, &first, &stop);
-    project_gated(*work.gated, first, stop);
+    split_range(item, g.gate, work.threads, &first, &stop);
+    project_gated(g, first, stop);
 }
 
-void greedy_item(const void* context, int64_t, int64_t item) {
+void greedy_item(const void* context, int64_t phase, int64_t item) {
     const GreedyWork& work = *(const GreedyWork*)context;
-    const Linear& l = work.greedy->linear;
+    Linear l = work.greedy->linear;
+    if (phase == 0) return prepare(l.matrix, l.x, work.prepared, item);
+    l.x = inputs(l.matrix, l.x, work.prepared);
     int64_t first, stop;
     split_range(item, l.matrix, work.threads, &first, &stop);
     choose_greedily(l, first, stop, work.greedy->best + item * l.rows, work.greedy->index + item * l.rows);
@@ -45,6 +53,6 @@ void attention_item(const void* context, int64_t, int64_t item) {
     attend(a, item / a.kv_heads, item % a.kv_heads);
 }
 
-constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item, attention_item, span_item};
+constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item, attention_item, span_item, quantise_item};
 
 }  // namespace

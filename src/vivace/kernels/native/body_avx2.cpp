@@ -1,4 +1,4 @@
-#include "simd_avx2.h"
+#include "ints_avx2.h"
 
 #include "body.h"
 

@@ -1,4 +1,4 @@
-#include "simd_avx512.h"
+#include "ints_avx512.h"
 
 #include "body.h"
 

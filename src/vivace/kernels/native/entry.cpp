@@ -1,4 +1,5 @@
 // The plain C boundary, the same for every body; compiled for any x86-64 so that asking for features is safe.
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <vector>
@@ -8,7 +9,11 @@
 
 namespace {
 
-const Body* body_of(int64_t index) { return index == 0 ? &avx2_body : &avx512_body; }
+// Integer sums are exact, so with VNNI or without the avx2 body gives the same bits.
+const Body* body_of(int64_t index) {
+    static const bool has_vnni = __builtin_cpu_supports("avxvnni");
+    return index != 0 ? &avx512_body : has_vnni ? &avx2vnni_body : &avx2_body;
+}
 
 int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     int64_t count = 0;
@@ -25,12 +30,16 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
             return items(l.qkv, s.threads) + lower;
         case ATTEND:
             return c.rows * s.plan->kv_heads;
+        case BEFORE_OUTPUT:
+            return is_low_bit(l.o) ? c.rows : 0;
         case OUTPUT:
             return items(l.o, s.threads) + lower;
         case UP:
             return fed * items(l.gate, s.threads) * (s.is_fused(layer) ? 1 : 2) + lower;
         case ACTIVATE:
             return s.is_fused(layer) ? 0 : c.num_feed;
+        case BEFORE_DOWN:
+            return is_low_bit(l.down) ? c.num_feed : 0;
         case DOWN:
             return fed * items(l.down, s.threads) + lower;
         default:
@@ -62,9 +71,24 @@ int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
     s.u = from.take<bf16>(rows * p.width);
     s.gates = from.take<bf16>(rows * p.ffn_width);
     s.inner = from.take<bf16>(rows * p.ffn_width);
+    int64_t prepared = 0;
+    for (int64_t layer = 0; layer < s.call->stop - s.call->start; ++layer) {
+        const Layer& l = s.layer(layer);
+        for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.down}) prepared = std::max(prepared, prepared_width(*m));
+    }
+    s.prepared = from.take<bf16>(rows * prepared);
     for (int64_t t = 0; t < s.call->num_terms; ++t) low.push_back(from.take<bf16>(rows * even(s.call->terms[t].rank)));
     s.low = low.data();
     return from.used;
+}
+
+// Room for the rows of a call as its matrix wants them.
+std::vector<bf16> room_for(const Matrix& m, int64_t rows) { return std::vector<bf16>((size_t)(rows * prepared_width(m))); }
+
+// Rows are prepared, then tiles are multiplied.
+void run_prepared(int64_t threads, const Matrix& m, int64_t rows, Item item, const void* work) {
+    const int64_t counts[] = {is_low_bit(m) ? rows : 0, items(m, threads)};
+    run_phases(threads, 2, counts, item, work);
 }
 
 }  // namespace
@@ -79,20 +103,20 @@ EXPORT int64_t vivace_features() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512bf16");
+                        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     return (avx2 ? 1 : 0) | (avx2 && avx512 ? 2 : 0);
 }
 
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear* linear) {
-    const LinearWork work{linear, threads};
-    const int64_t count = items(linear->matrix, threads);
-    run_phases(threads, 1, &count, body_of(body)->linear, &work);
+    std::vector<bf16> prepared = room_for(linear->matrix, linear->rows);
+    const LinearWork work{linear, threads, prepared.data()};
+    run_prepared(threads, linear->matrix, linear->rows, body_of(body)->linear, &work);
 }
 
 EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated* gated) {
-    const GatedWork work{gated, threads};
-    const int64_t count = items(gated->gate, threads);
-    run_phases(threads, 1, &count, body_of(body)->gated, &work);
+    std::vector<bf16> prepared = room_for(gated->gate, gated->rows);
+    const GatedWork work{gated, threads, prepared.data()};
+    run_prepared(threads, gated->gate, gated->rows, body_of(body)->gated, &work);
 }
 
 EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, int64_t* tokens) {
@@ -100,8 +124,9 @@ EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, i
     std::vector<float> best((size_t)(count * rows));
     std::vector<int64_t> index((size_t)(count * rows));
     const Greedy greedy{*linear, best.data(), index.data()};
-    const GreedyWork work{&greedy, threads};
-    run_phases(threads, 1, &count, body_of(body)->greedy, &work);
+    std::vector<bf16> prepared = room_for(linear->matrix, rows);
+    const GreedyWork work{&greedy, threads, prepared.data()};
+    run_prepared(threads, linear->matrix, rows, body_of(body)->greedy, &work);
     for (int64_t row = 0; row < rows; ++row) {
         int64_t winner = 0;
         for (int64_t chunk = 1; chunk < count; ++chunk)
@@ -119,6 +144,11 @@ EXPORT void vivace_norm(int64_t body, const Norm* norm) {
 EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention* attention) {
     const int64_t count = attention->rows * attention->kv_heads;
     run_phases(threads, 1, &count, body_of(body)->attention, attention);
+}
+
+EXPORT void vivace_quantise(int64_t body, int64_t threads, const Quantised* quantised) {
+    const int64_t count = (quantised->rows + LANES - 1) / LANES;
+    run_phases(threads, 1, &count, body_of(body)->quantise, quantised);
 }
 
 // Bytes of working space a call needs.

@@ -11,7 +11,7 @@ void lower(const Span& s, int64_t index, const bf16* x, int64_t rows) {
     float sums[LANES];
     for (int64_t row = 0; row < rows; ++row) {
         if (t.which[row] < 0) continue;
-        const Matrix down{t.down + t.which[row] * size, nullptr, t.in, t.rank, ROW_MAJOR};
+        const Matrix down{t.down + t.which[row] * size, nullptr, t.in, t.rank, ROW_MAJOR, nullptr, nullptr};
         bf16* low = s.low[index] + row * stride;
         low[stride - 1] = 0;
         for (int64_t tile = 0; tile < tiles(down); ++tile) {
@@ -30,7 +30,7 @@ void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
     const Term& t = s.call->terms[index];
     if (t.which[row] < 0) return;
     const int64_t pairs = (t.rank + 1) / 2, count = (t.out + LANES - 1) / LANES;
-    const Matrix up{t.up + t.which[row] * count * pairs * 2 * LANES, nullptr, t.rank, t.out, TILES};
+    const Matrix up{t.up + t.which[row] * count * pairs * 2 * LANES, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
     project(up, s.low[index] + row * even(t.rank), y, y, 1, 0, count);
 }
 
@@ -62,7 +62,7 @@ void project_item(const Span& s, int64_t layer, Kind kind, int64_t item, const M
     if (item >= count) return lower_nth(s, layer, kind, item - count, x);
     int64_t first, stop;
     split_range(item, m, s.threads, &first, &stop);
-    project(m, x, nullptr, out, rows, first, stop);
+    project(m, inputs(m, x, s.prepared), nullptr, out, rows, first, stop);
 }
 
 void norm_heads(bf16* x, const bf16* weight, int64_t heads, const Plan& p) {
@@ -122,9 +122,10 @@ void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const 
     });
 }
 
-void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weight) {
+void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weight, const Matrix& next) {
     const int64_t width = s.plan->width;
     norm_row(from + row * width, weight, s.x + row * width, width, s.plan->norm_eps, s.plan->norm_offset);
+    prepare(next, s.x, s.prepared, row);
 }
 
 // Gate and up with their activation, or apart where terms come between.
@@ -136,7 +137,7 @@ void up_item(const Span& s, int64_t layer, int64_t item) {
     if (s.is_fused(layer)) {
         if (item >= count) return lower_nth(s, layer, UP, item - count, s.x);
         split_range(item, l.gate, s.threads, &first, &stop);
-        const Gated g{l.gate, l.up, s.x, s.inner, rows, s.plan->activation};
+        const Gated g{l.gate, l.up, inputs(l.gate, s.x, s.prepared), s.inner, rows, s.plan->activation};
         return project_gated(g, first, stop);
     }
     if (item < count) return project_item(s, layer, UP, item, l.gate, s.x, s.gates, rows);
@@ -155,12 +156,13 @@ void activate_row(const Span& s, int64_t layer, int64_t row) {
 void begin_row(const Span& s, int64_t row) {
     const int64_t width = s.plan->width;
     __builtin_memcpy(s.call->out + row * width, s.call->h + row * width, width * sizeof(bf16));
-    norm_into_x(s, row, s.call->out, s.layer(0).attention_norm);
+    norm_into_x(s, row, s.call->out, s.layer(0).attention_norm, s.layer(0).qkv);
 }
 
 void end_row(const Span& s, int64_t layer, int64_t row) {
     finish_half(s, layer, row, true, s.u, s.call->out);
-    if (s.call->start + layer + 1 < s.call->stop) norm_into_x(s, row, s.call->out, s.layer(layer + 1).attention_norm);
+    if (s.call->start + layer + 1 == s.call->stop) return;
+    norm_into_x(s, row, s.call->out, s.layer(layer + 1).attention_norm, s.layer(layer + 1).qkv);
 }
 
 void span_item(const void* context, int64_t phase, int64_t item) {
@@ -175,15 +177,19 @@ void span_item(const void* context, int64_t phase, int64_t item) {
             return finish_heads(s, layer, item);
         case ATTEND:
             return attend_item(s, layer, item);
+        case BEFORE_OUTPUT:
+            return prepare(l.o, s.a, s.prepared, item);
         case OUTPUT:
             return project_item(s, layer, OUTPUT, item, l.o, s.a, s.y, rows);
         case MIDDLE:
             finish_half(s, layer, item, false, s.call->out, s.u);
-            return norm_into_x(s, item, s.u, l.ffn_norm);
+            return norm_into_x(s, item, s.u, l.ffn_norm, l.gate);
         case UP:
             return up_item(s, layer, item);
         case ACTIVATE:
             return activate_row(s, layer, item);
+        case BEFORE_DOWN:
+            return prepare(l.down, s.inner, s.prepared, item);
         case DOWN:
             return project_item(s, layer, DOWN, item, l.down, s.inner, s.y, s.call->num_feed);
         case END:

@@ -1,11 +1,18 @@
 // Projections of few rows, whatever the weights lie in: a format says what the sums of a tile are, the rest is here.
 #pragma once
-#include "linear_bf16.h"
+#include "linear_q4.h"
 
 namespace {
 
 // Numbers from one row of inputs to the next.
-inline int64_t row_stride(const Matrix& m) { return m.format == TILES ? even(m.in) : m.in; }
+inline int64_t row_stride(const Matrix& m) {
+    return is_low_bit(m) ? prepared_width(m) : m.format == TILES ? even(m.in) : m.in;
+}
+
+// A row of inputs as a matrix wants it; nothing where it takes it as it is.
+inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row) {
+    if (is_low_bit(m)) prepare_int_row(x + row * m.in, m.in, prepared + row * prepared_width(m));
+}
 
 // sums[i][r][lane] of at most MAX_ROWS rows over tiles tile..tile+count-1; the place where formats differ.
 inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows, float* sums) {
@@ -14,6 +21,11 @@ inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, i
             return sum_bf16_tiles(m, tile, count, x, stride, rows, sums);
         case ROW_MAJOR:
             for (int i = 0; i < count; ++i) sum_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+            return;
+        case INT8:
+            return sum_int8_tiles(m, tile, count, x, stride, rows, sums);
+        case Q4:
+            return sum_q4_tiles(m, tile, count, x, stride, rows, sums);
     }
 }
 

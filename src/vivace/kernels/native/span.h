@@ -2,13 +2,16 @@
 #pragma once
 #include "abi.h"
 
-enum Kind : int64_t { QKV, HEADS, ATTEND, OUTPUT, MIDDLE, UP, ACTIVATE, DOWN, END, NUM_KINDS };
+enum Kind : int64_t {
+    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, MIDDLE, UP, ACTIVATE, BEFORE_DOWN, DOWN, END, NUM_KINDS
+};
 
 // Phase 0 norms the rows for the first layer; then come NUM_KINDS phases for each layer.
 struct Span {
     const Plan* plan;
     const Call* call;
     bf16 *x, *qkv, *a, *y, *u, *gates, *inner;  // (rows, .): normed, heads, attended, projected, between halves, ...
+    bf16* prepared;                             // (rows, .): inputs of the next projection where its weights want them
     float* sums;                                // (rows, H, D)
     bf16** low;                                 // per term: (rows, even rank)
     const int64_t* first_term;                  // per layer of the span, and one past the last
@@ -48,18 +51,31 @@ inline int64_t items(const Matrix& m, int64_t threads) {
 }
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
+// Weights in few bits are multiplied as integers, so a row becomes integers first: the size of that, counted in
+// bfloat16, and the rows to multiply.
+inline bool is_low_bit(const Matrix& m) { return m.format == INT8 || m.format == Q4; }
+inline int64_t prepared_width(const Matrix& m) {
+    if (!is_low_bit(m)) return 0;
+    const int64_t groups = (m.in + INT_GROUP - 1) / INT_GROUP;
+    return (groups * (int64_t)(sizeof(float) + sizeof(int32_t) + INT_GROUP) + 63) / 64 * 32;
+}
+inline const bf16* inputs(const Matrix& m, const bf16* x, const bf16* prepared) { return is_low_bit(m) ? prepared : x; }
+
 // What a body offers; `phase` and `item` mean what entry.cpp says they do.
 struct LinearWork {
     const Linear* linear;
     int64_t threads;
+    bf16* prepared;  // phase 0 fills it, row by row
 };
 struct GatedWork {
     const Gated* gated;
     int64_t threads;
+    bf16* prepared;
 };
 struct GreedyWork {
     const Greedy* greedy;
     int64_t threads;
+    bf16* prepared;
 };
 struct Body {
     void (*linear)(const void*, int64_t, int64_t);
@@ -69,7 +85,9 @@ struct Body {
     void (*norm)(const void*, int64_t, int64_t);
     void (*attention)(const void*, int64_t, int64_t);
     void (*span)(const void*, int64_t, int64_t);
+    void (*quantise)(const void*, int64_t, int64_t);
 };
 
 extern const Body avx2_body;
+extern const Body avx2vnni_body;
 extern const Body avx512_body;

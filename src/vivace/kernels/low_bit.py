@@ -1,0 +1,232 @@
+"""Weights in eight or four bits: how they are rounded, how they lie, and what they multiply to.
+
+* ``int8``: whole numbers -127..127 times a scale for each output, the largest weight's share.
+* ``q4``: codes into 16 whole numbers (``TABLE``, denser around zero as weights are) times a bfloat16 scale for each
+  output and 64 inputs; the scale, of either sign, is the one of twelve tried that loses the least squared error.
+
+A row of inputs becomes whole numbers -127..127 as well, with a scale for each 64 of them, so that one large input
+costs its own group its digits and no other. Products within a group are exact; groups are scaled and added in order
+in float32. ``multiply`` does this in PyTorch: the oracle of the native bodies, and what runs without them.
+
+Both layouts are the native ones (``native/abi.h``): sixteen outputs side by side, four inputs each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.errors import ConfigError, DependencyError, nearest
+from vivace.kernels.library import LANES, CQuantised, open_library, runnable
+
+Format = Literal["int8", "q4"]
+Weights = Literal["bf16", "int8", "q4"]
+"""What the matrices of a model are kept as; ``bf16`` leaves them as the checkpoint has them."""
+
+GROUP = 64
+"""Inputs that share a scale."""
+
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What q4's codes stand for; llama.cpp's IQ4_NL has the same sixteen numbers."""
+
+TINY = 1e-30
+"""A group without a larger number counts as zero."""
+
+ROWS = 256
+"""Rows of a matrix that are rounded together: what is held in float32 stays small."""
+
+
+def check_weights(name: str) -> Weights:
+    """``name`` if it is one of ``Weights``.
+
+    Raises:
+        ConfigError: it is not; the nearest is named.
+    """
+    names = get_args(Weights)
+    if name not in names:
+        raise ConfigError(f"weights must be {', '.join(names)}, found {name!r}{nearest(name, names)}")
+    return cast(Weights, name)
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """A matrix in few bits, as the native bodies read it."""
+
+    format: Format
+    codes: Tensor
+    """uint8: int8 (tiles, groups, 16, 16, 4), each 128 too large; q4 (tiles, groups, 8, 16, 4), two codes a byte."""
+    scales: Tensor
+    """int8: (tiles * 16,) float32; q4: (tiles, groups, 16) bfloat16."""
+    out_width: int
+    in_width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def groups(self) -> int:
+        """Of inputs."""
+        return self.codes.shape[1]
+
+    def integers(self, tiles: Tensor | slice = slice(None)) -> Tensor:
+        """The whole numbers of some tiles, (n * 16, groups * 64) int8."""
+        codes = self.codes[tiles]
+        if self.format == "int8":
+            plain = (codes ^ 128).view(torch.int8).permute(0, 3, 1, 2, 4)
+        else:
+            both = torch.stack((codes & 15, codes >> 4), 3)  # (n, groups, 8, 2, 16, 4)
+            plain = _table(codes.device)[both.int()].permute(0, 4, 1, 2, 3, 5)
+        return plain.reshape(len(codes) * LANES, self.groups * GROUP)
+
+    def factors(self, tiles: Tensor | slice = slice(None)) -> Tensor:
+        """The scales of some tiles, (n * 16, 1 or groups) float32."""
+        if self.format == "int8":
+            return self.scales.view(-1, LANES)[tiles].reshape(-1, 1)
+        return self.scales[tiles].transpose(1, 2).reshape(-1, self.groups).float()
+
+    def dense(self) -> Tensor:
+        """(out, in) float32: the weights that are meant."""
+        return _scaled(self.integers(), self.factors())[: self.out_width, : self.in_width]
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some rows of ``dense``, (n,) -> (n, in)."""
+        tiles, lanes = index // LANES, index % LANES
+        each = torch.arange(len(index), device=index.device) * LANES + lanes
+        found = _scaled(self.integers(tiles)[each], self.factors(tiles)[each])
+        return found[:, : self.in_width]
+
+
+def _scaled(integers: Tensor, factors: Tensor) -> Tensor:
+    groups = integers.view(len(integers), -1, GROUP).float()
+    return (groups * factors[:, :, None]).view(len(integers), -1)
+
+
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(TABLE, dtype=torch.int8, device=device)
+
+
+def quantise(weight: Tensor, format: Format) -> LowBit:
+    """Round a matrix (out, in), some rows at a time.
+
+    Four-bit scales are searched natively where there is a native library, in PyTorch elsewhere (slowly); the two
+    differ where two scales lose the same.
+    """
+    out_width, in_width = weight.shape
+    tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
+    if format == "int8":
+        codes = torch.empty(tiles, groups, 16, LANES, 4, dtype=torch.uint8)
+        scales = torch.empty(tiles * LANES)
+    else:
+        codes = torch.empty(tiles, groups, 8, LANES, 4, dtype=torch.uint8)
+        scales = torch.empty(tiles, groups, LANES, dtype=torch.bfloat16)
+    round_rows = _round_int8 if format == "int8" else _round_q4
+    for first in range(0, out_width, ROWS):
+        rows = weight[first : first + ROWS]
+        padded = F.pad(rows, (0, -in_width % GROUP, 0, -len(rows) % LANES)).contiguous()
+        whole, factors = round_rows(padded)
+        place = slice(first // LANES, first // LANES + len(padded) // LANES)
+        if format == "int8":
+            codes[place] = _tile(whole, 16) ^ 128
+            scales[first : first + len(padded)] = factors
+        else:
+            pairs = _tile(whole, 8, 2)  # (n, groups, 8, 2, 16, 4)
+            codes[place] = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
+            scales[place] = factors.view(-1, LANES, groups).transpose(1, 2)
+    return LowBit(format, codes, scales, out_width, in_width)
+
+
+def _tile(codes: Tensor, *steps: int) -> Tensor:
+    """(n * 16, groups * 64) -> (n, groups, *steps, 16, 4)."""
+    split = codes.view(-1, LANES, codes.shape[1] // GROUP, *steps, 4)
+    return split.permute(0, *range(2, split.dim() - 1), 1, split.dim() - 1)
+
+
+def _round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    most = weight.float().abs().amax(1)
+    scales = torch.where(most < TINY, 0.0, most / 127.0)
+    inverse = torch.where(most < TINY, 0.0, torch.full_like(most, 127.0) / most)
+    return (weight.float() * inverse[:, None]).round().to(torch.int8).view(torch.uint8), scales
+
+
+def _round_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (n, in) uint8 and scales (n, groups) bfloat16."""
+    weight = weight.bfloat16()
+    try:
+        library = open_library()
+    except DependencyError:
+        return search_q4(weight)
+    bodies = runnable(library)
+    return native_q4(library, 1 if "avx512" in bodies else 0, weight) if bodies else search_q4(weight)
+
+
+def native_q4(library: ctypes.CDLL, body: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``search_q4`` by a native body; weight (n, in) bfloat16, in a multiple of 64."""
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    scales = torch.empty(len(weight), weight.shape[1] // GROUP, dtype=torch.bfloat16)
+    table = _table(weight.device)
+    addresses = (weight.data_ptr(), table.data_ptr(), codes.data_ptr(), scales.data_ptr())
+    call = CQuantised(*addresses, *weight.shape)
+    library.vivace_quantise(body, torch.get_num_threads(), byref(call))
+    return codes, scales
+
+
+RATIOS = (1.0, -1.0, 0.92, -0.92, 0.85, -0.85)
+"""Scales to begin with, in parts of the one that reaches the largest weight."""
+
+
+def search_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """For each group the scale that loses least: six to begin with, each once refitted to the codes it led to."""
+    table = _table(weight.device).float()
+    groups = weight.float().view(-1, GROUP)
+    most = groups.abs().amax(1, keepdim=True)
+    middles = (table[1:] + table[:-1]) / 2
+    best, least = torch.zeros_like(most), torch.full_like(most, torch.inf)
+    for ratio in RATIOS:
+        scale = ratio * most / table.abs().max()
+        for _ in range(2):
+            entries = table[torch.bucketize(groups / scale, middles)]
+            lost = (groups - scale * entries).square().sum(1, keepdim=True)
+            is_better = lost < least
+            best, least = torch.where(is_better, scale, best), torch.where(is_better, lost, least)
+            refit = (groups * entries).sum(1, keepdim=True) / entries.square().sum(1, keepdim=True)
+            scale = torch.where(refit / scale > 1e-3, refit, scale)
+    kept = torch.where(most < TINY, 0.0, best).bfloat16()
+    inverse = torch.where(most < TINY, 0.0, 1 / kept.float())
+    codes = torch.bucketize(groups * inverse, middles)
+    return codes.to(torch.uint8).view(weight.shape), kept.view(len(weight), -1)
+
+
+def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (T, in) as whole numbers (T, groups, 64), in float32, and their scales (T, groups)."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    most = groups.abs().amax(2)
+    inverse = torch.where(most < TINY, 0.0, torch.full_like(most, 127.0) / most)
+    return (groups * inverse[:, :, None]).round(), torch.where(most < TINY, 0.0, most / 127.0)
+
+
+def multiply(x: Tensor, weight: LowBit, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + b`` as the native bodies compute it, (T, in) -> (T, out) in x's dtype.
+
+    Sums within a group are exact in float32. A group is added with one rounding, as a fused multiplication and
+    addition does: the product of its sum and its scale is exact in float64.
+    """
+    whole, scales = prepare(x)
+    integers = weight.integers().view(-1, weight.groups, GROUP).permute(1, 2, 0).float()
+    factors = weight.factors()
+    total = torch.zeros(len(x), len(factors), device=x.device)
+    for g in range(weight.groups):
+        sums = (whole[:, g] @ integers[g]).double()
+        scale = scales[:, g, None].expand_as(total) if weight.format == "int8" else scales[:, g, None] * factors[:, g]
+        total = (total.double() + sums * scale.double()).float()
+    if weight.format == "int8":
+        total = total * factors[:, 0]
+    total = total[:, : weight.out_width]
+    return (total if bias is None else total + bias.float()).to(x.dtype)

@@ -1,0 +1,107 @@
+// Integers of a body: sixteen sums of products of eight-bit numbers, AVX2, with VNNI where it is compiled for it.
+#pragma once
+#include "simd_avx2.h"
+
+namespace {
+
+constexpr int64_t MAX_INT_ROWS = 4;
+constexpr int64_t MAX_INT_SUMS = 3;
+
+inline float max_of(Vec a) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline void store_bytes(int8_t* p, Vec whole) {
+    const __m256i ints = _mm256_cvtps_epi32(whole);
+    const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(ints), _mm256_extracti128_si256(ints, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(shorts, shorts));
+}
+
+struct Four {
+    __m256i bytes;
+    explicit Four(const int8_t* p) {
+        int32_t bits;
+        __builtin_memcpy(&bits, p, 4);
+        bytes = _mm256_set1_epi32(bits);
+    }
+};
+
+#if defined(__AVXVNNI__)
+constexpr int8_t FLIP = 0;  // weights stay 128 too large, as the dot product wants them
+#else
+constexpr int8_t FLIP = -128;  // weights with their sign
+#endif
+
+struct Codes {
+    __m256i low, high;
+    Codes() = default;
+    explicit Codes(const uint8_t* p)
+        : low(_mm256_xor_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi8(FLIP))),
+          high(_mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(p + 32)), _mm256_set1_epi8(FLIP))) {}
+};
+struct Ints {
+    Ints() = default;
+    __m256i low, high;
+#if defined(__AVXVNNI__)
+    explicit Ints(int32_t shift) : low(_mm256_set1_epi32(shift)), high(low) {}
+    void step(const Codes& w, const Four& x) {
+        low = _mm256_dpbusd_avx_epi32(low, w.low, x.bytes);
+        high = _mm256_dpbusd_avx_epi32(high, w.high, x.bytes);
+    }
+#else
+    explicit Ints(int32_t) : low(_mm256_setzero_si256()), high(low) {}
+    // |x| times w with x's sign: two products of at most 127 * 127 never leave sixteen bits.
+    static __m256i dot(__m256i acc, __m256i w, __m256i x, __m256i size) {
+        const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(w, x));
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    void step(const Codes& w, const Four& x) {
+        const __m256i size = _mm256_abs_epi8(x.bytes);
+        low = dot(low, w.low, x.bytes, size);
+        high = dot(high, w.high, x.bytes, size);
+    }
+#endif
+    Vec part(int which) const { return _mm256_cvtepi32_ps(which == 0 ? low : high); }
+};
+struct Table {
+    __m256i entries, mask = _mm256_set1_epi8(15);
+    explicit Table(const int8_t* p)
+        : entries(_mm256_broadcastsi128_si256(
+              _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((int8_t)(FLIP ^ -128))))) {}
+    __m256i chosen(__m256i places) const { return _mm256_shuffle_epi8(entries, _mm256_and_si256(places, mask)); }
+    void look_up(const uint8_t* p, Codes& low, Codes& high) const {
+        const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+        low.low = chosen(a), low.high = chosen(b);
+        high.low = chosen(_mm256_srli_epi16(a, 4)), high.high = chosen(_mm256_srli_epi16(b, 4));
+    }
+};
+
+struct Nearest {
+    Vec entries[2], middles[2];
+    explicit Nearest(const int8_t* table) {
+        float entry[16], middle[16];
+        for (int i = 0; i < 16; ++i) entry[i] = table[i];
+        for (int i = 0; i < 16; ++i) middle[i] = i == 15 ? __builtin_inff() : 0.5f * (entry[i] + entry[i + 1]);
+        for (int i = 0; i < 2; ++i) entries[i] = load(entry + 8 * i), middles[i] = load(middle + 8 * i);
+    }
+    static Vec take(const Vec* from, __m256i at) {
+        const Vec is_high = _mm256_castsi256_ps(_mm256_slli_epi32(at, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(from[0], at), _mm256_permutevar8x32_ps(from[1], at), is_high);
+    }
+    __m256i search(Vec x) const {
+        __m256i at = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (int step = 8; step > 0; step /= 2) {
+            const Vec middle = take(middles, _mm256_add_epi32(at, _mm256_set1_epi32(step - 1)));
+            const __m256i is_beyond = _mm256_castps_si256(_mm256_cmp_ps(x, middle, _CMP_GT_OQ));
+            at = _mm256_add_epi32(at, _mm256_and_si256(is_beyond, _mm256_set1_epi32(step)));
+        }
+        return at;
+    }
+    Vec entry(Vec x) const { return take(entries, search(x)); }
+    Vec place(Vec x) const { return _mm256_cvtepi32_ps(search(x)); }
+};
+
+}  // namespace

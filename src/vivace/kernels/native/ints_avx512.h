@@ -1,0 +1,74 @@
+// Integers of a body: sixteen sums of products of eight-bit numbers, AVX-512 with VNNI.
+#pragma once
+#include "simd_avx512.h"
+
+namespace {
+
+constexpr int64_t MAX_INT_ROWS = 12;  // rows whose integer and float sums fit the registers
+constexpr int64_t MAX_INT_SUMS = 12;  // tile sums held in registers, each as an integer and as a float
+
+inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
+
+// Whole numbers -128..127 as bytes.
+inline void store_bytes(int8_t* p, Vec whole) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
+}
+
+// Four neighbouring inputs of a row, for all sixteen outputs.
+struct Four {
+    __m512i bytes;
+    explicit Four(const int8_t* p) {
+        int32_t bits;
+        __builtin_memcpy(&bits, p, 4);
+        bytes = _mm512_set1_epi32(bits);
+    }
+};
+// Four inputs' weights of each of sixteen outputs, 128 added: the dot product takes one factor without a sign.
+struct Codes {
+    __m512i bytes;
+    Codes() = default;
+    explicit Codes(const uint8_t* p) : bytes(_mm512_loadu_si512(p)) {}
+};
+struct Ints {
+    Ints() = default;
+    __m512i value;
+    // `shift` is what takes the added 128 back: -128 times the sum of the row's inputs.
+    explicit Ints(int32_t shift) : value(_mm512_set1_epi32(shift)) {}
+    void step(const Codes& w, const Four& x) { value = _mm512_dpbusd_epi32(value, w.bytes, x.bytes); }
+    Vec part(int) const { return _mm512_cvtepi32_ps(value); }
+};
+// Sixteen bytes to choose from, and sixty-four chosen by the low and high halves of bytes.
+struct Table {
+    __m512i entries, mask = _mm512_set1_epi8(15);
+    explicit Table(const int8_t* p)
+        : entries(_mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(-128)))) {}
+    void look_up(const uint8_t* p, Codes& low, Codes& high) const {
+        const __m512i both = _mm512_loadu_si512(p);
+        low.bytes = _mm512_shuffle_epi8(entries, _mm512_and_si512(both, mask));
+        high.bytes = _mm512_shuffle_epi8(entries, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
+    }
+};
+
+// The entries of a rising table nearest to given numbers; a number in the middle goes down.
+struct Nearest {
+    Vec entries, middles;
+    explicit Nearest(const int8_t* table) {
+        float entry[16], middle[16];
+        for (int i = 0; i < 16; ++i) entry[i] = table[i];
+        for (int i = 0; i < 16; ++i) middle[i] = i == 15 ? __builtin_inff() : 0.5f * (entry[i] + entry[i + 1]);
+        entries = load(entry), middles = load(middle);
+    }
+    __m512i search(Vec x) const {
+        __m512i at = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int step = 8; step > 0; step /= 2) {
+            const Vec middle = _mm512_permutexvar_ps(_mm512_add_epi32(at, _mm512_set1_epi32(step - 1)), middles);
+            at = _mm512_mask_add_epi32(at, _mm512_cmp_ps_mask(x, middle, _CMP_GT_OQ), at, _mm512_set1_epi32(step));
+        }
+        return at;
+    }
+    Vec entry(Vec x) const { return _mm512_permutexvar_ps(search(x), entries); }
+    Vec place(Vec x) const { return _mm512_cvtepi32_ps(search(x)); }
+};
+
+}  // namespace
