@@ -44,9 +44,9 @@ FLOORS: dict[str, int] = {
     "transformers_bridge": 8,
     "training": 8,
     "serve": 9,
-    "cli": 9,
-    "__main__": 10,
-    "__init__": 10,
+    "cli": 10,
+    "__main__": 11,
+    "__init__": 11,
 }
 
 # Libraries that only some rooms may import.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,8 @@ from vivace.kernels import reference
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.objective import MultirateLoss
 from vivace.recipe import METHODS, RECIPES
+from vivace.serve import bodies, meters
+from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -129,6 +132,35 @@ def fields_table(kind: type[Any]) -> str:
     return table(("field", "default", "meaning"), rows)
 
 
+def request_fields(kind: type[Any], without: type[Any] | None = None) -> str:
+    """Fields of a request body with defaults and meanings, those of another one left out."""
+    known = set() if without is None else set(without.model_fields)
+    rows = [
+        (f"`{name}`", "needed" if field.is_required() else f"`{_as_json(field.default)}`", field.description or "")
+        for name, field in kind.model_fields.items()
+        if name not in known
+    ]
+    return table(("field", "default", "effect"), rows)
+
+
+def _as_json(value: Any) -> str:
+    return "left out" if value is None else json.dumps(value)
+
+
+def refused_fields() -> str:
+    """Fields that other servers know, and what to do instead."""
+    return table(("field", "instead"), [(f"`{name}`", text) for name, text in bodies.REFUSED.items()])
+
+
+def metrics_table() -> str:
+    """Prometheus metrics."""
+    counters = meters.COUNTERS | meters.WORKER_COUNTERS
+    rows = [(f"`vivace_{stem}_total`", text) for stem, text in counters.items()]
+    rows += [(f"`vivace_{stem}`", text) for stem, text in meters.GAUGES.items()]
+    rows += [(f"`vivace_{stem}` (histogram)", text) for stem, (text, _) in meters.HISTOGRAMS.items()]
+    return table(("metric", "meaning"), rows)
+
+
 def bit_rules() -> str:
     """The rules stated in the docstring of ``kernels/reference.py``."""
     text = inspect.getdoc(reference) or ""
@@ -151,6 +183,14 @@ def wanted() -> dict[Path, str]:
         },
         ROOT / "docs" / "errors.md": {"tree": error_tree()},
         ROOT / "docs" / "losslessness.md": {"rules": bit_rules()},
+        ROOT / "docs" / "serving.md": {
+            "shared": request_fields(bodies.GenerationBody),
+            "chat": request_fields(bodies.ChatBody, bodies.GenerationBody),
+            "completions": request_fields(bodies.CompletionBody, bodies.GenerationBody),
+            "refused": refused_fields(),
+            "settings": fields_table(ServeConfig),
+            "metrics": metrics_table(),
+        },
         ROOT / "docs" / "techniques" / "multirate.md": {
             "config": fields_table(MultirateConfig),
             "loss": fields_table(MultirateLoss),

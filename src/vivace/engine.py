@@ -252,7 +252,11 @@ class Engine:
             ConfigError: an empty prompt or a value out of range.
             CapacityError: prompt and answer do not fit the model's context.
         """
-        tokens = tuple(self.tokenizer.encode_prompt(prompt, raw=options.raw)) if prompt else ()
+        return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
+
+    def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
+        """As ``request``, for a prompt that is in tokens already."""
+        tokens = tuple(prompt_tokens)
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
         context = self.model.config.max_positions
@@ -271,7 +275,7 @@ class Engine:
             tokens=tokens,
             max_new_tokens=limit,
             drafter=self.methods.drafter(options.method, options.num_draft_tokens),
-            sampling=self._sampling(options),
+            sampling=self.sampling(options),
             stop=stop,
             seed=options.seed,
             logprobs=options.logprobs,
@@ -304,7 +308,7 @@ class Engine:
         stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())
         return (stops,) if isinstance(stops, str) else tuple(stops)
 
-    def _sampling(self, options: Options) -> Sampling:
+    def sampling(self, options: Options) -> Sampling:
         """What was asked for, then what the checkpoint says; asking for a temperature or a cut is asking to sample."""
         values = {}
         for field in dataclasses.fields(Sampling):

@@ -15,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect, train, widen
+from vivace.cli import bench, chat, check, data, demo, doctor, generate, inspect, serve, train, widen
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -33,6 +33,7 @@ def build() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
+    app.command("serve")(serve.serve)
     app.add_typer(bench.app, name="bench")
     app.command("check")(check.check)
     app.command("data")(data.data)

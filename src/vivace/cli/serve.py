@@ -1,0 +1,136 @@
+"""``vivace serve``: a model behind OpenAI's HTTP interface, and a page to try it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import vivace
+from vivace.cli import options
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import ConfigError, DependencyError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vivace.serve.config import ServeConfig
+
+_SERVER = "Server"
+_LIMITS = "Limits"
+
+
+def serve(
+    model: options.Model = None,
+    adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+    method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that callers must send, repeatable.", rich_help_panel=_SERVER)
+    ] = None,
+    allow_no_key: Annotated[
+        bool, typer.Option("--allow-no-key", help="Listen beyond this machine without a key.", rich_help_panel=_SERVER)
+    ] = False,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the base model; left out: its folder's.", rich_help_panel=_SERVER)
+    ] = None,
+    metrics_compat: Annotated[
+        str | None, typer.Option(help="vllm: metrics also under vLLM's names.", rich_help_panel=_SERVER)
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that answers may still run after a stop.", min=0, rich_help_panel=_SERVER)
+    ] = 10.0,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers written at once.", min=1, rich_help_panel=_LIMITS)] = 16,
+    max_queue: Annotated[int, typer.Option(help="Answers that may wait.", min=0, rich_help_panel=_LIMITS)] = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Prompt and answer, in tokens.", min=2, rich_help_panel=_LIMITS)
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request.", min=1, rich_help_panel=_LIMITS)] = 1 << 20,
+    prefill_budget: Annotated[
+        int, typer.Option(help="Prompt tokens read between two steps.", min=1, rich_help_panel=_LIMITS)
+    ] = 256,
+    prefix_cache: Annotated[
+        str, typer.Option(help="Memory for prompts seen before; 0 keeps none.", rich_help_panel=_LIMITS)
+    ] = "256MiB",
+) -> None:
+    """Answer HTTP requests as OpenAI's interface does, many at a time; a page to try it is at /."""
+    config_of = _settings()
+    if metrics_compat not in (None, "vllm"):
+        raise ConfigError(f"--metrics-compat must be vllm, found {metrics_compat!r}")
+    from vivace.units import parse_bytes
+
+    config = config_of(
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        allow_no_key=allow_no_key,
+        served_model_name=served_model_name or _name(model),
+        method=method,
+        num_slots=max_num_seqs,
+        max_queue=max_queue,
+        max_model_len=max_model_len,
+        max_body_bytes=max_body_bytes,
+        prefill_budget=prefill_budget,
+        prefix_cache_bytes=parse_bytes(prefix_cache),
+        grace_s=grace,
+        metrics_compat=metrics_compat is not None,
+    )
+    found = options.parse_adapters(adapter)
+    adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
+    engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels))
+    from vivace.serve.app import Server, build
+
+    server = Server(engine, config, adapters, vivace.__version__)
+    console.note(f"serving {', '.join(server.catalog.names())}; {server.max_model_len} tokens a sequence")
+    run(build(server), config)
+
+
+def _settings() -> type[ServeConfig]:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as exc:
+        raise DependencyError(f"vivace serve needs {exc.name}; install vivace[serve]") from exc
+    from vivace.serve.config import ServeConfig
+
+    return ServeConfig
+
+
+def _name(model: str | None) -> str:
+    from vivace.engine import SHIPPED
+
+    return SHIPPED.name if model is None else model.rstrip("/").rpartition("/")[2]
+
+
+def run(app: FastAPI, config: ServeConfig) -> None:
+    """Listen until told to stop; answers that run then may end within the grace time."""
+    import uvicorn
+
+    class Announced(uvicorn.Server):
+        """Says where it listens once it does."""
+
+        async def startup(self, sockets: object = None) -> None:
+            await super().startup(sockets)  # type: ignore[arg-type]
+            for server in getattr(self, "servers", []):
+                for socket in server.sockets:
+                    name, number = socket.getsockname()[:2]
+                    console.note(f"listening on http://{f'[{name}]' if ':' in name else name}:{number}")
+
+    settings = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.grace_s)),
+        lifespan="on",
+    )
+    Announced(settings).run()

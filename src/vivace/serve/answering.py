@@ -1,0 +1,223 @@
+"""An ask becomes a reply: run it, gather its choices, write them whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from vivace.decode.request import Emitted
+from vivace.serve.asking import Ask
+from vivace.serve.bodies import GenerationBody
+from vivace.serve.call import Call, Calls
+from vivace.serve.choice import Choice, TokenInfo
+from vivace.serve.meters import Meters
+from vivace.serve.refusal import Refusal
+from vivace.serve.replies import Extras, Head, Shape
+from vivace.serve.usage import metrics, usage
+from vivace.serve.worker import Progress, Worker
+
+T = TypeVar("T")
+KEEP_ALIVE_S = 15.0
+"""A stream that is silent for so long carries a comment, so that nothing between takes it for dead."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt as the beginning of an answer."""
+
+    text: str
+    tokens: Sequence[TokenInfo] = ()
+
+
+class Reply:
+    """One HTTP request on its way to an answer."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        body: GenerationBody,
+        shape: Shape,
+        head: Head,
+        extras: Extras,
+        echoes: Sequence[Echo] = (),
+        *,
+        num_new: int | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            ask: what to run.
+            body: which extras were asked for.
+            shape: how it is written.
+            head: what every object begins with.
+            extras: parts that were asked for.
+            echoes: per prompt, when answers begin with it.
+            num_new: 0 runs nothing: the prompt is all that is asked for.
+        """
+        self.arrived_at = time.perf_counter()
+        self.ask, self.body, self.shape, self.head, self.extras = ask, body, shape, head, extras
+        self.choices = [Choice(index, request, ask.tokenizer, ask.method) for index, request in enumerate(ask.requests)]
+        for choice in self.choices if echoes else ():
+            echo = echoes[choice.index // body.n]
+            choice.echo_text, choice.echo = echo.text, list(echo.tokens)
+        self.runs = num_new != 0
+        for choice in () if self.runs else self.choices:
+            choice.finish_reason = "length"
+        self.queue_s = 0.0
+
+    def call(self, worker: Worker, calls: Calls) -> Call:
+        """The jobs of this reply."""
+        return Call(
+            worker,
+            calls,
+            self.ask.requests if self.runs else (),
+            priority=self.body.priority,
+            reports_progress=self.body.return_progress,
+            group=self.body.n,
+        )
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """So far."""
+        return usage(sum(map(len, self.ask.prompts)), self.choices)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """In the end."""
+        return metrics(self.choices, self.arrived_at, self.queue_s)
+
+    def take(self, index: int, emitted: Emitted, meters: Meters) -> tuple[str, list[TokenInfo]]:
+        """Add a step to a choice and to the metrics."""
+        choice = self.choices[index]
+        before = choice.last_at
+        text, tokens = choice.take(emitted)
+        meters.count("generation_tokens", len(tokens))
+        if before:
+            meters.observe("inter_token_latency_seconds", [(choice.last_at - before) / len(tokens)] * len(tokens))
+        else:
+            meters.observe("time_to_first_token_seconds", [choice.last_at - self.arrived_at])
+        if choice.finish_reason is not None:
+            meters.finished(choice, self.arrived_at, self.queue_s)
+        return text, tokens
+
+    async def whole(self, call: Call, meters: Meters) -> dict[str, Any]:
+        """Run to the end; one object."""
+        async for found in call.events():
+            if found is not None and isinstance(found[1], Emitted):
+                self.queue_s = call.queue_s
+                self.take(found[0], found[1], meters)
+        reply = self.head.object(self.shape.kind, [self.shape.whole(choice, self.extras) for choice in self.choices])
+        if self.extras.token_ids:
+            reply["prompt_token_ids"] = list(self.ask.prompts[0])
+        return {**reply, "usage": self.usage, "metrics": self.metrics}
+
+    async def chunks(self, call: Call, meters: Meters) -> AsyncIterator[str]:
+        """Run to the end; server-sent events as they come."""
+        try:
+            for choice in self.choices:
+                for part in self._beginning(choice):
+                    yield self._event([part])
+            async for found in call.events(KEEP_ALIVE_S):
+                if found is None:
+                    yield ": keep-alive\n\n"
+                elif isinstance(found[1], Progress):
+                    yield self._event([], prompt_progress=_progress(found[1]))
+                elif isinstance(found[1], Emitted):
+                    self.queue_s = call.queue_s
+                    yield self._step(found[0], found[1], meters)
+            if self.body.options.include_usage:
+                yield self._event([], usage=self.usage, metrics=self.metrics)
+        except Refusal as refusal:  # the status is sent already: what is left is to say so in the stream
+            yield f"data: {json.dumps(refusal.body)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _beginning(self, choice: Choice) -> list[dict[str, Any]]:
+        opening = self.shape.opening(choice.index)
+        parts = [] if opening is None else [opening]
+        if self.extras.token_ids and choice.index == 0:
+            opening = parts[0] if parts else self.shape.piece(0, "", (), Extras())
+            parts = [{**opening, "prompt_token_ids": list(self.ask.prompts[0])}]
+        if choice.echo_text:
+            parts.append(self.shape.piece(choice.index, choice.echo_text, choice.echo, self.extras))
+        if choice.finish_reason and (closing := self.shape.closing(choice.index, choice.finish_reason)):
+            parts.append(closing)
+        return parts
+
+    def _step(self, index: int, emitted: Emitted, meters: Meters) -> str:
+        text, tokens = self.take(index, emitted, meters)
+        lines = self._event([self.shape.piece(index, text, tokens, self.extras)])
+        if emitted.finish_reason is not None:
+            closing = self.shape.closing(index, emitted.finish_reason)
+            lines += "" if closing is None else self._event([closing])
+        return lines
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        chunk = self.head.object(self.shape.chunk_kind, choices)
+        if self.body.options.include_usage and "usage" not in more:
+            chunk["usage"] = self.usage if self.body.options.continuous_usage_stats else None
+        elif self.body.options.continuous_usage_stats:
+            chunk["usage"] = self.usage
+        return f"data: {json.dumps({**chunk, **more}, ensure_ascii=False)}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A reply as server-sent events; when the client is gone, or the stream ends, its jobs are closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reply: Reply, call: Call, meters: Meters) -> None:
+        super().__init__(reply.chunks(call, meters), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.close()
+
+
+async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, stopped as soon as the client is gone.
+
+    Raises:
+        Refusal: the client is gone (499); nobody reads it.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Refusal(499, "the client closed the connection", code="client_closed")
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def _gone(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def head(ask: Ask, shape: Shape, fingerprint: str) -> Head:
+    """Beginning of a reply's objects."""
+    return Head(f"{shape.id_prefix}{uuid.uuid4().hex}", int(time.time()), ask.model, fingerprint)
+
+
+def _progress(event: Progress) -> dict[str, Any]:
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": round(1e3 * event.elapsed_s, 3),
+    }

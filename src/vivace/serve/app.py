@@ -1,0 +1,263 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from vivace.engine import Engine
+from vivace.errors import VivaceError
+from vivace.serve.answering import Echo, EventStream, Reply, head, unless_gone
+from vivace.serve.asking import Ask, Asking
+from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from vivace.serve.call import Calls
+from vivace.serve.catalog import Catalog
+from vivace.serve.choice import TokenInfo
+from vivace.serve.complaint import complaint
+from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
+from vivace.serve.guard import Guard
+from vivace.serve.meters import Meters
+from vivace.serve.prefix import PrefixCache
+from vivace.serve.refusal import Refusal, error_body, refusal_of
+from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
+from vivace.serve.scoring import score
+from vivace.serve.worker import Worker
+
+log = logging.getLogger(__name__)
+PLAYGROUND = Path(__file__).parent / "playground.html"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in (
+        (400, "A field is unknown, out of range or cannot be followed."),
+        (401, "The API key is missing or wrong."),
+        (404, "No such model."),
+        (413, "The body is too large."),
+        (429, "The queue is full."),
+        (503, "The server is stopping."),
+    )
+}
+
+
+class Server:
+    """An engine, its worker and the routes over them."""
+
+    def __init__(
+        self, engine: Engine, config: ServeConfig, adapters: Mapping[str, str | Path] | None = None, version: str = ""
+    ) -> None:
+        """Load adapters and allocate the cache; the worker starts with the application.
+
+        Args:
+            engine: the base model.
+            config: settings.
+            adapters: folders by the name they are served under.
+            version: of the package.
+
+        Raises:
+            VivaceError: an adapter or the cache cannot be had.
+        """
+        self.engine = engine
+        self.config = config
+        self.version = version
+        self.catalog = Catalog(engine, config.served_model_name, config.method, adapters or {})
+        context = engine.model.config.max_positions
+        asked = min(context, LONGEST_DEFAULT) if config.max_model_len is None else config.max_model_len
+        if asked > context:
+            raise Refusal(400, f"max_model_len is {asked}; the context of this model holds {context}")
+        self.max_model_len = asked
+        self.calls = Calls()
+        self.worker = Worker(
+            engine.model,
+            self.calls.mail,
+            num_slots=config.num_slots,
+            capacity=asked,
+            max_queue=config.max_queue,
+            prefill_budget=config.prefill_budget,
+        )
+        prefix = None
+        if config.prefix_cache_bytes and not engine.model.states():
+            chunk = self.worker.session.chunk
+            prefix = PrefixCache(engine.model.config, chunk=chunk, max_bytes=config.prefix_cache_bytes)
+        self.worker.prefix = prefix
+        self.asking = Asking(engine, self.catalog, prefix, asked)
+        self.meters = Meters(config.served_model_name, self.worker, compat=config.metrics_compat)
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers depend on beside the request."""
+        return f"vivace-{self.version}-{str(self.engine.model.dtype).removeprefix('torch.')}-{self.engine.kernels.name}"
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """``/v1/chat/completions``."""
+        self._note(body, request)
+        extras = Extras(body.logprobs, body.return_token_ids, body.return_trace)
+        return await self._answer(self.asking.chat(body), body, ChatShape(), extras, request)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        """``/v1/completions``."""
+        self._note(body, request)
+        ask = self.asking.completion(body)
+        echoes = [await self._echo(body, tokens) for tokens in ask.prompts] if body.echo else []
+        extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
+        return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
+
+    async def _answer(
+        self,
+        ask: Ask,
+        body: GenerationBody,
+        shape: Shape,
+        extras: Extras,
+        request: Request,
+        echoes: list[Echo] | None = None,
+        *,
+        num_new: int | None = None,
+    ) -> Response:
+        reply = Reply(ask, body, shape, head(ask, shape, self.fingerprint), extras, echoes or [], num_new=num_new)
+        call = reply.call(self.worker, self.calls)
+        call.start()
+        if body.stream:
+            return EventStream(reply, call, self.meters)
+        try:
+            return JSONResponse(await unless_gone(request, reply.whole(call, self.meters)))
+        finally:
+            call.close()
+
+    async def _echo(self, body: CompletionBody, tokens: tuple[int, ...]) -> Echo:
+        text = self.engine.tokenizer.decode(tokens)
+        if body.logprobs is None:
+            return Echo(text)
+        num_top = body.logprobs
+        scored = self.worker.call(lambda: score(self.engine, tokens, num_top))
+        found: list[TokenInfo] = await asyncio.wrap_future(scored)
+        return Echo(text, found)
+
+    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """``/tokenize``."""
+        self.catalog.find(body.model)
+        if body.messages is not None:
+            tokens = self.asking.conversation(body.messages, add_generation_prompt=body.add_generation_prompt)
+        else:
+            tokens = self.engine.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
+
+    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """``/detokenize``."""
+        self.catalog.find(body.model)
+        self.asking.check_tokens(body.tokens, "tokens")
+        return {"prompt": self.engine.tokenizer.decode(body.tokens)}
+
+    @staticmethod
+    def _note(body: GenerationBody, request: Request) -> None:
+        user = "" if body.user is None else f" user={body.user[:100]!r}"
+        log.info("%s %s%s", request.state.request_id, request.url.path, user)
+
+
+def build(server: Server) -> FastAPI:
+    """The application."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        server.calls.loop = asyncio.get_running_loop()
+        server.worker.start()
+        yield
+        server.worker.close()
+
+    app = FastAPI(title="vivace", version=server.version, lifespan=life, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, config=server.config)
+    _answer_errors(app)
+    _generation_routes(app, server)
+    _other_routes(app, server)
+    return app
+
+
+def _generation_routes(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        return await server.chat(body, request)
+
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue texts."""
+        return await server.complete(body, request)
+
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Tokens of a text or of messages."""
+        return server.tokenize(body)
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        """Text of tokens."""
+        return server.detokenize(body)
+
+
+def _other_routes(app: FastAPI, server: Server) -> None:
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        """The base model and its adapters."""
+        return {"object": "list", "data": server.catalog.cards(server.max_model_len)}
+
+    @app.get("/v1/models/{name}", responses=_ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        found = server.catalog.find(name)
+        return next(card for card in server.catalog.cards(server.max_model_len) if card["id"] == found)
+
+    @app.get("/health", responses={503: {"description": "The worker does not run."}})
+    async def health() -> dict[str, str]:
+        """200 when answers can be made."""
+        if not server.worker.is_healthy:
+            raise Refusal(503, "the worker does not run", code="stopping")
+        return {"status": "ok"}
+
+    @app.get("/version", responses=_ERRORS)
+    async def version() -> dict[str, str]:
+        """Version of the server and what runs the model."""
+        return {"version": server.version, "kernels": server.engine.kernels.name, "fingerprint": server.fingerprint}
+
+    @app.get("/metrics", responses=_ERRORS)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(server.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def playground() -> HTMLResponse:
+        return HTMLResponse(
+            PLAYGROUND.read_text(encoding="utf-8"),
+            headers={
+                "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+                "script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+            },
+        )
+
+
+def _answer_errors(app: FastAPI) -> None:
+    @app.exception_handler(VivaceError)
+    async def ours(request: Request, error: VivaceError) -> JSONResponse:
+        refusal = refusal_of(error)
+        if refusal.status >= 500:
+            log.error("%s: %s", request.state.request_id, error)
+        return JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def fields(_: Request, error: RequestValidationError) -> JSONResponse:
+        refusal = complaint(error.errors())
+        return JSONResponse(refusal.body, refusal.status)
+
+    @app.exception_handler(HTTPException)
+    async def routes(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        log.error("%s failed", request.url.path, exc_info=error)
+        return JSONResponse(error_body(500, "the server could not do this; its log says why"), 500)

@@ -1,0 +1,280 @@
+"""Fields of requests: every one that is here has an effect, and every other is refused by name.
+
+The table in ``docs/serving.md`` is written from these classes. A field whose value is null counts as left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 16
+"""``n`` at most."""
+MAX_TOP = 20
+"""``top_logprobs`` at most."""
+MAX_STOPS = 16
+MAX_PROMPTS = 64
+Token = Annotated[int, Field(ge=0)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+REFUSED: Mapping[str, str] = {
+    "best_of": "ask for n choices and take the one you like best",
+    "suffix": "text is only written at the end of a prompt",
+    "draft_model": "models and adapters are named when the server starts; choose one with `model`",
+    "functions": "use `tools`",
+    "function_call": "use `tool_choice`",
+    "parallel_tool_calls": "tools are passed to the chat template; calls are not read out of the answer",
+    "audio": "this server writes text",
+    "modalities": "this server writes text",
+    "prediction": "drafts come from the server's own methods; see `method`",
+    "reasoning_effort": "pass what the chat template understands in `chat_template_kwargs`",
+    "length_penalty": "beam search is not served",
+    "use_beam_search": "beam search is not served",
+    "prompt_logprobs": "use `echo` with `logprobs` in /v1/completions",
+    "guided_json": "use `response_format`",
+    "guided_regex": "use `response_format` with a JSON schema that has a pattern",
+    "guided_choice": "use `response_format` with a JSON schema that has an enum",
+    "guided_grammar": "use `response_format` with a JSON schema",
+    "structured_outputs": "use `response_format`",
+    "service_tier": "there is one tier; `priority` orders waiting requests",
+    "store": "nothing is stored",
+    "metadata": "nothing is stored",
+}
+"""Fields known elsewhere, and what to do instead."""
+
+
+class Strict(BaseModel):
+    """Unknown fields and values of another type are errors; null is the same as nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Schema(Strict):
+    """A named JSON schema."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type 'json_schema', and only with it")
+        return self
+
+
+class TextPart(Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One turn of a conversation; what else it may carry is passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] = ""
+
+    def template_values(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text, **(self.model_extra or {})}
+
+
+class GenerationBody(Strict):
+    """Fields that chats and completions share."""
+
+    model: str | None = Field(None, description="The base model's name, or an adapter's; left out: the base model.")
+    temperature: float | None = Field(
+        None, ge=0, le=100, description="0 takes the likeliest token; left out: as the checkpoint says, else greedy."
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the smallest set of this probability.")
+    top_k: int | None = Field(None, ge=-1, description="Draw from the k likeliest; 0 and -1 mean all.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Draw from tokens at least this fraction as likely as the likeliest."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Divide the logits of tokens in prompt and answer."
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken from the logits of tokens in the answer so far."
+    )
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="The same, times how often they occurred.")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, description="Added to the logits of token ids."
+    )
+    min_tokens: int = Field(0, ge=0, description="No end token before so many.")
+    ignore_eos: bool = Field(False, description="Write on past the end of text, up to the limit.")
+    stop: StopText | list[StopText] | None = Field(
+        None, description="Text, or up to 16 texts, at which the answer ends; not part of it."
+    )
+    stop_token_ids: list[Token] = Field([], max_length=256, description="Tokens at which the answer ends.")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Choices; choice i is drawn with seed + i.")
+    seed: int | None = Field(
+        None, ge=0, lt=2**62, description="The same seed gives the same text; left out: another one every time."
+    )
+    stream: bool = Field(False, description="Server-sent events; tokens that are accepted together come in one.")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`, `continuous_usage_stats`.")
+    response_format: ResponseFormat | None = Field(
+        None, description="`json_object` or `json_schema`: the answer is bound to it, drafts included."
+    )
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+    return_token_ids: bool = Field(False, description="Adds `prompt_token_ids` and each choice's `token_ids`.")
+    return_progress: bool = Field(
+        False, description="With `stream`: adds chunks with `prompt_progress` while the prompt is read."
+    )
+    return_trace: bool = Field(
+        False, description="Adds each token's step and what was drafted for its place (`trace`)."
+    )
+    method: str | None = Field(
+        None, description="How to decode, by vivace's names; left out: as the server was started."
+    )
+    num_draft_tokens: int | None = Field(None, ge=1, le=16, description="Guesses per step, for methods that take it.")
+    priority: int = Field(0, ge=-1000, le=1000, description="Lower ones leave the queue first.")
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description="Prompt entries are shared only with requests that have the same salt.",
+    )
+    user: str | None = Field(None, description="Written to the server's log.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GenerationBody:
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise ValueError(f"stop has {len(self.stop)} texts; at most {MAX_STOPS}")
+        if not self.stream:
+            for name in ("stream_options", "return_progress"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} has an effect only with stream")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """``stop`` as texts."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def options(self) -> StreamOptions:
+        """``stream_options``, or what they are when left out."""
+        return self.stream_options or StreamOptions()
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(
+        min_length=1, description="The conversation; content is text, or parts of type text."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Longest answer; left out: what the checkpoint says, or 256."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Older name of `max_completion_tokens`.")
+    logprobs: bool = Field(False, description="log p of every token under the model, before penalties and temperature.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP, description="The likeliest tokens of each place, this many.")
+    tools: list[dict[str, Any]] = Field(
+        [], description="Given to the chat template; refused where the template does not read them."
+    )
+    tool_choice: str | dict[str, Any] | None = Field(None, description="`auto` or `none`; anything else is refused.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Given to the chat template; refused where it does not read them."
+    )
+    continue_final_message: bool = Field(False, description="The answer goes on where the last message ends.")
+
+    @model_validator(mode="after")
+    def _chat_fits_together(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise ValueError("tool_choice must be 'auto' or 'none'; this server cannot force a call")
+        if self.tool_choice is not None and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """New tokens at most."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
+        description="Text, texts, token ids, or lists of them; taken as it is, without the chat template."
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, description="Longest answer; 0 needs `echo`; left out: what the checkpoint says, or 256."
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP, description="log p of every token, and of this many likeliest ones."
+    )
+    echo: bool = Field(False, description="The answer begins with the prompt; with `logprobs` the prompt is scored.")
+
+    @model_validator(mode="after")
+    def _completion_fits_together(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0 and echo is off: there is nothing to answer")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise ValueError(f"prompt holds {len(self.prompts)} prompts; at most {MAX_PROMPTS}")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt on its own."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [list(self.prompt)]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TokenizeBody(Strict):
+    """``POST /tokenize``."""
+
+    model: str | None = None
+    prompt: str | None = Field(None, description="A text; or `messages`.")
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of them")
+        return self
+
+
+class DetokenizeBody(Strict):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[Token] = Field(max_length=1 << 20)

@@ -1,0 +1,113 @@
+"""One HTTP request while it is answered: its jobs, and their events as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from vivace.decode.request import Emitted, Request
+from vivace.serve.refusal import Refusal
+from vivace.serve.worker import Event, Failed, Job, Worker
+
+
+class Calls:
+    """Carries events from the worker's thread to whoever waits for them: one hand-over per step."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._open: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
+
+    def mail(self, events: list[tuple[Job, Event]]) -> None:
+        """The worker's mailbox; called on its thread."""
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            queue = self._open.get(job)
+            if queue is not None:
+                queue.put_nowait((job, event))
+
+    def open(self, jobs: Sequence[Job], queue: asyncio.Queue[tuple[Job, Event]]) -> None:
+        """Events of these jobs go into this queue from now on."""
+        self._open.update(dict.fromkeys(jobs, queue))
+
+    def close(self, jobs: Sequence[Job]) -> None:
+        """Nobody waits for these jobs any more."""
+        for job in jobs:
+            self._open.pop(job, None)
+
+
+class Call:
+    """Runs requests; closing it cancels what is not done."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        calls: Calls,
+        requests: Sequence[Request],
+        *,
+        priority: int = 0,
+        reports_progress: bool = False,
+        group: int = 1,
+    ) -> None:
+        """Prepare jobs.
+
+        Args:
+            worker: runs them.
+            calls: brings their events.
+            requests: one per job.
+            priority: lower ones first.
+            reports_progress: whether events of prompts being read are wanted.
+            group: so many neighbours have the same prompt, which the first of them reads.
+        """
+        self.jobs: list[Job] = []
+        for index, request in enumerate(requests):
+            leader = None if index % group == 0 or request.prefix is None else self.jobs[index - index % group]
+            self.jobs.append(Job(request, priority, reports_progress, leader))
+        self._worker = worker
+        self._calls = calls
+        self._queue: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+
+    def start(self) -> None:
+        """Submit the jobs.
+
+        Raises:
+            UsageError: the worker does not take them.
+        """
+        self._calls.open(self.jobs, self._queue)
+        try:
+            self._worker.submit(self.jobs)
+        except BaseException:
+            self._calls.close(self.jobs)
+            raise
+
+    def close(self) -> None:
+        """Cancel what is not done; nothing is heard of it any more."""
+        self._calls.close(self.jobs)
+        self._worker.cancel(self.jobs)
+
+    @property
+    def queue_s(self) -> float:
+        """How long the first job waited for a slot."""
+        job = self.jobs[0]
+        return max(job.started_at - job.submitted_at, 0.0)
+
+    async def events(self, idle_s: float | None = None) -> AsyncIterator[tuple[int, Event] | None]:
+        """(index of the request, event) until every request is done; None whenever ``idle_s`` passed without one.
+
+        Raises:
+            Refusal: a request failed.
+        """
+        places = {job: index for index, job in enumerate(self.jobs)}
+        left = len(self.jobs)
+        while left:
+            try:
+                job, event = await asyncio.wait_for(self._queue.get(), idle_s)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, Failed):
+                raise Refusal(event.refusal.status, str(event.refusal), code=event.refusal.code)
+            left -= isinstance(event, Emitted) and event.finish_reason is not None
+            yield places[job], event

@@ -1,0 +1,129 @@
+"""Which models a server offers: the base, and the base with each adapter it was started with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vivace.core.seams import Drafter
+from vivace.engine import Engine
+from vivace.errors import ConfigError, nearest
+from vivace.methods import Methods, adapters_by_method
+from vivace.recipe import METHODS
+from vivace.serve.refusal import Refusal
+
+SEEDED = "lookup"
+"""What ``auto`` becomes for text drawn with a seed: guesses that are not drawn leave the random numbers alone, so the
+text does not depend on when the server chose to draft."""
+
+
+class Catalog:
+    """Names to drafters. Everything is loaded when the server starts; a request can only choose."""
+
+    def __init__(self, engine: Engine, base: str, method: str, adapters: Mapping[str, str | Path]) -> None:
+        """Load every adapter.
+
+        Args:
+            engine: the base model.
+            base: the name it is served under.
+            method: how requests are decoded that do not say.
+            adapters: folders by the name they are served under.
+
+        Raises:
+            ConfigError: two models of one name.
+            CheckpointError: an adapter is missing, broken or of another base.
+            UsageError: the method does not exist, or cannot be had here.
+        """
+        self.base = base
+        self.created = int(time.time())
+        self._methods: dict[str, Methods] = {base: engine.methods}
+        self._defaults: dict[str, str] = {base: method}
+        for name, folder in adapters.items():
+            if name in self._methods:
+                raise ConfigError(f"two models are called {name!r}; give the adapter another name")
+            found = adapters_by_method([folder], engine.folder)
+            methods = Methods(engine.model, engine.folder, found, engine.methods.second)
+            self._methods[name] = methods
+            kind = next(iter(found))
+            self._defaults[name] = method if method == "auto" or METHODS[method].adapter == kind else kind
+        for name, default in self._defaults.items():
+            self._methods[name].drafter(default)
+
+    def names(self) -> list[str]:
+        """The base first."""
+        return list(self._methods)
+
+    def find(self, name: str | None) -> str:
+        """The model a request names; the base where it names none.
+
+        Raises:
+            Refusal: there is none of that name (404).
+        """
+        if name is None:
+            return self.base
+        if name not in self._methods:
+            raise Refusal(
+                404,
+                f"there is no model {name[:200]!r}{nearest(name, self._methods)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def methods(self, model: str) -> list[str]:
+        """Ways to decode that are ready with this model."""
+        return ["auto", *self._methods[model].ready()]
+
+    def method(self, model: str, asked: str | None, *, is_seeded: bool) -> str:
+        """The method a request is decoded with.
+
+        Args:
+            model: as ``find`` gave it.
+            asked: what the request says.
+            is_seeded: whether its text is drawn with a seed of its own.
+
+        Raises:
+            Refusal: an unknown method, or one that is not ready here.
+        """
+        chosen = asked or self._defaults[model]
+        if chosen not in self.methods(model):
+            raise Refusal(
+                400,
+                f"method {chosen[:100]!r} is not ready on this server; use one of {', '.join(self.methods(model))}",
+                param="method",
+            )
+        return SEEDED if chosen == "auto" and is_seeded else chosen
+
+    def drafter(self, model: str, method: str, num_draft_tokens: int | None) -> Drafter:
+        """The drafter of a method.
+
+        Raises:
+            Refusal: a number of guesses for a method that does not take one.
+        """
+        if num_draft_tokens is not None and method in ("auto", "plain", "draft"):
+            raise Refusal(
+                400,
+                f"num_draft_tokens is {num_draft_tokens}, and method {method} takes no number; leave it out, or choose "
+                "another method",
+                param="num_draft_tokens",
+            )
+        return self._methods[model].drafter(method, num_draft_tokens)
+
+    def cards(self, max_model_len: int) -> list[dict[str, Any]]:
+        """Entries of ``/v1/models``."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "vivace",
+                "root": self.base,
+                "parent": None if name == self.base else self.base,
+                "max_model_len": max_model_len,
+                "methods": self.methods(name),
+                "default_method": self._defaults[name],
+            }
+            for name in self.names()
+        ]

@@ -1,0 +1,98 @@
+"""One answer while it comes: its text, its tokens and what is known of each."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.decode.request import Emitted, FinishReason, Request
+from vivace.decode.stats import DecodeStats
+from vivace.engine import Answer
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """A token of an answer."""
+
+    id: int
+    text: str
+    logprob: float | None
+    top: tuple[tuple[int, str, float], ...]
+    """(id, text, log p) of the likeliest tokens of this place."""
+    step: int
+    guesses: tuple[tuple[int, str], ...] | None
+    """What was drafted for this place."""
+
+    @property
+    def trace(self) -> dict[str, Any]:
+        """As ``return_trace`` shows it."""
+        guesses = self.guesses or ()
+        return {
+            "id": self.id,
+            "text": self.text,
+            "step": self.step,
+            "accepted": any(guess == self.id for guess, _ in guesses),
+            "guesses": [{"id": guess, "text": text} for guess, text in guesses],
+        }
+
+
+@dataclass
+class Choice:
+    """One of a request's answers."""
+
+    index: int
+    request: Request
+    tokenizer: Tokenizer
+    method: str
+    tokens: list[TokenInfo] = field(default_factory=list)
+    text: str = ""
+    echo: list[TokenInfo] = field(default_factory=list)
+    """The prompt, when the answer begins with it."""
+    echo_text: str = ""
+    num_steps: int = 0
+    finish_reason: FinishReason | None = None
+    stats: DecodeStats | None = None
+    auto_choice: str | None = None
+    """What ``auto`` did last, and why."""
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._answer = Answer(self.tokenizer, self.request, self.method)
+
+    def take(self, emitted: Emitted) -> tuple[str, list[TokenInfo]]:
+        """Add a step's tokens; returns the text that is certain now, and what is known of the tokens."""
+        self.last_at = time.perf_counter()
+        self.first_at = self.first_at or self.last_at
+        text = self._answer.take(emitted)
+        fresh = [self._info(emitted, place) for place in range(len(emitted.tokens))]
+        self.num_steps += 1
+        self.tokens += fresh
+        self.text += text
+        if emitted.finish_reason is not None:
+            self.finish_reason = emitted.finish_reason
+            self.stats = emitted.stats
+            self.auto_choice = self._answer.result().choice
+        return text, fresh
+
+    def _info(self, emitted: Emitted, place: int) -> TokenInfo:
+        token = emitted.tokens[place]
+        top = () if emitted.top_logprobs is None else emitted.top_logprobs[place]
+        return TokenInfo(
+            id=token,
+            text=piece(self.tokenizer, token),
+            logprob=None if emitted.logprobs is None else emitted.logprobs[place],
+            top=tuple((other, piece(self.tokenizer, other), logprob) for other, logprob in top),
+            step=self.num_steps,
+            guesses=None
+            if emitted.guesses is None
+            else tuple((guess, piece(self.tokenizer, guess)) for guess in emitted.guesses[place]),
+        )
+
+
+def piece(tokenizer: Tokenizer, token: int) -> str:
+    """A token by itself; special ones are spelt out."""
+    text: str = tokenizer.inner.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

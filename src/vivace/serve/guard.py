@@ -1,0 +1,135 @@
+"""What stands before every route: key, host, size and kind of the body, request ids, security headers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import uuid
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vivace.serve.config import LOOPBACK, ServeConfig
+from vivace.serve.refusal import Refusal
+
+OPEN_PATHS = frozenset({"/", "/health"})
+"""Answered without a key: the page holds nothing, and whoever starts servers must see whether one lives."""
+
+BODY_TIMEOUT_S = 30.0
+_ID = re.compile(r"[\w.:-]{1,128}")
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Guard:
+    """ASGI middleware; nothing of a body is parsed before it was let through."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self.app = app
+        self.config = config
+        self._keys = [key.encode() for key in config.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                marked = MutableHeaders(scope=message)
+                marked["X-Request-Id"] = request_id
+                for name, value in _HEADERS.items():
+                    marked[name] = value
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            body = await self._read(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
+        except Refusal as refusal:
+            await _refuse(refusal, send_marked)
+            return
+        await self.app(scope, _replayed(body, receive), send_marked)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if self.config.is_local and not self._is_local_name(headers.get("host", "")):
+            # a page of another site that resolves its name to this machine would otherwise read answers
+            raise Refusal(403, "this server answers to localhost only; start it with another --host to change that")
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not _is_one_of(key.strip().encode(), self._keys):
+                raise Refusal(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+            raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
+
+    @staticmethod
+    def _is_local_name(host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in LOOPBACK
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body, as long as it is not too large and comes in time."""
+        limit = self.config.max_body_bytes
+        said = headers.get("content-length", "")
+        if said.isdigit() and int(said) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise _too_large(limit)
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} seconds") from None
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(413, f"the body is larger than the {limit} bytes this server takes", code="body_too_large")
+
+
+def _is_one_of(key: bytes, keys: Iterable[bytes]) -> bool:
+    """Compared in a time that does not tell how much was right; every key is looked at."""
+    found = False
+    for known in keys:
+        found |= hmac.compare_digest(key, known)
+    return found
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that gives the body that was read, then whatever comes."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _refuse(refusal: Refusal, send: Send) -> None:
+    body = json.dumps(refusal.body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,148 @@
+"""Prometheus metrics with vLLM's stems and units, under our prefix; on request under vLLM's as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from vivace.serve.choice import Choice
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+    from prometheus_client.metrics_core import Metric
+
+    from vivace.serve.worker import Worker
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first tokens.", _SECONDS),
+    "inter_token_latency_seconds": ("Between steps of an answer, shared by the tokens that came together.", _SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _SECONDS),
+    "request_queue_time_seconds": ("Waiting for a slot.", _SECONDS),
+    "request_prefill_time_seconds": ("Reading the prompt.", _SECONDS),
+    "request_decode_time_seconds": ("From the first tokens to the last.", _SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": ("New tokens of an answer.", _TOKENS),
+}
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens of finished answers.",
+    "generation_tokens": "New tokens.",
+    "spec_decode_num_drafts": "Steps that drafted or could have.",
+    "spec_decode_num_draft_tokens": "Tokens drafted.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were kept.",
+}
+GAUGES = {
+    "num_requests_running": "Sequences in a slot.",
+    "num_requests_waiting": "Sequences in the queue.",
+    "kv_cache_usage_perc": "Entries stored, as a share of all.",
+}
+WORKER_COUNTERS = {
+    "target_passes": "Decoding passes of the model, whatever the number of sequences in each.",
+    "prefix_cache_queries": "Prompt tokens looked up among the entries of earlier prompts.",
+    "prefix_cache_hits": "Prompt tokens found there.",
+}
+
+
+class WorkerFigures:
+    """A collector that reads the worker when it is asked."""
+
+    def __init__(self, prefix: str, labels: Sequence[str], worker: Worker) -> None:
+        self._prefix = prefix
+        self._labels = labels
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        """Current figures."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        worker, cache = self._worker, self._worker.session.cache
+        entries = cache.num_slots * cache.capacity
+        gauges = (worker.num_running, worker.num_waiting, sum(cache.lengths) / entries)
+        for (stem, text), value in zip(GAUGES.items(), gauges, strict=True):
+            gauge = GaugeMetricFamily(self._prefix + stem, text, labels=("model_name",))
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        prefix = worker.prefix
+        counters = (worker.num_target_passes, prefix.num_queries if prefix else 0, prefix.num_hits if prefix else 0)
+        for (stem, text), value in zip(WORKER_COUNTERS.items(), counters, strict=True):
+            counter = CounterMetricFamily(self._prefix + stem, text, labels=("model_name",))
+            counter.add_metric(self._labels, value)
+            yield counter
+
+
+class Meters:
+    """Everything ``/metrics`` shows."""
+
+    def __init__(self, model_name: str, worker: Worker, *, compat: bool) -> None:
+        """Register the metrics.
+
+        Args:
+            model_name: value of the label.
+            worker: read when the metrics are.
+            compat: also under ``vllm:``.
+        """
+        import prometheus_client
+        from prometheus_client import CollectorRegistry, Histogram
+
+        self.registry = CollectorRegistry()
+        self._histograms: dict[str, list[Histogram]] = {}
+        self._counters: dict[str, list[Counter]] = {}
+        self._success: list[Counter] = []
+        self._positions: list[Counter] = []
+        self._label = model_name
+        for prefix in ("vivace_", "vllm:") if compat else ("vivace_",):
+            for stem, (text, buckets) in HISTOGRAMS.items():
+                found = Histogram(prefix + stem, text, ("model_name",), registry=self.registry, buckets=buckets)
+                self._histograms.setdefault(stem, []).append(found)
+            for stem, text in COUNTERS.items():
+                counter = prometheus_client.Counter(prefix + stem, text, ("model_name",), registry=self.registry)
+                counter.labels(model_name)
+                self._counters.setdefault(stem, []).append(counter)
+            self._success.append(self._by(prefix + "request_success", "finished_reason"))
+            name = prefix + "spec_decode_num_accepted_tokens_per_pos"
+            self._positions.append(self._by(name, "position"))
+            self.registry.register(WorkerFigures(prefix, (model_name,), worker))
+
+    def _by(self, name: str, label: str) -> Counter:
+        from prometheus_client import Counter
+
+        return Counter(name, f"By {label.replace('_', ' ')}.", ("model_name", label), registry=self.registry)
+
+    def text(self) -> bytes:
+        """The page."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+    def observe(self, stem: str, values: Iterable[float]) -> None:
+        """Record values of a histogram."""
+        for value in values:
+            for histogram in self._histograms[stem]:
+                histogram.labels(self._label).observe(value)
+
+    def count(self, stem: str, amount: float) -> None:
+        """Raise a counter."""
+        for counter in self._counters[stem]:
+            counter.labels(self._label).inc(amount)
+
+    def finished(self, choice: Choice, arrived_at: float, queue_s: float) -> None:
+        """Record a complete answer."""
+        stats = choice.stats
+        assert stats is not None
+        self.observe("e2e_request_latency_seconds", [choice.last_at - arrived_at])
+        self.observe("request_queue_time_seconds", [queue_s])
+        self.observe("request_prefill_time_seconds", [stats.prefill_s])
+        self.observe("request_decode_time_seconds", [stats.decode_s])
+        self.observe("request_prompt_tokens", [stats.num_prompt_tokens])
+        self.observe("request_generation_tokens", [stats.num_tokens])
+        self.count("prompt_tokens", stats.num_prompt_tokens)
+        self.count("spec_decode_num_drafts", stats.num_spec_steps)
+        self.count("spec_decode_num_draft_tokens", stats.num_draft_tokens)
+        self.count("spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
+        for success in self._success:
+            success.labels(self._label, choice.finish_reason).inc()
+        for counter in self._positions:
+            for position, accepted in enumerate(stats.accepted_per_position):
+                counter.labels(self._label, str(position)).inc(accepted)

@@ -1,0 +1,67 @@
+"""An answer that is an error, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vivace.errors import CapacityError, UsageError, VivaceError
+
+_KINDS: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class Refusal(UsageError):
+    """A request that is not answered; carries the HTTP status."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """Refuse.
+
+        Args:
+            status: of the response.
+            message: what was asked, what was found, what to do; one line.
+            param: the field at fault.
+            code: short name for programs.
+        """
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON that is sent."""
+        return error_body(self.status, str(self), param=self.param, code=self.code)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that go with it."""
+        return {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    return {
+        "error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": param, "code": code},
+    }
+
+
+def refusal_of(error: VivaceError) -> Refusal:
+    """What a caller is told about an error of ours: what was asked for cannot be done, or it is our fault."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, CapacityError):
+        return Refusal(400, str(error), code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return Refusal(400, str(error))
+    return Refusal(500, "the server could not do this; its log says why", code="internal_error")

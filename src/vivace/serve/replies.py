@@ -1,0 +1,174 @@
+"""The JSON of answers: whole ones and the chunks of a stream, for chats and for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vivace.serve.choice import Choice, TokenInfo
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every object of one reply begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A reply object."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Parts of a reply that were asked for."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+    trace: bool = False
+
+    def of(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+        """Fields of a choice beside its text."""
+        found: dict[str, Any] = {}
+        if self.token_ids:
+            found["token_ids"] = [token.id for token in tokens]
+        if self.trace:
+            found["trace"] = [token.trace for token in tokens]
+        return found
+
+
+class Shape(Protocol):
+    """How an interface writes answers."""
+
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+
+    def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
+        """A finished choice."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a choice's stream begins with."""
+        ...
+
+    def piece(self, index: int, text: str, tokens: Sequence[TokenInfo], extras: Extras) -> dict[str, Any]:
+        """A step of a choice."""
+        ...
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
+        """The last choice of a stream; None puts the reason into the last piece."""
+        ...
+
+
+class ChatShape:
+    """``chat.completion``."""
+
+    id_prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
+        """A finished choice."""
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.tokens) if extras.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            **extras.of(choice.tokens),
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, text: str, tokens: Sequence[TokenInfo], extras: Extras) -> dict[str, Any]:
+        """A step of a choice."""
+        return {
+            "index": index,
+            "delta": {"content": text},
+            "logprobs": self._logprobs(tokens) if extras.logprobs else None,
+            "finish_reason": None,
+            **extras.of(tokens),
+        }
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
+        """Why the choice ended."""
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}
+
+    @staticmethod
+    def _logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **_token(token.text, token.logprob or 0.0),
+                    "top_logprobs": [_token(text, logprob) for _, text, logprob in token.top],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+
+class TextShape:
+    """``text_completion``; keeps count of characters for ``text_offset``."""
+
+    id_prefix = "cmpl-"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
+        """A finished choice."""
+        return {
+            **self.piece(choice.index, choice.echo_text + choice.text, [*choice.echo, *choice.tokens], extras),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Nothing."""
+        return None
+
+    def piece(self, index: int, text: str, tokens: Sequence[TokenInfo], extras: Extras) -> dict[str, Any]:
+        """A step of a choice."""
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, tokens) if extras.logprobs else None,
+            "finish_reason": None,
+            **extras.of(tokens),
+        }
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
+        """Why the choice ended."""
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{text: logprob for _, text, logprob in token.top} or None for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

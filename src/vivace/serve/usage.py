@@ -1,0 +1,86 @@
+"""How much was done for a request, under OpenAI's and vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from vivace.serve.choice import Choice
+
+
+def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
+    """OpenAI's ``usage``; drafts are its predictions."""
+    done = [choice.stats for choice in choices if choice.stats is not None]
+    written = sum(len(choice.tokens) for choice in choices)
+    drafted = sum(stats.num_draft_tokens for stats in done)
+    accepted = sum(stats.num_accepted_draft_tokens for stats in done)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": num_prompt_tokens + written,
+        "prompt_tokens_details": {"cached_tokens": max((stats.num_cached_tokens for stats in done), default=0)},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dict[str, Any]:
+    """Figures of one request under vLLM's names, all choices together.
+
+    Args:
+        choices: finished ones.
+        arrived_at: when the request came, on the monotonic clock.
+        queue_s: how long it waited for a slot.
+    """
+    first = min((choice.first_at for choice in choices), default=arrived_at)
+    last = max((choice.last_at for choice in choices), default=arrived_at)
+    num_tokens = sum(len(choice.tokens) for choice in choices)
+    # tokens that came with the first block take no time after it
+    behind = num_tokens - sum(choice.stats.num_first_tokens for choice in choices if choice.stats)
+    rate = behind / (last - first) if last > first else 0.0
+    return {
+        "time_to_first_token_ms": 1e3 * (first - arrived_at),
+        "generation_time_ms": 1e3 * (last - first),
+        "queue_time_ms": 1e3 * queue_s,
+        "mean_itl_ms": 1e3 / rate if rate else None,
+        "tokens_per_second": rate,
+        "method": choices[0].stats.method if choices and choices[0].stats else None,
+        "auto_choice": next((choice.auto_choice for choice in choices if choice.auto_choice), None),
+        "speculative_decoding": speculation(choices),
+    }
+
+
+def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What came of the drafts; mean acceptance length is 1 + accepted / steps, acceptance rate accepted / drafted."""
+    done = [choice.stats for choice in choices if choice.stats is not None]
+    steps = sum(stats.num_spec_steps for stats in done)
+    drafted = sum(stats.num_draft_tokens for stats in done)
+    accepted = sum(stats.num_accepted_draft_tokens for stats in done)
+    depth = max((len(stats.drafted_per_position) for stats in done), default=0)
+    reached = _summed([stats.accepted_per_position for stats in done], depth)
+    tried = _summed([stats.drafted_per_position for stats in done], depth)
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "num_spec_steps": steps,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "num_spec_tokens": depth,
+        "acceptance_histogram": _histogram(steps, reached),
+        "acceptance_per_position": [a / t if t else 0.0 for a, t in zip(reached, tried, strict=True)],
+        "tokens_per_target_pass": sum(len(choice.tokens) for choice in choices) / steps if steps else 0.0,
+    }
+
+
+def _summed(lists: Sequence[Sequence[int]], length: int) -> list[int]:
+    return [sum(numbers[place] for numbers in lists if place < len(numbers)) for place in range(length)]
+
+
+def _histogram(steps: int, reached: Sequence[int]) -> list[int]:
+    """Steps in which exactly 0, 1, 2, ... guesses were accepted."""
+    at_least = [steps, *reached, 0]
+    return [more - further for more, further in pairwise(at_least)]

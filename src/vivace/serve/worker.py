@@ -1,0 +1,253 @@
+"""The thread that owns the session: requests join and leave between its steps, and nothing else touches the model.
+
+There is no lock around decoding. Callers put jobs into a queue and set flags; the thread looks at both before every
+step, so a cancelled request has left the batch one step later at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from vivace.core.model import Decoder
+from vivace.decode.request import Emitted, Request
+from vivace.decode.session import Session
+from vivace.serve.prefix import PrefixCache
+from vivace.serve.refusal import Refusal
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a prompt is read."""
+
+    total: int
+    cached: int
+    processed: int
+    """Tokens stored, cached ones included."""
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job ended without an answer."""
+
+    refusal: Refusal
+
+
+Event = Emitted | Progress | Failed
+Mailbox = Callable[[list[tuple["Job", Event]]], None]
+"""Called on the worker's thread with everything a step brought, once per step."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence to decode."""
+
+    request: Request
+    priority: int = 0
+    reports_progress: bool = False
+    leader: Job | None = None
+    """A job with the same prompt that reads it first; the entries are then shared."""
+    submitted_at: float = field(default_factory=time.perf_counter)
+    started_at: float = 0.0
+    number: int = -1
+    """The session's id of it."""
+    has_begun: bool = False
+    """Its prompt is read, or it is over."""
+    is_cancelled: bool = False
+
+
+class Worker:
+    """Steps a session for as long as there is something to do."""
+
+    def __init__(
+        self, model: Decoder, mailbox: Mailbox, *, num_slots: int, capacity: int, max_queue: int, prefill_budget: int
+    ) -> None:
+        """Allocate the session's cache; nothing runs before ``start``.
+
+        Args:
+            model: the decoder.
+            mailbox: where events go.
+            num_slots: sequences decoded at once.
+            capacity: prompt and answer of a sequence together.
+            max_queue: jobs that may wait.
+            prefill_budget: prompt tokens read between two decoding steps.
+        """
+        self._make: Callable[[], Session] = partial(
+            Session, model, num_slots=num_slots, capacity=capacity, prefill_budget=prefill_budget
+        )
+        self.session = self._make()
+        self.capacity = capacity
+        self.num_slots = num_slots
+        self.max_queue = max_queue
+        self.num_target_passes = 0
+        self.prefix: PrefixCache | None = None
+        """Its figures are read by the metrics; requests carry what they look up."""
+        self._mailbox = mailbox
+        self._waiting: list[Job] = []
+        self._running: dict[int, Job] = {}
+        self._calls: list[Callable[[], None]] = []
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="vivace-worker", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    @property
+    def is_healthy(self) -> bool:
+        """The thread lives and takes work."""
+        return self._thread.is_alive() and not self._is_closing
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue jobs, all or none.
+
+        Raises:
+            Refusal: the queue is full (429), or the server is stopping (503).
+            CapacityError: one is too long for a slot.
+        """
+        for job in jobs:
+            job.request.check_fits(self.capacity)
+        with self._changed:
+            if not self.is_healthy:
+                raise Refusal(503, "the server is stopping and takes no more requests", code="stopping")
+            room = self.num_slots + self.max_queue - len(self._waiting) - len(self._running)
+            if len(jobs) > room:
+                raise Refusal(
+                    429,
+                    f"this request asks for {len(jobs)} sequences and there is room for {max(room, 0)}: "
+                    f"{len(self._running)} run and {len(self._waiting)} wait; try again later",
+                    code="queue_full",
+                )
+            self._waiting += jobs
+            self._changed.notify()
+
+    def cancel(self, jobs: list[Job]) -> None:
+        """Stop jobs before the next step; those that are over are ignored."""
+        with self._changed:
+            for job in jobs:
+                job.is_cancelled = True
+            self._waiting = [job for job in self._waiting if not job.is_cancelled]
+            self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run something with the model between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as exc:  # noqa: BLE001 - handed to whoever waits for the result
+                future.set_exception(exc)
+
+        with self._changed:
+            self._calls.append(run)
+            self._changed.notify()
+        return future
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop after the current step; what still runs is told so."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                events = self._step()
+            except Exception:  # whatever it is, callers are told, and the next request finds a fresh session
+                log.exception("a step failed; its requests are told so")
+                events = self._fail_all(Refusal(500, "decoding failed; the log says why", code="internal_error"))
+                self.session = self._make()
+            if events:
+                self._mailbox(events)
+        stopping = Refusal(503, "the server was stopped before this answer was complete", code="stopping")
+        self._mailbox(self._fail_all(stopping))
+
+    def _wait_for_work(self) -> bool:
+        """Take in what callers left; False when it is time to end."""
+        with self._changed:
+            while not (self._is_closing or self._waiting or self._running or self._calls):
+                self._changed.wait()
+            for job in [job for job in self._running.values() if job.is_cancelled]:
+                self.session.cancel(job.number)
+                self._end(job)
+            self._admit()
+            calls, self._calls = self._calls, []
+        for run in calls:
+            run()
+        return not self._is_closing
+
+    def _admit(self) -> None:
+        """Move jobs into free slots: lower priority numbers first, then in order of arrival."""
+        for job in sorted(self._waiting, key=lambda job: job.priority):
+            if len(self._running) >= self.num_slots:
+                return
+            if job.leader is not None and not job.leader.has_begun and not job.leader.is_cancelled:
+                continue
+            self._waiting.remove(job)
+            job.started_at = time.perf_counter()
+            job.number = self.session.admit(job.request)
+            self._running[job.number] = job
+
+    def _step(self) -> list[tuple[Job, Event]]:
+        if not self._running:
+            return []
+        before = self.session.num_target_passes
+        emitted = self.session.step()
+        self.num_target_passes += self.session.num_target_passes - before
+        events = self._progress()
+        for one in emitted:
+            job = self._running[one.request_id]
+            job.has_begun = True
+            events.append((job, one))
+            if one.finish_reason is not None:
+                self._end(job)
+        return events
+
+    def _progress(self) -> list[tuple[Job, Event]]:
+        """Events of jobs whose prompt was not read when the step began, and that asked for them."""
+        events: list[tuple[Job, Event]] = []
+        for number, (cached, left) in self.session.reading.items():
+            job = self._running[number]
+            if job.reports_progress and not job.has_begun:
+                total = len(job.request.tokens)
+                read = total - left - 1 if left else total
+                events.append((job, Progress(total, cached, read, time.perf_counter() - job.started_at)))
+        return events
+
+    def _end(self, job: Job) -> None:
+        job.has_begun = True
+        self._running.pop(job.number, None)
+
+    def _fail_all(self, refusal: Refusal) -> list[tuple[Job, Event]]:
+        with self._changed:
+            jobs = [*self._running.values(), *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
+        return [(job, Failed(refusal)) for job in jobs]
