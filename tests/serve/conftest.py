@@ -1,0 +1,107 @@
+"""A real server process on a tiny checkpoint, clients of it, and the engine that it must agree with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from openai import OpenAI
+
+import vivace
+from tests.tiny_checkpoints import make_adapter, make_checkpoint
+from vivace.engine import Engine
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server process."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60)
+
+    def metric(self, name: str) -> float:
+        text = self.http().get("/metrics").text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line))
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        until = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < until, f"not within {timeout_s} s; log:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def wait_idle(self) -> None:
+        names = ("vivace_num_requests_running", "vivace_num_requests_waiting")
+        self.wait_until(lambda: all(self.metric(name) == 0 for name in names))
+
+
+@contextmanager
+def serving(folder: Path, log: Path, *words: str) -> Iterator[Running]:
+    """A server for the length of a block."""
+    command = [sys.executable, "-m", "vivace", "serve", "--model", str(folder), "--port", "0", *words]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stderr=out, stdout=out, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        until = time.monotonic() + 120
+        while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        yield Running(found[1], process, log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers go on to their limit more often than not, and two adapters."""
+    place = tmp_path_factory.mktemp("served")
+    make_checkpoint(place / "tiny", context=1024)
+    make_adapter(place / "alpha", place / "tiny", gate=1)
+    make_adapter(place / "beta", place / "tiny", gate=1)
+    return place
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path) -> Iterator[Running]:
+    adapters = [f"--adapter={name}={folder / name}" for name in ("alpha", "beta")]
+    with serving(folder / "tiny", folder / "log", *adapters, "--metrics-compat", "vllm") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Path) -> Engine:
+    torch.set_num_threads(1)
+    return vivace.load(folder / "tiny", adapters=folder / "alpha")
+
+
+@pytest.fixture
+def client(server: Running) -> OpenAI:
+    return server.client()
+
+
+@pytest.fixture
+def http(server: Running) -> Iterator[httpx2.Client]:
+    with server.http() as found:
+        yield found

@@ -1,0 +1,202 @@
+"""OpenAI's own client against a real server over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.serve.conftest import Running
+from vivace.engine import Engine
+
+MESSAGES = [{"role": "user", "content": "Describe: name[Cotto], food[English]"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}, "open": {"type": "boolean"}},
+    "required": ["size", "open"],
+    "additionalProperties": False,
+}
+
+
+def test_models(client: OpenAI) -> None:
+    cards = {card.id: card for card in client.models.list()}
+    assert list(cards) == ["tiny", "alpha", "beta"]
+    assert cards["alpha"].parent == "tiny"
+    assert client.models.retrieve("beta").max_model_len == 1024
+
+
+def test_chat(client: OpenAI, engine: Engine) -> None:
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=12)
+    expected = engine.generate([MESSAGES], max_new_tokens=12, method="plain")[0]
+    assert reply.choices[0].message.content == expected.text
+    assert reply.choices[0].finish_reason == expected.finish_reason
+    assert reply.usage.completion_tokens == len(expected.token_ids)
+    assert reply.usage.prompt_tokens == expected.stats.num_prompt_tokens
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_streamed_text_is_the_text(client: OpenAI) -> None:
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "extra_body": {"return_token_ids": True}}
+    whole = client.chat.completions.create(**settings)
+    chunks = list(client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert parts[0].delta.role == "assistant"
+    assert "".join(part.delta.content or "" for part in parts) == whole.choices[0].message.content
+    ids = [token for part in parts for token in (part.model_extra or {}).get("token_ids", [])]
+    assert ids == whole.choices[0].token_ids
+    assert [part.finish_reason for part in parts if part.finish_reason] == [whole.choices[0].finish_reason]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_usage_goes_with_every_chunk(client: OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(model="tiny", prompt="abc", max_tokens=6, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+
+
+def test_completion(client: OpenAI, engine: Engine) -> None:
+    reply = client.completions.create(model="tiny", prompt=["one", "two words"], max_tokens=8, n=2)
+    expected = engine.generate(["one", "two words"], max_new_tokens=8, raw=True, method="plain")
+    assert [choice.text for choice in reply.choices] == [expected[0].text] * 2 + [expected[1].text] * 2
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+
+
+def test_a_prompt_may_be_tokens(client: OpenAI, engine: Engine) -> None:
+    tokens = engine.tokenizer.encode("two words")
+    by_text = client.completions.create(model="tiny", prompt="two words", max_tokens=8)
+    by_tokens = client.completions.create(model="tiny", prompt=[tokens, tokens], max_tokens=8)
+    assert {choice.text for choice in by_tokens.choices} == {by_text.choices[0].text}
+
+
+def test_logprobs_are_the_models(client: OpenAI, engine: Engine) -> None:
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3)
+    expected = engine.generate([MESSAGES], max_new_tokens=5, method="plain")[0]
+    content = reply.choices[0].logprobs.content
+    assert [entry.logprob for entry in content] == pytest.approx(expected.logprobs, abs=1e-6)
+    for entry in content:
+        tops = [top.logprob for top in entry.top_logprobs]
+        assert len(tops) == 3
+        assert tops == sorted(tops, reverse=True)
+        assert entry.logprob == tops[0]  # greedy
+        assert bytes(entry.bytes).decode() == entry.token
+
+
+def test_echo_scores_the_prompt(client: OpenAI, engine: Engine) -> None:
+    reply = client.completions.create(model="tiny", prompt="two words", max_tokens=0, echo=True, logprobs=2)
+    tokens = engine.tokenizer.encode("two words")
+    expected = engine.logits([tokens])[0, :-1].log_softmax(-1).gather(1, _column(tokens[1:]))[:, 0].tolist()
+    found = reply.choices[0].logprobs
+    assert reply.choices[0].text == "two words"
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert reply.usage.completion_tokens == 0
+    assert [reply.choices[0].text[at:][:1] for at in found.text_offset] == [token[:1] for token in found.tokens]
+
+
+def _column(tokens: list[int]) -> object:
+    import torch
+
+    return torch.tensor(tokens)[:, None]
+
+
+def test_stop_cuts_at_the_text(client: OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=30).choices[0].text
+    stop = whole[7:9]
+    cut = client.completions.create(model="tiny", prompt="abc", max_tokens=30, stop=[stop, "never seen"]).choices[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    stream = client.completions.create(model="tiny", prompt="abc", max_tokens=30, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == cut.text
+
+
+def test_a_seed_repeats_and_choices_differ(client: OpenAI) -> None:
+    def draw(seed: int) -> list[str]:
+        reply = client.completions.create(model="tiny", prompt="abc", max_tokens=16, temperature=1.0, seed=seed, n=3)
+        return [choice.text for choice in reply.choices]
+
+    first = draw(5)
+    assert first == draw(5)
+    assert first != draw(6)
+    assert len(set(first)) == 3
+    assert first[1] == draw(6)[0], "choice i is drawn with seed + i"
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup", "multirate"])
+def test_a_schema_binds_every_method(client: OpenAI, method: str) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+    reply = client.chat.completions.create(
+        model="alpha", messages=MESSAGES, max_tokens=60, response_format=schema, extra_body={"method": method}
+    )
+    answer = json.loads(reply.choices[0].message.content)
+    assert answer["size"] in ("small", "large")
+    assert isinstance(answer["open"], bool)
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.metrics["method"] == method
+
+
+def test_a_schema_binds_drawn_text(client: OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=60, response_format=schema, temperature=1.5, seed=3, n=4
+    )
+    for choice in reply.choices:
+        assert set(json.loads(choice.message.content)) == {"size", "open"}
+
+
+def test_what_drafts_gave_is_counted(client: OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="alpha", messages=MESSAGES, max_tokens=20, extra_body={"method": "multirate", "return_trace": True}
+    )
+    details, metrics = reply.usage.completion_tokens_details, reply.metrics["speculative_decoding"]
+    assert details.accepted_prediction_tokens == metrics["num_accepted_draft_tokens"]
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == metrics["num_draft_tokens"] > 0
+    trace = reply.choices[0].trace
+    assert len(trace) == reply.usage.completion_tokens
+    assert sum(token["accepted"] for token in trace) == metrics["num_accepted_draft_tokens"]
+    assert (
+        max(token["step"] for token in trace) + 1 == metrics["num_spec_steps"] == sum(metrics["acceptance_histogram"])
+    )
+    assert math.isclose(
+        metrics["mean_acceptance_length"], 1 + details.accepted_prediction_tokens / metrics["num_spec_steps"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "param"),
+    [
+        ({"model": "tinny"}, openai.NotFoundError, "model"),
+        ({"max_tokens": 5000}, openai.BadRequestError, None),
+        ({"extra_body": {"method": "medusa"}}, openai.BadRequestError, "method"),
+        ({"extra_body": {"draft_model": "/etc"}}, openai.BadRequestError, "draft_model"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}},
+         openai.BadRequestError, "response_format"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(
+    client: OpenAI, settings: dict[str, object], kind: type[openai.APIStatusError], param: str | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **settings})
+    assert caught.value.param == param
+    assert "Traceback" not in caught.value.response.text
+    assert "/" not in caught.value.message.replace("input/output", ""), "no path of the server is told"
+
+
+def test_tokens_there_and_back(server: Running) -> None:
+    with server.http() as http:
+        found = http.post("/tokenize", json={"prompt": "two words"}).json()
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "two words"}
+        assert found["count"] == len(found["tokens"])
+        assert http.post("/tokenize", json={"messages": MESSAGES}).json()["count"] > 0
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/version").json()["version"]
+        assert http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
