@@ -140,3 +140,15 @@ def test_the_wide_twin_says_the_same(cli: Cli, folder: Path, tmp_path: Path) -> 
 
 def _size(shape: list[int]) -> int:
     return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def test_convert_writes_a_file_for_another_engine(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model.gguf"
+    done = cli("convert", target, "--model", folder, "--type", "q8_0", "--json").json
+    assert (done["type"], done["bytes"]) == ("q8_0", target.stat().st_size)
+    assert "bf16, " in cli("convert", tmp_path / "m.gguf", "--type", "bf16").out
+    assert "will use its default" in cli("convert", tmp_path / "m.gguf").err, (
+        "the model that ships splits in its own way"
+    )
+    assert cli("convert", tmp_path / "m.bin", "--model", folder).status == 2
+    assert "did you mean 'q8_0'" in cli("convert", tmp_path / "m.gguf", "--model", folder, "--type", "q8").err

@@ -35,7 +35,11 @@ def decode(
         str, typer.Option(help="Decoding methods, with commas; plain is the baseline.")
     ] = "plain,lookup",
     peers: Annotated[
-        str, typer.Option(help="Other engines: transformers, transformers-lookup, transformers-assisted.")
+        str,
+        typer.Option(
+            help="Other engines: transformers, transformers-lookup, transformers-assisted, llama.cpp, "
+            "llama.cpp-q8_0, llama.cpp-q4_0."
+        ),
     ] = "",
     prompts: Prompts = "e2e",
     limit: Limit = None,
@@ -71,6 +75,7 @@ def decode(
         questions,
         max_new_tokens=max_new_tokens,
         device=engine.model.device,
+        batch_size=batch,
         draft_folder=draft_model,
     )
     entrants = [Entrant(name, engine, max_new_tokens, raw) for name in names]

@@ -1,4 +1,4 @@
-"""Other engines as contestants of the bench: plain transformers, and transformers' own speculation.
+"""Other engines as contestants of the bench: transformers, its own speculation, and llama.cpp (``llamacpp.py``).
 
 A peer reads the same checkpoint, answers the same token ids with the same number of threads, and is timed by the
 same clock: tokens after the first block over the time after it, seen through transformers' streamer. transformers
@@ -17,17 +17,21 @@ import torch
 from torch import Tensor
 
 from vivace.errors import ConfigError, nearest
-from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.contest import Contestant, Question, Take
+from vivace.evaluate.llamacpp import LLAMA_CPP, enter_llama_cpp
 from vivace.evaluate.memory import peak_memory
 
 Speculation = Literal["none", "lookup", "assisted"]
 
-PEERS: Mapping[str, Speculation] = {
+TRANSFORMERS: Mapping[str, Speculation] = {
     "transformers": "none",
     "transformers-lookup": "lookup",
     "transformers-assisted": "assisted",
 }
 """Name on the command line -> how transformers speculates."""
+
+PEERS = (*TRANSFORMERS, *LLAMA_CPP)
+"""All names on the command line."""
 
 NUM_LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens``: the value of transformers' own documentation."""
@@ -83,7 +87,7 @@ class TransformersPeer:
         )
 
     def _speculation(self) -> dict[str, Any]:
-        match PEERS[self.name]:
+        match TRANSFORMERS[self.name]:
             case "lookup":
                 return {"prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
             case "assisted":
@@ -110,43 +114,66 @@ def enter_peers(
     *,
     max_new_tokens: int,
     device: torch.device,
+    batch_size: int = 1,
     draft_folder: Path | None = None,
-) -> tuple[list[TransformersPeer], Heat | None]:
+) -> tuple[list[Contestant], Heat | None]:
     """Load the peers of a bench.
 
     Args:
-        names: Keys of `PEERS`.
+        names: some of `PEERS`.
         folder: The checkpoint.
         questions: The bench's prompts; the first few are run for the heat.
         max_new_tokens: Longest answer.
         device: Where the model runs.
+        batch_size: Prompts answered together, for which llama.cpp makes room.
         draft_folder: The small checkpoint, for ``transformers-assisted``.
+
+    Returns:
+        The peers in the order of their names, and how transformers' dtype was chosen if it takes part.
 
     Raises:
         ConfigError: an unknown name, or no draft model for assisted generation.
+        DependencyError: llama.cpp is named and not installed.
+        UnsupportedError: llama.cpp is named and the checkpoint cannot be written for it.
     """
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"no peer {name!r}{nearest(name, PEERS)}")
     if "transformers-assisted" in names and draft_folder is None:
         raise ConfigError("peer transformers-assisted needs a small model that drafts; give --draft-model DIR")
-    if not names:
-        return [], None
+    native = [name for name in names if name in LLAMA_CPP]
+    found: dict[str, Contestant] = {
+        peer.name: peer
+        for peer in enter_llama_cpp(native, folder, questions, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    }
+    heat = None
+    if len(native) < len(names):
+        heat, model = _hold_heat(folder, questions, max_new_tokens, device)
+        wants_assistant = draft_folder is not None and "transformers-assisted" in names
+        assistant = _load(draft_folder, heat.dtype, device) if wants_assistant and draft_folder is not None else None
+        found |= {
+            name: TransformersPeer(name, model, max_new_tokens, assistant) for name in names if name in TRANSFORMERS
+        }
+    return [found[name] for name in names], heat
+
+
+def _hold_heat(
+    folder: Path, questions: Sequence[Question], max_new_tokens: int, device: torch.device
+) -> tuple[Heat, Any]:
+    """Runs transformers in the checkpoint's dtype and in float32; both rates, and the faster model."""
     rates = {}
     models = {}
     for dtype in ("auto", "float32"):
         if dtype in rates:  # the checkpoint's own
             continue
-        models[dtype] = _load(folder, dtype, device)
-        peer = TransformersPeer("transformers", models[dtype], max_new_tokens)
+        model = _load(folder, dtype, device)
+        peer = TransformersPeer("transformers", model, max_new_tokens)
         peer.answer(questions[:1])
         takes = [peer.answer([question]) for question in questions[:HEAT_PROMPTS]]
-        rates[_dtype(models[dtype])] = sum(t.num_tokens for t in takes) / sum(t.total_s for t in takes)
+        rates[_dtype(model)] = sum(t.num_tokens for t in takes) / sum(t.total_s for t in takes)
+        models[_dtype(model)] = model
     best = max(rates, key=lambda name: rates[name])
-    model = next(model for model in models.values() if _dtype(model) == best)
-    wants_assistant = draft_folder is not None and "transformers-assisted" in names
-    assistant = _load(draft_folder, best, device) if wants_assistant and draft_folder is not None else None
-    return [TransformersPeer(name, model, max_new_tokens, assistant) for name in names], Heat(best, rates)
+    return Heat(best, rates), models[best]
 
 
 def _load(folder: Path, dtype: str, device: torch.device) -> Any:

@@ -1,0 +1,271 @@
+"""llama.cpp as a contestant of the bench: the same weights as GGUF, the same token ids, the same number of threads.
+
+It is driven through the C functions of llama-cpp-python rather than its ``Llama`` class, whose own loop costs more
+per token than a small model does, so that the clock sees llama.cpp and one ``argmax``. Settings are its defaults:
+float16 cache, flash attention where it has it, weights repacked at load where it knows how.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vivace.checkpoint.generation import load_eos_ids
+from vivace.checkpoint.gguf import write_checkpoint
+from vivace.errors import CapacityError, DependencyError, VivaceError
+from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.memory import peak_memory
+
+LLAMA_CPP: Mapping[str, str] = {"llama.cpp": "auto", "llama.cpp-q8_0": "q8_0", "llama.cpp-q4_0": "q4_0"}
+"""Name on the command line -> how its matrices are stored; "auto" is as in the checkpoint."""
+
+_F32 = 0
+"""``ggml_type``."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of one pass."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sequences: Sequence[int]
+    wanted: Sequence[int]
+    """Places among them whose logits are asked for."""
+
+
+class LlamaCpp:
+    """A GGUF file opened by llama.cpp, with a cache for several sequences."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_threads: int,
+        capacity: int,
+        num_sequences: int = 1,
+        full_precision: bool = False,
+    ) -> None:
+        """Open a file.
+
+        Args:
+            path: written by ``write_checkpoint``; it may be removed afterwards.
+            num_threads: for prompts and for single tokens.
+            capacity: entries of each sequence in the cache.
+            num_sequences: sequences at once.
+            full_precision: attention in float32 instead of its float16 cache and flash attention: slower, and
+                comparable with ours number by number.
+
+        Raises:
+            DependencyError: llama-cpp-python is not installed.
+            VivaceError: llama.cpp does not open the file.
+        """
+        self._lib = lib = _library()
+        params = lib.llama_model_default_params()
+        params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # in memory of its own, as our packed weights are
+        params.n_gpu_layers = 0
+        self._model = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise VivaceError(f"llama.cpp does not open {path}; its version may be too old for this file")
+        settings = lib.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = -(-capacity // 256) * 256 * num_sequences
+        settings.n_seq_max = num_sequences
+        settings.n_threads = settings.n_threads_batch = num_threads
+        if full_precision:
+            settings.type_k = settings.type_v = _F32
+            settings.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._context = lib.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise VivaceError(f"llama.cpp has no room for {num_sequences} sequences of {capacity} tokens")
+        weakref.finalize(self, _free, lib, self._context, self._model)
+        self.capacity, self.num_sequences = capacity, num_sequences
+        self._memory = lib.llama_get_memory(self._context)
+        self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self._batch = _Batch(lib, settings.n_batch)
+
+    def run(self, rows: Rows) -> list[npt.NDArray[np.float32]]:
+        """One pass; the logits (V,) of each row that wants them, valid until the next pass.
+
+        Raises:
+            CapacityError: the rows do not fit the cache.
+        """
+        status = self._lib.llama_decode(self._context, self._batch.fill(rows))
+        if status:
+            raise CapacityError(f"llama.cpp has no room for {len(rows.tokens)} rows (status {status})")
+        return [self._logits(row) for row in rows.wanted]
+
+    def forget(self, sequence: int = -1, start: int = 0) -> None:
+        """Empty the cache of a sequence, or of all (-1), from a position on."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def _logits(self, row: int) -> npt.NDArray[np.float32]:
+        place = ctypes.addressof(self._lib.llama_get_logits_ith(self._context, row).contents)
+        values = (ctypes.c_float * self._vocab_size).from_address(place)
+        return np.frombuffer(memoryview(values), np.float32)
+
+
+class _Batch:
+    """llama.cpp's ``llama_batch`` over arrays of ours."""
+
+    def __init__(self, lib: ModuleType, size: int) -> None:
+        self._ones = np.ones(size, np.int32)
+        self._tokens, self._positions, self._sequences = (np.zeros(size, np.int32) for _ in range(3))
+        self._wanted = np.zeros(size, np.int8)
+        first = self._sequences.ctypes.data
+        self._lists = np.arange(first, first + 4 * size, 4, dtype=np.uint64)  # a row's list of sequences has one
+        self._struct = lib.llama_batch()
+        arrays: dict[str, npt.NDArray[Any]] = {
+            **{"token": self._tokens, "pos": self._positions, "n_seq_id": self._ones},
+            **{"seq_id": self._lists, "logits": self._wanted},
+        }
+        for name, kind in lib.llama_batch._fields_:
+            if name in arrays:
+                setattr(self._struct, name, arrays[name].ctypes.data_as(kind))
+
+    def fill(self, rows: Rows) -> Any:
+        """The struct, holding these rows."""
+        count = len(rows.tokens)
+        self._tokens[:count] = rows.tokens
+        self._positions[:count] = rows.positions
+        self._sequences[:count] = rows.sequences
+        self._wanted[:count] = 0
+        self._wanted[list(rows.wanted)] = 1
+        self._struct.n_tokens = count
+        return self._struct
+
+
+@dataclass
+class _Sequence:
+    """One prompt being answered."""
+
+    index: int
+    length: int
+    tokens: list[int] = field(default_factory=list)
+
+    def is_done(self, limit: int, ends: frozenset[int]) -> bool:
+        return len(self.tokens) >= limit or self.tokens[-1] in ends
+
+
+@dataclass(frozen=True)
+class LlamaCppPeer:
+    """A checkpoint run by llama.cpp."""
+
+    name: str
+    engine: LlamaCpp
+    max_new_tokens: int
+    end_tokens: frozenset[int]
+
+    def answer(self, batch: Sequence[Question]) -> Take:
+        """Answer one batch, greedily, all its sequences in one pass a step."""
+        with peak_memory(torch.device("cpu")) as peak:
+            start = time.perf_counter()
+            self.engine.forget()
+            live = self._prefill(batch)
+            answers = list(live)
+            first_at = last_at = time.perf_counter()
+            while live := [one for one in live if not one.is_done(self.max_new_tokens, self.end_tokens)]:
+                self._step(live)
+                last_at = time.perf_counter()
+        return Take(
+            token_ids=tuple(tuple(one.tokens) for one in answers),
+            num_first_tokens=len(batch),
+            decode_s=last_at - first_at,
+            total_s=last_at - start,
+            prefill_s=first_at - start,
+            peak_memory_bytes=peak.num_bytes,
+        )
+
+    def _prefill(self, batch: Sequence[Question]) -> list[_Sequence]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        lasts: list[int] = []
+        for index, question in enumerate(batch):
+            tokens += question.token_ids
+            positions += range(len(question.token_ids))
+            sequences += [index] * len(question.token_ids)
+            lasts.append(len(tokens) - 1)
+        found = self.engine.run(Rows(tokens, positions, sequences, lasts))
+        return [_Sequence(i, len(batch[i].token_ids), [int(row.argmax())]) for i, row in enumerate(found)]
+
+    def _step(self, live: Sequence[_Sequence]) -> None:
+        rows = Rows(
+            [one.tokens[-1] for one in live],
+            [one.length + len(one.tokens) - 1 for one in live],
+            [one.index for one in live],
+            range(len(live)),
+        )
+        for one, logits in zip(live, self.engine.run(rows), strict=True):
+            one.tokens.append(int(logits.argmax()))
+
+
+def enter_llama_cpp(
+    names: Sequence[str], folder: Path, questions: Sequence[Question], *, max_new_tokens: int, batch_size: int
+) -> list[LlamaCppPeer]:
+    """Write a checkpoint as GGUF, once for each kind, and open the files.
+
+    Args:
+        names: keys of `LLAMA_CPP`.
+        folder: the checkpoint.
+        questions: the bench's prompts.
+        max_new_tokens: longest answer.
+        batch_size: prompts answered together.
+
+    Raises:
+        DependencyError: llama-cpp-python is not installed.
+        UnsupportedError: the checkpoint cannot be written as GGUF.
+    """
+    if names:
+        _library()
+    longest = max((len(question.token_ids) for question in questions), default=0) + max_new_tokens
+    ends = frozenset(load_eos_ids(folder))
+    peers = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
+            path = Path(place) / "model.gguf"
+            write_checkpoint(folder, path, LLAMA_CPP[name], tokenizer=False)
+            engine = LlamaCpp(path, num_threads=torch.get_num_threads(), capacity=longest, num_sequences=batch_size)
+        peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends))
+    return peers
+
+
+@cache
+def _library() -> ModuleType:
+    """llama-cpp-python's C functions, their log switched off.
+
+    Raises:
+        DependencyError: it is not installed.
+    """
+    try:
+        from llama_cpp import llama_cpp
+    except ImportError as error:
+        raise DependencyError(
+            "peer llama.cpp needs llama-cpp-python, which compiles it with cmake and g++ in some minutes; "
+            "run: pip install 'vivace[llamacpp]'"
+        ) from error
+    lib: ModuleType = llama_cpp
+    lib.llama_log_set(_no_log(lib), ctypes.c_void_p(0))
+    return lib
+
+
+@cache
+def _no_log(lib: Any) -> Any:
+    """A log that says nothing; kept for good, because C holds no reference to it."""
+    return lib.llama_log_callback(lambda *_: None)
+
+
+def _free(lib: Any, context: Any, model: Any) -> None:
+    lib.llama_free(context)
+    lib.llama_model_free(model)
