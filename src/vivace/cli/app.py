@@ -15,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, convert, data, demo, doctor, generate, inspect, serve, train, tune, widen
+from vivace.cli import bench, chat, check, convert, data, demo, doctor, generate, inspect, serve, train, widen
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -38,7 +38,6 @@ def build() -> typer.Typer:
     app.command("check")(check.check)
     app.command("data")(data.data)
     app.command("train")(train.train)
-    app.command("tune")(tune.tune)
     app.command("doctor")(doctor.doctor)
     app.command("inspect")(inspect.inspect)
     app.command("widen")(widen.widen)
