@@ -24,7 +24,7 @@ from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
+from vivace.core.packed import Packer, pack_decoder
 from vivace.core.sampling import Sampling
 from vivace.core.step import Step
 from vivace.decode.adaptive import Adaptive
@@ -33,6 +33,8 @@ from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, nearest
 from vivace.kernels.choice import Choice, choose
+from vivace.kernels.low_bit import check_weights
+from vivace.kernels.native import NativeBody
 from vivace.methods import Methods, adapters_by_method
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -134,6 +136,7 @@ def load(
     adapters: str | Path | Mapping[str, str | Path] | None = None,
     draft_model: str | Path | None = None,
     kernels: str = "auto",
+    weights: str = "bf16",
 ) -> Engine:
     """Open a checkpoint.
 
@@ -145,40 +148,48 @@ def load(
             uses ``<model>/adapters/<method>``.
         draft_model: a smaller checkpoint for the method ``draft``.
         kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2" or "avx512".
+        weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8" or
+            "q4". They are rounded while they are read, and ``dtype="auto"`` then computes in bfloat16.
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
         UsageError: something that is not supported was asked for.
         DependencyError: native kernels were asked for by name and are not built.
     """
-    choice = choose(kernels)
+    choice, kept = choose(kernels), check_weights(weights)
+    if kept != "bf16" and dtype == "auto":
+        dtype = "bfloat16"
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
-    model, tokenizer = load_decoder(folder, dtype=dtype, device=device), load_tokenizer(folder)
-    second = None if draft_model is None else _second_model(draft_model, tokenizer, dtype, device)
-    choice = _settle(choice, kernels, [model] if second is None else [model, second])
+    packer = None if kept == "bf16" else Packer(_body(choice, kernels, dtype), kept)
+    tokenizer = load_tokenizer(folder)
+    model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
+    second = None
+    if draft_model is not None:
+        require_same_pieces(tokenizer, load_tokenizer(resolve(draft_model)))
+        second = load_decoder(draft_model, dtype=dtype, device=device, packer=packer)
+    choice = _settle(choice, kernels, [model] if second is None else [model, second], is_packed=packer is not None)
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
     return Engine(model, tokenizer, methods, load_generation_defaults(folder), choice)
 
 
-def _settle(choice: Choice, asked: str, models: Sequence[Decoder]) -> Choice:
+def _body(choice: Choice, asked: str, dtype: str) -> NativeBody | None:
+    """The body for weights in few bits, which compute in the dtype given; "auto" leaves others to torch."""
+    return choice.body if asked != "auto" or dtype.removeprefix("torch.") == "bfloat16" else None
+
+
+def _settle(choice: Choice, asked: str, models: Sequence[Decoder], *, is_packed: bool) -> Choice:
     """Pack the models for the body chosen; "auto" leaves those that are not bfloat16 to torch, and says so."""
     if choice.body is None:
         return choice
-    for model in models:
+    for model in [] if is_packed else models:
         if asked != "auto" or model.dtype == torch.bfloat16:
             pack_decoder(model, choice.body)
     if models[0].dtype != torch.bfloat16:
         return Choice("torch", f"native kernels are for bfloat16, the weights are {models[0].dtype}", None)
     return choice
-
-
-def _second_model(path: str | Path, tokenizer: Tokenizer, dtype: str, device: str) -> Decoder:
-    folder = resolve(path)
-    require_same_pieces(tokenizer, load_tokenizer(folder))
-    return load_decoder(folder, dtype=dtype, device=device)
 
 
 class Engine:

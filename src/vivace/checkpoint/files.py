@@ -99,6 +99,10 @@ class TensorFiles:
         self._handles = {path: _open(path) for path in dict.fromkeys(paths.values())}
         self._paths = dict(paths)
 
+    def release(self) -> None:
+        """Map the files anew: what nobody holds a view of any more leaves memory."""
+        self._handles = {path: _open(path) for path in self._handles}
+
     @property
     def names(self) -> Sequence[str]:
         """Stored tensors."""

@@ -8,7 +8,7 @@ converted where another dtype is asked for. There is no moment with two copies o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolv
 from vivace.checkpoint.names import Names, Piece, Target, layout
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
+from vivace.core.packed import Packer
 from vivace.core.parts import Parts
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 
@@ -39,6 +40,7 @@ def load_decoder(
     device: str | torch.device = "auto",
     *,
     parts: Parts | None = None,
+    packer: Packer | None = None,
 ) -> Decoder:
     """A decoder with the weights of a checkpoint, frozen.
 
@@ -48,6 +50,8 @@ def load_decoder(
             arithmetic is slow and not row-invariant).
         device: "auto" or "cpu".
         parts: builds the projections another way; parameters it leaves out are not read.
+        packer: puts packed modules in the places of the decoder's own as soon as their weights are there, so that
+            never more than one layer is in memory as it is stored.
 
     Raises:
         NotFoundError: no such checkpoint.
@@ -66,9 +70,40 @@ def load_decoder(
     kind = choose_dtype(dtype, written, place)
     with torch.device("meta"):
         decoder = Decoder(config, parts)
-    for name in [name for name, _ in decoder.named_parameters()]:
-        put(decoder, name, assemble(plan[name], stored, kind, place))
+    if packer is not None:
+        _pack_parts(decoder, packer, lambda name: assemble(plan[name], stored, kind, place), stored)
+    else:
+        for name in [name for name, _ in decoder.named_parameters()]:
+            put(decoder, name, assemble(plan[name], stored, kind, place))
     return decoder.requires_grad_(False).eval()
+
+
+def _pack_parts(decoder: Decoder, packer: Packer, read: Callable[[str], Tensor], stored: TensorFiles) -> None:
+    """Fill and pack part after part: first what is in no layer, then the layers."""
+    names = [name for name, _ in decoder.named_parameters()]
+
+    def fill(prefix: str, *, is_within: bool = True) -> set[int]:
+        values = {name: read(name) for name in names if name.startswith(prefix) == is_within}
+        for name, value in values.items():
+            put(decoder, name, value)
+        return {value.data_ptr() for value in values.values()}
+
+    mapped = fill("layers.", is_within=False)
+    packer.pack_ends(decoder)
+    _let_go(decoder, mapped, stored)
+    for index, layer in enumerate(decoder.layers):
+        mapped = fill(f"layers.{index}.")
+        packer.pack_layer(decoder, index)
+        _let_go(layer, mapped, stored)
+    packer.finish(decoder)
+
+
+def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:
+    """What is still as it was read becomes a copy of its own, and the files leave memory."""
+    for parameter in module.parameters():
+        if not parameter.is_meta and parameter.data_ptr() in mapped:
+            parameter.data = parameter.data.clone()
+    stored.release()
 
 
 def choose_device(device: str | torch.device) -> torch.device:

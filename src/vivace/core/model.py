@@ -169,6 +169,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, parts, rotaries[which[i]]) for i in range(config.num_layers))
         self.final_norm = make_norm(config)
         self.lm_head = parts.head()
+        self.rows: nn.Module | None = None
+        """Gives rows of the embedding where it is not kept as a matrix; ``embedding`` then has none."""
         self.row_count = 1
         """Calls are padded to a multiple of this many rows. A backend that cannot promise a row the same bits
         in calls of different sizes (GPUs) gives them in calls of one size."""
@@ -194,7 +196,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """(T,) -> (T, E); learned positions need the step."""
         c = self.config
-        h = F.embedding(tokens, self.embedding)
+        h: Tensor = F.embedding(tokens, self.embedding) if self.rows is None else self.rows(tokens)
         if c.embedding_scale != 1.0:
             h = h * torch.tensor(c.embedding_scale, dtype=h.dtype)
         if self.position_embedding is not None:

@@ -21,7 +21,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k = config.top_k
         self.normalise = config.normalise
-        self.router = router
+        self.router: nn.Module = router
         self.experts = nn.ModuleList(experts)
 
     def route(self, x: Tensor) -> Tensor:

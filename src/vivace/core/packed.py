@@ -7,6 +7,7 @@ common kind also run as a whole span (``span.py``) with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from vivace.core.attention import Attention
 from vivace.core.config import Activation, ModelConfig
 from vivace.core.layers import FeedForward, Linear, RMSNorm
+from vivace.core.low_bit import LowBitLinear, LowBitRows, frozen, refuse_gradients
 from vivace.core.model import Decoder, Layer
+from vivace.core.moe import MixtureOfExperts
 from vivace.core.span import NativeSpan
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
+from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
 
@@ -29,9 +33,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.body = body
         self.out_width, self.in_width = weight.shape
-        self.weight = _frozen(pack(weight))
+        self.weight = frozen(pack(weight))
         """(tiles, pairs, 16, 2)."""
-        self.bias = None if bias is None else _frozen(bias.contiguous())
+        self.bias = None if bias is None else frozen(bias.contiguous())
 
     @cached_property
     def matrix(self) -> Matrix:
@@ -77,7 +81,7 @@ class NativeNorm(nn.Module):
     def __init__(self, body: NativeBody, norm: RMSNorm) -> None:
         super().__init__()
         self.body = body
-        self.weight = _frozen(norm.weight.contiguous())
+        self.weight = frozen(norm.weight.contiguous())
         self.eps = norm.eps
         self.offset = norm.offset
 
@@ -90,7 +94,9 @@ class NativeNorm(nn.Module):
 class PackedFeedForward(nn.Module):
     """``down(act(gate(x)) * up(x))`` with gate, up and activation in one pass."""
 
-    def __init__(self, body: NativeBody, source: FeedForward) -> None:
+    def __init__(
+        self, body: NativeBody, source: FeedForward, linear: Callable[[Tensor, Tensor | None], nn.Module]
+    ) -> None:
         super().__init__()
         assert source.gated
         assert isinstance(source.up, Linear)
@@ -100,9 +106,9 @@ class PackedFeedForward(nn.Module):
         self.body = body
         self.activation: Activation = source.activation
         self.layer = source.layer
-        self.gate = PackedLinear(body, source.up.weight[:width], biases[0])
-        self.up = PackedLinear(body, source.up.weight[width:], biases[1])
-        self.down = PackedLinear(body, source.down.weight, source.down.bias)
+        self.gate = linear(source.up.weight[:width], biases[0])
+        self.up = linear(source.up.weight[width:], biases[1])
+        self.down = linear(source.down.weight, source.down.bias)
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
@@ -115,6 +121,8 @@ class PackedFeedForward(nn.Module):
                 deltas.add(up, x, sites[1])
             inner = self.body.activate(gate, up, self.activation)
         else:
+            assert isinstance(self.gate, PackedLinear | LowBitLinear)
+            assert isinstance(self.up, PackedLinear | LowBitLinear)
             inner = self.body.gated(self.gate.matrix, self.up.matrix, x, self.activation)
         y: Tensor = self.down(inner, add)
         for deltas in step.deltas:
@@ -138,53 +146,116 @@ class NativeAttention(Attention):
         )
 
 
-def pack_decoder(decoder: Decoder, body: NativeBody) -> None:
-    """Pack every weight of a bfloat16 decoder in place; it can no longer be trained or saved.
+class Packer:
+    """Puts packed modules in the places of a decoder's own, part by part, so that a loader can let go of each."""
+
+    def __init__(self, body: NativeBody | None, weights: Weights = "bf16") -> None:
+        """Decide how.
+
+        Args:
+            body: what will run them; None is PyTorch, for weights in few bits.
+            weights: what matrices are kept as. In few bits the embedding and the head have eight; routers of experts
+                and whatever is no matrix stay as they are.
+        """
+        self.body = body
+        self.weights = weights
+
+    def check(self, decoder: Decoder) -> None:
+        """Whether this decoder can be packed so.
+
+        Raises:
+            UnsupportedError: native bodies compute in bfloat16, and it does not.
+        """
+        if self.body is not None and decoder.dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"the {self.body.name} kernels are for bfloat16 weights, this model's are {_name(decoder.dtype)}; "
+                "give --dtype bfloat16 or --kernels torch"
+            )
+
+    def pack_ends(self, decoder: Decoder) -> None:
+        """Embedding, final norm and head."""
+        self.check(decoder)
+        if self.weights != "bf16":
+            self._round_ends(decoder)
+        elif decoder.lm_head is None:
+            assert self.body is not None
+            decoder.lm_head = TiedHead(self.body, decoder.embedding)
+        elif isinstance(decoder.lm_head, Linear):
+            decoder.lm_head = self.linear(decoder.lm_head.weight, decoder.lm_head.bias)
+        if self.body is not None and isinstance(decoder.final_norm, RMSNorm):
+            decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
+
+    def _round_ends(self, decoder: Decoder) -> None:
+        dtype, table = decoder.dtype, quantise(decoder.embedding, "int8")
+        decoder.rows = LowBitRows(table, dtype)
+        decoder.embedding = frozen(decoder.embedding.new_empty(0, decoder.config.width))
+        head = decoder.lm_head
+        if head is None:
+            decoder.lm_head = LowBitLinear(table, None, self.body)
+        elif isinstance(head, Linear):
+            decoder.lm_head = LowBitLinear(quantise(head.weight, "int8"), head.bias, self.body)
+
+    def pack_layer(self, decoder: Decoder, index: int) -> None:
+        """One layer."""
+        layer = decoder.layers[index]
+        assert isinstance(layer, Layer)
+        self._replace(layer)
+        is_plain = type(layer.attention) is Attention and decoder.config.group <= MAX_GROUP
+        if self.body is not None and is_plain:
+            layer.attention = NativeAttention(decoder.config, layer.index, self.body)
+
+    def finish(self, decoder: Decoder) -> None:
+        """All parts are in their places."""
+        if self.body is not None:
+            decoder.span = NativeSpan.of(decoder, self.body)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """The module for a matrix."""
+        if self.weights != "bf16":
+            return LowBitLinear(quantise(weight, self.weights), bias, self.body)
+        assert self.body is not None, "PyTorch takes bfloat16 as it is"
+        return PackedLinear(self.body, weight, bias)
+
+    def _replace(self, parent: nn.Module) -> None:
+        for name, child in list(parent.named_children()):
+            match child:
+                case MixtureOfExperts():
+                    if self.body is not None and isinstance(child.router, Linear):
+                        child.router = PackedLinear(self.body, child.router.weight, child.router.bias)
+                    self._replace(child.experts)
+                case FeedForward() if self._fuses(child):
+                    assert self.body is not None
+                    setattr(parent, name, PackedFeedForward(self.body, child, self.linear))
+                case Linear():
+                    setattr(parent, name, self.linear(child.weight, child.bias))
+                case RMSNorm() if self.body is not None:
+                    setattr(parent, name, NativeNorm(self.body, child))
+                case _:
+                    self._replace(child)
+
+    def _fuses(self, feed: FeedForward) -> bool:
+        return self.body is not None and feed.gated and type(feed.up) is type(feed.down) is Linear
+
+
+def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "bf16") -> None:
+    """Pack every weight of a decoder in place; it can no longer be trained or saved.
+
+    Args:
+        decoder: with bfloat16 weights if there is a body.
+        body: what runs it; None is PyTorch.
+        weights: as ``Packer`` takes them.
 
     Raises:
         UnsupportedError: its weights are not bfloat16.
     """
-    if decoder.dtype != torch.bfloat16:
-        raise UnsupportedError(
-            f"the {body.name} kernels are for bfloat16 weights, this model's are {_name(decoder.dtype)}; "
-            "give --dtype bfloat16 or --kernels torch"
-        )
-    _replace(decoder, body)
-    for layer in decoder.layers:
-        assert isinstance(layer, Layer)
-        if type(layer.attention) is Attention and decoder.config.group <= MAX_GROUP:
-            layer.attention = NativeAttention(decoder.config, layer.index, body)
-    if decoder.lm_head is None:
-        decoder.lm_head = TiedHead(body, decoder.embedding)
-    decoder.span = NativeSpan.of(decoder, body)
-
-
-def _replace(parent: nn.Module, body: NativeBody) -> None:
-    for name, child in list(parent.named_children()):
-        match child:
-            case FeedForward() if child.gated and type(child.up) is type(child.down) is Linear:
-                setattr(parent, name, PackedFeedForward(body, child))
-            case Linear():
-                setattr(parent, name, PackedLinear(body, child.weight, child.bias))
-            case RMSNorm():
-                setattr(parent, name, NativeNorm(body, child))
-            case _:
-                _replace(child, body)
-
-
-def _frozen(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values.detach(), requires_grad=False)
+    if body is None and weights == "bf16":
+        return
+    packer = Packer(body, weights)
+    packer.pack_ends(decoder)
+    for index in range(decoder.config.num_layers):
+        packer.pack_layer(decoder, index)
+    packer.finish(decoder)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def refuse_gradients(x: Tensor) -> None:
-    """Packed weights answer; they do not learn.
-
-    Raises:
-        UnsupportedError: somebody wants a gradient through them.
-    """
-    if x.requires_grad:
-        raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")

@@ -1,0 +1,77 @@
+"""Modules over weights in eight or four bits (``kernels/low_bit.py``): projections, the head, and the embedding's rows.
+
+With a native body they multiply integers natively, without one in PyTorch; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from vivace.errors import UnsupportedError
+from vivace.kernels.low_bit import LowBit, multiply
+from vivace.kernels.native import Matrix, NativeBody
+
+
+class LowBitLinear(nn.Module):
+    """``x W^T + b`` over rounded weights, optionally added to a residual; can choose its largest output."""
+
+    def __init__(self, weight: LowBit, bias: Tensor | None = None, body: NativeBody | None = None) -> None:
+        super().__init__()
+        self.body = body
+        self.weight = weight
+        self.codes = frozen(weight.codes)
+        self.scales = frozen(weight.scales)
+        self.bias = None if bias is None else frozen(bias.clone())
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """The weights for the body."""
+        return Matrix(self.weight, self.bias, self.weight.in_width, self.weight.out_width)
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """(T, in) -> (T, out)."""
+        refuse_gradients(x)
+        if self.body is not None:
+            return self.body.linear(self.matrix, x, add)
+        y = multiply(x, self.weight, self.bias)
+        return y if add is None else add + y
+
+    def greedy(self, x: Tensor) -> Tensor:
+        """Index of each row's largest output, (T, in) -> (T,)."""
+        if self.body is not None:
+            refuse_gradients(x)
+            return self.body.greedy(self.matrix, x)
+        return self.forward(x).float().argmax(-1)
+
+
+class LowBitRows(nn.Module):
+    """Rows of a rounded matrix, as an embedding gives them."""
+
+    def __init__(self, weight: LowBit, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight
+        self.codes = frozen(weight.codes)
+        self.scales = frozen(weight.scales)
+        self.dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(T,) -> (T, E)."""
+        return self.weight.rows(tokens).to(self.dtype)
+
+
+def frozen(values: Tensor) -> nn.Parameter:
+    """A parameter that stays as it is, over the same storage."""
+    return nn.Parameter(values.detach(), requires_grad=False)
+
+
+def refuse_gradients(x: Tensor) -> None:
+    """Packed weights answer; they do not learn.
+
+    Raises:
+        UnsupportedError: somebody wants a gradient through them.
+    """
+    if x.requires_grad:
+        raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")

@@ -1,0 +1,119 @@
+"""A decoder in few bits: rows keep their bits, spans are layers, it is near the model, and only rounded matrices stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.core.decoders import build, tokens
+from tests.core.test_bits import (  # noqa: F401 - collected here with this file's decoder
+    prefill,
+    test_alone_and_among_sixteen,
+    test_chains_of_any_length_are_single_rows,
+    test_tree_nodes_are_chain_rows,
+)
+from tests.core.test_packed import (  # noqa: F401 - collected here with this file's decoder
+    PLAIN,
+    test_spans_are_layers_one_by_one,
+)
+from vivace.core.layers import Linear
+from vivace.core.low_bit import LowBitLinear, LowBitRows
+from vivace.core.model import Decoder
+from vivace.core.moe import MixtureOfExperts
+from vivace.core.packed import PackedLinear, pack_decoder
+from vivace.core.step import Step
+from vivace.errors import UnsupportedError
+from vivace.kernels.native import NativeBody
+
+VARIANTS = ("experts", "learned", "plain", "post_norm", "qk_norm")
+FORMATS = ("int8", "q4")
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=FORMATS)
+def weights(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def packed(variant: str, weights: str, body: NativeBody) -> Decoder:
+    made = build(variant, torch.bfloat16)
+    pack_decoder(made, body, weights)
+    return made
+
+
+@pytest.fixture
+def decoder(packed: Decoder) -> Decoder:
+    return packed
+
+
+def logits(decoder: Decoder) -> Tensor:
+    step, rows = Step.dense(2, 20), torch.tensor(tokens(40, 3))
+    return decoder.head(decoder.run(decoder.embed(rows, step), step)).float()
+
+
+def meant(variant: str, weights: str) -> Decoder:
+    """The variant with each weight replaced by what is left of it."""
+    rounded, dense = build(variant, torch.bfloat16), build(variant, torch.float32)
+    pack_decoder(rounded, None, weights)
+    parts = dict(rounded.named_modules())
+    for name, module in dense.named_modules():
+        if isinstance(parts.get(name), LowBitLinear):
+            module.weight.data = parts[name].weight.dense()
+    assert rounded.rows is not None
+    dense.embedding.data = rounded.rows.weight.dense()
+    if dense.lm_head is not None:
+        dense.lm_head.weight.data = rounded.lm_head.weight.dense()
+    return dense
+
+
+def test_it_is_the_model_of_its_weights(variant: str, weights: str, packed: Decoder) -> None:
+    """What is left of the difference is the rounding of activations to eight bits and of results to bfloat16."""
+    exact = logits(meant(variant, weights))
+    in_torch = build(variant, torch.bfloat16)
+    pack_decoder(in_torch, None, weights)
+    spread = exact.std()
+    for found in (logits(packed), logits(in_torch)):
+        assert (found - exact).abs().mean() < 0.06 * spread
+
+
+def test_only_rounded_matrices_stay(variant: str, weights: str, packed: Decoder) -> None:
+    assert isinstance(packed.rows, LowBitRows)
+    assert packed.embedding.numel() == 0
+    assert packed.rows.weight.format == "int8"
+    assert packed.lm_head.weight.format == "int8"
+    if packed.config.tied_head:
+        assert packed.lm_head.codes.data_ptr() == packed.rows.codes.data_ptr()
+    for module in packed.layers.modules():
+        assert not isinstance(module, Linear)
+        if isinstance(module, LowBitLinear):
+            assert module.weight.format == weights
+        if isinstance(module, MixtureOfExperts):
+            assert isinstance(module.router, PackedLinear), "routers keep their digits"
+
+
+def test_torch_rows_keep_their_bits(variant: str, weights: str) -> None:
+    decoder = build(variant, torch.bfloat16)
+    pack_decoder(decoder, None, weights)
+    assert decoder.span is None
+    assert not any(isinstance(module, nn.Linear | PackedLinear) for module in decoder.modules())
+    test_chains_of_any_length_are_single_rows(decoder)
+    test_tree_nodes_are_chain_rows(decoder)
+
+
+def test_refusals(body: NativeBody) -> None:
+    with pytest.raises(UnsupportedError, match="bfloat16 weights, this model's are float32"):
+        pack_decoder(build("plain"), body, "q4")
+    pack_decoder(build("plain"), None, "q4")  # PyTorch computes in either
+
+
+def test_no_gradients(packed: Decoder) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(4, 48, dtype=torch.bfloat16, requires_grad=True)
+        with pytest.raises(UnsupportedError, match="cannot be trained"):
+            packed.lm_head(x)
