@@ -17,7 +17,7 @@ from vivace.errors import CapacityError, DependencyError, UnsupportedError, Viva
 from vivace.evaluate import llamacpp
 from vivace.evaluate.contest import Question
 from vivace.evaluate.entrants import Entrant
-from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, Rows, enter_llama_cpp
+from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, Rows, enter_llama_cpp, llama_cpp_passes
 from vivace.evaluate.peers import enter_peers
 
 TEXTS = ("Describe: name[Oak], food[French]", "Hello hello hello", "near the river")
@@ -131,6 +131,18 @@ def test_more_rows_than_room_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(VivaceError, match="does not open"):
         LlamaCpp(tmp_path / "broken.gguf", num_threads=1, capacity=8)
+
+
+@pytest.mark.usefixtures("installed")
+def test_passes_over_rows_can_be_repeated(folder: Path, tmp_path: Path) -> None:
+    write_checkpoint(folder, tmp_path / "m.gguf")
+    engine = LlamaCpp(tmp_path / "m.gguf", num_threads=1, capacity=32, full_precision=True)
+    one, sixteen = llama_cpp_passes(engine, (1, 16), context=20)
+    for run in (sixteen, one, sixteen, one):
+        run()
+    (row,) = engine.run(Rows([1], [21], [0], [0]))
+    ids = [1] * 22
+    assert np.abs(row - load(folder, dtype="float32").logits([ids])[0, -1].numpy()).max() < 2e-4
 
 
 def test_without_the_package_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import ctypes
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,6 +114,20 @@ class LlamaCpp:
         place = ctypes.addressof(self._lib.llama_get_logits_ith(self._context, row).contents)
         values = (ctypes.c_float * self._vocab_size).from_address(place)
         return np.frombuffer(memoryview(values), np.float32)
+
+
+def llama_cpp_passes(engine: LlamaCpp, num_rows: Sequence[int], *, context: int) -> list[Callable[[], object]]:
+    """As `roofline.passes_over` has them: a pass over k rows, and the largest logit of each."""
+
+    def run(rows: int) -> None:
+        engine.forget(0, context)
+        places = range(context, context + rows)
+        for logits in engine.run(Rows([1] * rows, places, [0] * rows, range(rows))):
+            logits.argmax()
+
+    engine.forget()
+    engine.run(Rows([1] * context, range(context), [0] * context, []))
+    return [partial(run, rows) for rows in num_rows]
 
 
 class _Batch:

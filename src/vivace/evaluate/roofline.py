@@ -68,17 +68,30 @@ def read_bandwidth(device: torch.device, *, num_bytes: int = 1 << 28, repeats: i
 @torch.inference_mode()
 def pass_seconds(model: Decoder, num_rows: Sequence[int], *, context: int, repeats: int) -> list[float]:
     """Median time of a target pass and its greedy choice, for each number of rows; sizes take turns."""
+    passes = passes_over(model, num_rows, context=context)
+    times: list[list[float]] = [[] for _ in passes]
+    for _ in range(repeats + 1):
+        for run, found in zip(passes, times, strict=True):
+            found += _time(run, model.device, 1)
+    return [statistics.median(found[1:]) for found in times]
+
+
+@torch.inference_mode()
+def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> list[Callable[[], object]]:
+    """For each number of rows a target pass and its greedy choice, to be called again and again in inference mode.
+
+    Args:
+        model: The decoder.
+        num_rows: Rows of each pass.
+        context: Tokens in the cache, the same at every call.
+    """
     cache = model.new_cache(1, context + max(num_rows) + 1)
     climb = Climb()
     prompt = Draft.given_only({0: [1] * context})
     climb.run(model, prompt, cache, chunk=True)
     cache.commit([0], [range(context)])
     drafts = [Draft.given_only({0: [1] * rows}) for rows in num_rows]
-    times: list[list[float]] = [[] for _ in drafts]
-    for _ in range(repeats + 1):
-        for draft, found in zip(drafts, times, strict=True):
-            found += _time(partial(_pass, model, climb, draft, cache), model.device, 1)
-    return [statistics.median(found[1:]) for found in times]
+    return [partial(_pass, model, climb, draft, cache) for draft in drafts]
 
 
 def pass_bytes(model: Decoder) -> int:
