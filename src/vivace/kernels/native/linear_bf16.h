@@ -7,19 +7,30 @@ namespace {
 
 constexpr int GROUP = 4;  // tiles that are summed together where there are few rows
 
-// sums[m][r][lane] of R rows over M tiles.
+// Pairs of inputs for which weights are fetched before they are used: enough for memory to answer, and few enough
+// for the first cache; where that holds whole tiles, the next ones.
+constexpr int64_t AHEAD = 64, MOST_AHEAD = 256;
+
+// sums[m][r][lane] of R rows over M tiles; fetches what the M tiles after them begin with.
 template <int R, int M>
 void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     Sums acc[M][R];
-    for (int64_t k = 0; k < pairs; ++k) {
-        Tile tile[M];
+    const int64_t near = pairs <= AHEAD || pairs * M <= MOST_AHEAD ? pairs : AHEAD, turn = pairs - near;
+    int64_t ahead = near * 2 * LANES;
+    for (int64_t k = 0, stop = turn; k < pairs; stop = pairs, ahead += (M - 1) * pairs * 2 * LANES) {
+        for (; k < stop; ++k) {
+            Tile tile[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) tile[m] = Tile(w[m] + k * 2 * LANES);
+            for (int m = 0; m < M; ++m) {
+                __builtin_prefetch(w[m] + k * 2 * LANES + ahead);
+                tile[m] = Tile(w[m] + k * 2 * LANES);
+            }
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const Inputs inputs(x + r * width + 2 * k);
+            for (int r = 0; r < R; ++r) {
+                const Inputs inputs(x + r * width + 2 * k);
 #pragma GCC unroll 4
-            for (int m = 0; m < M; ++m) acc[m][r].step(tile[m], inputs);
+                for (int m = 0; m < M; ++m) acc[m][r].step(tile[m], inputs);
+            }
         }
     }
 #pragma GCC unroll 4
@@ -46,20 +57,24 @@ const SumTiles SUM_TILES[] = {
 #endif
 };
 
-// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie.
+// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie, `ahead`
+// after it what is fetched meanwhile.
 template <int R>
-void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums) {
+void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums, int64_t ahead = 0) {
     Vec acc[R][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int o = 0; o < 4; ++o) acc[r][o] = broadcast(0);
     int64_t k = 0;
-    for (; k + DOT_WIDTH <= width; k += DOT_WIDTH)
+    for (; k + DOT_WIDTH <= width; k += DOT_WIDTH) {
+#pragma GCC unroll 4
+        for (int o = 0; o < 4; ++o) __builtin_prefetch(w[o] + k + ahead);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
             for (int o = 0; o < 4; ++o) acc[r][o] = dot(acc[r][o], x + r * stride + k, w[o] + k);
+    }
     if (k < width)
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
@@ -77,9 +92,14 @@ void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int6
             const int64_t output = tile * LANES + lane + o;
             w[o] = m.weight + (output < m.out ? output : m.out - 1) * m.in;
         }
-        int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) dot_block<2>(w, x + r * stride, m.in, stride, sums + r * LANES + lane);
-        if (r < rows) dot_block<1>(w, x + r * stride, m.in, stride, sums + r * LANES + lane);
+        int64_t r = 0, ahead = 8 * m.in;
+        const auto dots = [&]<int R>() {
+            for (; r + R <= rows; r += R, ahead = 0)
+                dot_block<R>(w, x + r * stride, m.in, stride, sums + r * LANES + lane, ahead);
+        };
+        if constexpr (MAX_SUMS > 16) dots.template operator()<4>();
+        dots.template operator()<2>();
+        dots.template operator()<1>();
     }
 }
 
