@@ -37,6 +37,13 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LOOP = "{steps: 3, warmup_steps: 1}"
 SMALL = {
     "multirate": (f"loop={LOOP}", "held_back=4", "tokens_per_batch=256", "adapter.gate=1"),
+    "dynamic": (
+        f"loop={LOOP}",
+        "held_back=4",
+        "router_rows=4",
+        "tokens_per_batch=256",
+        "adapter.gates.gates=[{layer: 1}]",
+    ),
     "finetune": (f"stages=[{{loop: {LOOP}}}]", "held_back=4", "tokens_per_batch=256"),
 }
 """Changes that make a page's training quick enough for a test, and fit its model of two layers."""
@@ -201,9 +208,10 @@ def test_what_is_said_to_be_refused_is(claim: str, family: str, change: dict[str
         translate(written | change)
 
 
-def test_no_lossy_method_is_built() -> None:
-    lossy = [method.name for method in METHODS.values() if method.built and not method.lossless]
-    assert not lossy, f"docs/losslessness.md says that none is built, found {lossy}"
+def test_lossy_methods_are_named_as_such() -> None:
+    text = (ROOT / "docs" / "losslessness.md").read_text(encoding="utf-8")
+    unsaid = [m.name for m in METHODS.values() if m.built and not m.lossless and f"`{m.name}`" not in text]
+    assert not unsaid, f"docs/losslessness.md does not say that these are lossy: {unsaid}"
 
 
 def test_an_unknown_or_doubled_part_is_an_error() -> None:

@@ -13,10 +13,15 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.core.model import Layer
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.engine import Options
 from vivace.errors import ConfigError
+from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.multirate.gates import GateConfig, GatesConfig
+from vivace.multirate.router import RouterConfig
+from vivace.multirate.thresholds import QualityPlan
 
 PROMPTS = ["abc abc abc abc", "the quick brown fox the quick brown fox"]
 PLAIN = {"method": "plain", "max_new_tokens": 24}
@@ -42,6 +47,7 @@ CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "batch_size": (PLAIN, 1),
     "exact": (PLAIN, True),
     "num_draft_tokens": (LOOKED_UP | {"ignore_eos": True}, 1),
+    "quality": (PLAIN | {"method": "dynamic", "ignore_eos": True}, 0.9),
     "progress": (PLAIN, "recorded"),
 }
 """Field -> what it is added to, and its value."""
@@ -53,6 +59,9 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "num_draft_tokens is 3, but method plain drafts nothing": {"num_draft_tokens": 3},
     "num_draft_tokens is 3, but method auto finds out": {"num_draft_tokens": 3, "method": "auto"},
     "num_draft_tokens is 64; a draft has at most 63 guesses": {"num_draft_tokens": 64, "method": "lookup"},
+    "quality is 0.9, but method plain does not leave early": {"quality": 0.9},
+    "quality is 0.7; the thresholds of this adapter are for 0.9, 0.98": {"quality": 0.7, "method": "dynamic"},
+    "num_draft_tokens is 3, but method dynamic drafts nothing": {"num_draft_tokens": 3, "method": "dynamic"},
     "lookup needs num_draft_tokens >= 1": {"num_draft_tokens": 0, "method": "lookup"},
     "no effect on greedy decoding": {"top_k": 3, "do_sample": False},
 }
@@ -64,8 +73,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> vivace.Engine:
     folder = make_checkpoint(tmp_path_factory.mktemp("options"))
     usual = vivace.load(folder).generate(PROMPTS[0], **PLAIN)[0]
     settings = {"eos_token_id": [usual.token_ids[4]]}
+    save_exits(folder, vivace.load(folder).model)
     (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return vivace.load(folder)
+
+
+def save_exits(folder: Path, model: Decoder) -> None:
+    """Gates that nothing passes at the usual quality, and everything at a lower one."""
+    config = DynamicConfig(GatesConfig((GateConfig(1),), rank=2, bottleneck=4), RouterConfig(latent=4))
+    plan = DynamicPlan((QualityPlan(0.9, (-1.0,)), QualityPlan(0.98, (None,))))
+    tensors = {name: value.to(model.dtype) for name, value in DynamicWeights(config, model.config).tensors().items()}
+    place = folder / "adapters" / "dynamic"
+    save_adapter(place, "dynamic", base_hash(folder), dataclasses.asdict(plan), dataclasses.asdict(config), tensors)
 
 
 class Observed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.multirate.config import MultirateConfig
+from vivace.multirate.dynamic import DynamicConfig
+from vivace.multirate.exits import RouterLesson
+from vivace.multirate.gates import GateConfig, GatesConfig
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
-from vivace.training import AdapterRecipe, regenerated, train_adapter
+from vivace.training import AdapterRecipe, ExitRecipe, regenerated, train_adapter, train_exits
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
 RECIPE = AdapterRecipe(
@@ -86,3 +90,50 @@ def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path)
 def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="8 rows leave nothing to train on"):
         train_adapter(RECIPE, vivace.load(checkpoint), WORDS[:8], tmp_path / "x", Lines(lambda _: None))
+
+
+EXITS = ExitRecipe(
+    kind="dynamic",
+    loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
+    router=RouterLesson(epochs=2, positions=64),
+    adapter=DynamicConfig(GatesConfig((GateConfig(1), GateConfig(2), GateConfig(3)), rank=4, bottleneck=8)),
+    tokens_per_batch=128,
+    held_back=20,
+    router_rows=10,
+)
+
+
+def test_trained_exits_decode_and_say_how_often_they_left(checkpoint: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    runs = train_exits(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(notes.append))
+    assert [run.method for run in runs] == ["plain", "dynamic"]
+    assert sum("of the tokens leave at the gates" in note for note in notes) == 4
+    written, tensors = load_adapter(tmp_path / "early")
+    assert [plan["quality"] for plan in written["plan"]["qualities"]] == [0.9, 0.95, 0.98, 0.99]
+    assert {name.partition(".")[0] for name in tensors} == {"gates", "router"}
+    engine = vivace.load(checkpoint, adapters={"dynamic": tmp_path / "early"})
+    for quality in (None, 0.9):
+        stats = engine.generate("aka", method="dynamic", quality=quality, max_new_tokens=24)[0].stats
+        assert len(stats.exit_layers) == stats.num_tokens
+        assert stats.early_exit_share is not None
+    with pytest.raises(ConfigError, match=r"thresholds of this adapter are for 0\.9, 0\.95, 0\.98, 0\.99"):
+        engine.generate("aka", method="dynamic", quality=0.5)
+
+
+def test_a_finished_exit_training_ends_with_the_same_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """Gates come from their snapshot; what the router learns depends on nothing else."""
+    found = []
+    for _ in range(2):
+        train_exits(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(lambda _: None))
+        found.append({name: value.clone() for name, value in load_adapter(tmp_path / "early")[1].items()})
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_exits_refuse_what_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
+    engine = vivace.load(checkpoint)
+    with pytest.raises(NotFoundError, match="vivace train dynamic"):
+        engine.generate("aka", method="dynamic")
+    with pytest.raises(ConfigError, match="router_rows"):
+        replace(EXITS, router_rows=0)
+    with pytest.raises(ConfigError, match="leave the gates none"):
+        train_exits(replace(EXITS, held_back=63), engine, WORDS, tmp_path / "early", Lines(lambda _: None))

@@ -81,6 +81,9 @@ class Options:
     neighbours (``docs/losslessness.md``)."""
     num_draft_tokens: int | None = None
     """Guesses per step of a method that drafts; None is what the method or its adapter says."""
+    quality: float | None = None
+    """Share of the tokens that leave early that shall be the whole model's own, for a method that leaves early; one
+    that its adapter was calibrated to. None is .98."""
     progress: Progress | None = None
     """Told (done, all) prompt tokens while prompts are read."""
 
@@ -285,7 +288,7 @@ class Engine:
         request = Request(
             tokens=tokens,
             max_new_tokens=limit,
-            drafter=self.methods.drafter(options.method, options.num_draft_tokens),
+            drafter=self.methods.drafter(options.method, options.num_draft_tokens, options.quality),
             sampling=self.sampling(options),
             stop=stop,
             seed=options.seed,

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.core.model import Decoder
@@ -21,6 +25,7 @@ from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.drafter import self_speculation
+from vivace.multirate.dynamic import DynamicConfig, DynamicDepth, DynamicPlan, DynamicWeights
 from vivace.multirate.residual import Accelerator
 from vivace.recipe import METHODS, build, find_method
 
@@ -54,7 +59,12 @@ class Methods:
     """The drafters of one model, each made when first asked for and kept with what it has measured."""
 
     def __init__(
-        self, model: Decoder, folder: Path | None, adapters: Mapping[str, Path], second: Decoder | None = None
+        self,
+        model: Decoder,
+        folder: Path | None,
+        adapters: Mapping[str, Path],
+        second: Decoder | None = None,
+        plan: DraftPlan | None = None,
     ) -> None:
         """Make nothing yet.
 
@@ -63,26 +73,40 @@ class Methods:
             folder: its checkpoint, None for a model that only lives in memory (adapters cannot be checked then).
             adapters: adapter folders by method; others are looked for in ``<folder>/adapters/<method>``.
             second: a smaller decoder with the same tokens, for the method ``draft``.
+            plan: shape of the drafts, instead of what the adapters say.
         """
         self.model = model
         self.folder = folder
         self.adapters = adapters
         self.second = second
-        self._drafters: dict[tuple[str, int | None], Drafter] = {}
+        self.plan = plan
+        self._drafters: dict[tuple[str, int | None, float | None], Drafter] = {}
 
-    def drafter(self, method: str, num_draft_tokens: int | None = None) -> Drafter:
+    def drafter(self, method: str, num_draft_tokens: int | None = None, quality: float | None = None) -> Drafter:
         """The drafter of a method, made once.
 
+        Args:
+            method: its name.
+            num_draft_tokens: guesses per step; None is what the method or its adapter says.
+            quality: stated agreement of a method that leaves early; None is what the method says.
+
         Raises:
-            ConfigError: no such method, or a number of guesses for one that does not take it.
+            ConfigError: no such method, or a number of guesses or a quality for one that does not take it.
             UnsupportedError: not built yet.
             NotFoundError: its weights are missing; names the command that trains them.
         """
         find_method(method)
-        key = (method, num_draft_tokens)
+        if quality is not None and method != "dynamic":
+            raise ConfigError(f"quality is {quality:g}, but method {method} does not leave early; leave it out")
+        key = (method, num_draft_tokens, quality)
         if key not in self._drafters:
-            self._drafters[key] = self._make(method, num_draft_tokens)
+            is_dynamic = method == "dynamic"
+            self._drafters[key] = self._dynamic(*key[1:]) if is_dynamic else self._make(method, num_draft_tokens)
         return self._drafters[key]
+
+    def planned(self, plan: DraftPlan) -> Methods:
+        """The same methods, drafting after another plan than their adapters'."""
+        return Methods(self.model, self.folder, self.adapters, self.second, plan)
 
     def _make(self, method: str, length: int | None) -> Drafter:
         if length is not None and method in ("plain", "auto"):
@@ -109,32 +133,52 @@ class Methods:
         return Adaptive([self._make(name, None) for name in ("lookup", "multirate", "draft") if name in self.ready()])
 
     def _accelerator(self) -> tuple[Accelerator, DraftPlan]:
-        folder = self._adapter_folder("multirate")
+        written, tensors = self._adapter("multirate", "an accelerator")
+        accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
+        self._require_shapes("multirate", accelerator.state_dict(), tensors)
+        accelerator.load_state_dict(dict(tensors))
+        plan = self.plan or build(DraftPlan, written["plan"])
+        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+
+    def _dynamic(self, length: int | None, quality: float | None) -> DynamicDepth:
+        if length is not None:
+            raise ConfigError(f"num_draft_tokens is {length}, but method dynamic drafts nothing; leave it out")
+        written, tensors = self._adapter("dynamic", "gates and a router")
+        weights = DynamicWeights(build(DynamicConfig, written["config"]), self.model.config)
+        self._require_shapes("dynamic", weights.tensors(), tensors)
+        weights.load(tensors)
+        weights.gates.to(self.model.device, self.model.dtype).requires_grad_(False)
+        weights.router.to(self.model.device, torch.float32).requires_grad_(False)
+        return DynamicDepth(weights, build(DynamicPlan, written["plan"]), quality)
+
+    def _adapter(self, kind: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """``config.json`` and weights of the adapter of a kind, checked against the model."""
+        folder = self.adapter_folder(kind)
         if folder is None or not folder.is_dir():
             base = self.folder or "MODEL"
             raise NotFoundError(
-                f"method multirate needs an accelerator for this model and there is none in {folder or 'memory'}; "
-                f"train one: vivace train multirate --model {base} --data FILE --out {base}/adapters/multirate"
+                f"method {kind} needs {what} for this model and there is none in {folder or 'memory'}; "
+                f"train one: vivace train {kind} --model {base} --data FILE --out {base}/adapters/{kind}"
             )
         if self.folder is None:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
         written, tensors = load_adapter(folder, base_hash(self.folder))
-        if written["kind"] != "multirate":
-            raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for multirate")
-        accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
-        expected = {name: value.shape for name, value in accelerator.state_dict().items()}
-        if expected != {name: value.shape for name, value in tensors.items()}:
-            raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
-        accelerator.load_state_dict(dict(tensors))
-        plan = build(DraftPlan, written["plan"])
-        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+        if written["kind"] != kind:
+            raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for {kind}")
+        return written, tensors
 
-    def _adapter_folder(self, kind: str) -> Path | None:
+    def _require_shapes(self, kind: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+        if {name: value.shape for name, value in expected.items()} != {n: v.shape for n, v in found.items()}:
+            folder = self.adapter_folder(kind)
+            raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
+
+    def adapter_folder(self, kind: str) -> Path | None:
+        """Where the adapter of a kind is, or would be; None for a model that only lives in memory."""
         inside = None if self.folder is None else self.folder / "adapters" / kind
         return self.adapters.get(kind, inside)
 
     def _has_adapter(self, kind: str) -> bool:
-        folder = self._adapter_folder(kind)
+        folder = self.adapter_folder(kind)
         return folder is not None and folder.is_dir()
 
     def _draft_model(self, length: int | None) -> DraftModel:

@@ -13,7 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.core.seams import Objective
+from vivace.decode.depth import Missing
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
@@ -22,8 +26,11 @@ from vivace.evaluate.entrants import Entrant
 from vivace.files import write_text
 from vivace.methods import Methods
 from vivace.multirate.config import MultirateConfig
+from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.multirate.exits import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.residual import Accelerator
+from vivace.multirate.thresholds import QUALITIES, calibrate, exit_shares, score_all
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
 from vivace.train.data import Batches, Rows, collate, grouped, pairs_of, texts_of
@@ -65,6 +72,41 @@ class AdapterRecipe:
             )
 
 
+@dataclass(frozen=True)
+class ExitRecipe:
+    """How to train gates and the router that opens them on a frozen base."""
+
+    kind: Literal["dynamic"]
+    loop: LoopConfig
+    """Of the gates."""
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    router: RouterLesson = field(default_factory=RouterLesson)
+    """What follows: the router that may open them."""
+    adapter: DynamicConfig = field(default_factory=DynamicConfig)
+    loss: GatesLoss = field(default_factory=GatesLoss)
+    missing: Missing = "deferred"
+    """What stands for the entries above an exit when decoding: ``deferred``, ``propagate`` or ``mask``."""
+    max_late: int = 8
+    """Tokens of a sequence that may wait for their upper layers."""
+    tokens_per_batch: int = 4096
+    longest: int = 512
+    """Rows with more tokens are left out."""
+    held_back: int = 256
+    """Rows that choose the best weights, set the thresholds and time the result."""
+    router_rows: int = 2000
+    """Further rows that only the router learns from."""
+    regenerate: int = 0
+    """Prompts whose answers the base writes anew first: it will leave early in what it says itself."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.held_back < 1 or self.regenerate < 0 or self.longest < 8 or self.router_rows < 1:
+            raise ConfigError(
+                f"held_back and router_rows must be >= 1, regenerate >= 0 and longest >= 8, found {self.held_back}, "
+                f"{self.router_rows}, {self.regenerate} and {self.longest}"
+            )
+
+
 def train_adapter(
     recipe: AdapterRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
 ) -> list[Run]:
@@ -85,32 +127,79 @@ def train_adapter(
         CapacityError: not enough memory.
         UnsupportedError: the base's weights are packed.
     """
-    if out.resolve() == engine.folder.resolve():
-        raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
-    if engine.kernels.body is not None:
-        raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
-    order = random.Random(recipe.seed)
-    pairs = _pairs(recipe, engine, prompts, out, report)
-    order.shuffle(pairs)
-    if len(pairs) <= recipe.held_back:
-        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
-    held_back, learnt = pairs[: recipe.held_back], pairs[recipe.held_back :]
+    held_back, learnt = _split(recipe, engine, prompts, out, report)
     accelerator = Accelerator(recipe.adapter, engine.model.config)
-    rows = Rows(engine.tokenizer, recipe.longest)
-    lessons = Lessons(
-        Batches(lambda rng, number: learnt, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
-        [collate(group) for group in grouped(rows.encode(held_back), recipe.tokens_per_batch)],
-    )
-    _check_memory(recipe, engine, accelerator, report)
-    base = base_hash(engine.folder)
-    plan_text = json.dumps({"recipe": asdict(recipe), "base": base, "rows": len(pairs)}, sort_keys=True)
-    course = Course(recipe.loop, recipe.optimiser, recipe.seed, plan_text)
     objective = MultirateObjective(accelerator, recipe.loss)
+    _check_memory(recipe, engine, objective, recipe.adapter.gate, report)
+    base = base_hash(engine.folder)
+    course = Course(recipe.loop, recipe.optimiser, recipe.seed, _plan_text(recipe, base, held_back, learnt))
+    lessons = _lessons(recipe, engine, learnt, held_back)
     fit(engine.model, objective, lessons, course, folder=out / "run", report=report)
     tensors = {name: value.to(engine.model.dtype) for name, value in accelerator.tensors().items()}
     save_adapter(out, recipe.kind, base, asdict(recipe.plan), asdict(recipe.adapter), tensors)
     report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}")
     return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in held_back[:NUM_MEASURED]])
+
+
+def train_exits(recipe: ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Run]:
+    """Train gates, then their router, set the thresholds, save and time dynamic depth.
+
+    Args:
+        recipe: what to train and how.
+        engine: the frozen base, with torch's kernels.
+        prompts: rows with references (those that are regenerated need none).
+        out: folder of the adapter; a run that was killed there goes on.
+        report: hears about it.
+
+    Returns:
+        Plain decoding and the new method on held-back prompts.
+
+    Raises:
+        ConfigError: too few rows, a recipe that does not fit the base, or ``out`` is the base's own folder.
+        CapacityError: not enough memory.
+        UnsupportedError: the base's weights are packed.
+    """
+    held_back, learnt = _split(recipe, engine, prompts, out, report)
+    asked, learnt = learnt[: recipe.router_rows], learnt[recipe.router_rows :]
+    if not learnt:
+        raise ConfigError(f"{len(asked)} rows for a router of {recipe.router_rows} leave the gates none; lower it")
+    torch.manual_seed(recipe.seed)
+    weights = DynamicWeights(recipe.adapter, engine.model.config)
+    objective = GatesObjective(weights.gates, recipe.loss)
+    _check_memory(recipe, engine, objective, recipe.adapter.gates.layers[-1], report)
+    base = base_hash(engine.folder)
+    course = Course(recipe.loop, recipe.optimiser, recipe.seed, _plan_text(recipe, base, held_back, learnt))
+    lessons = _lessons(recipe, engine, learnt, held_back)
+    fit(engine.model, objective, lessons, course, folder=out / "run", report=report)
+    weights.gates.to(engine.model.dtype)  # the router judges what will decode
+    trails = _trails(recipe, engine, weights, asked)
+    report.note(f"the router learns from {trails.num_positions} positions")
+    fit_router(engine.model, weights.router, trails, recipe.router, seed=recipe.seed)
+    tensors = {name: value.to(engine.model.dtype) for name, value in weights.tensors().items()}
+    weights.load(tensors)  # thresholds belong to the weights as they are stored
+    plan = _calibrated(recipe, engine, weights, held_back, report)
+    save_adapter(out, recipe.kind, base, asdict(plan), asdict(recipe.adapter), tensors)
+    report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}")
+    return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in held_back[:NUM_MEASURED]])
+
+
+def _trails(recipe: ExitRecipe, engine: Engine, weights: DynamicWeights, pairs: Sequence[Pair]) -> Trails:
+    """What the router sees of some rows."""
+    groups = grouped(Rows(engine.tokenizer, recipe.longest).encode(pairs), recipe.tokens_per_batch)
+    router = recipe.adapter.router
+    return Trails.join([trails_of(engine.model, weights.gates, router, collate(group)) for group in groups])
+
+
+def _calibrated(
+    recipe: ExitRecipe, engine: Engine, weights: DynamicWeights, held_back: Sequence[Pair], report: Report
+) -> DynamicPlan:
+    """Thresholds for every stated agreement; says how many tokens would leave."""
+    scores = score_all(engine.model, weights.router, _trails(recipe, engine, weights, held_back))
+    plans = tuple(calibrate(scores, quality) for quality in QUALITIES)
+    for plan in plans:
+        shares = [f"{share:.0%}" for share in exit_shares(scores, plan)]
+        report.note(f"at agreement {plan.quality:g}: {', '.join(shares)} of the tokens leave at the gates")
+    return DynamicPlan(plans, recipe.missing, recipe.max_late)
 
 
 def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:
@@ -122,7 +211,40 @@ def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[st
     return summarise(hold(entrants, questions, repeats=1), "plain")
 
 
-def _pairs(recipe: AdapterRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
+def _split(
+    recipe: AdapterRecipe | ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+) -> tuple[list[Pair], list[Pair]]:
+    """Rows held back, and rows to learn from."""
+    if out.resolve() == engine.folder.resolve():
+        raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
+    if engine.kernels.body is not None:
+        raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
+    pairs = _pairs(recipe, engine, prompts, out, report)
+    random.Random(recipe.seed).shuffle(pairs)
+    if len(pairs) <= recipe.held_back:
+        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
+    return pairs[: recipe.held_back], pairs[recipe.held_back :]
+
+
+def _lessons(
+    recipe: AdapterRecipe | ExitRecipe, engine: Engine, learnt: Sequence[Pair], held_back: Sequence[Pair]
+) -> Lessons:
+    rows = Rows(engine.tokenizer, recipe.longest)
+    return Lessons(
+        Batches(lambda rng, number: learnt, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
+        [collate(group) for group in grouped(rows.encode(held_back), recipe.tokens_per_batch)],
+    )
+
+
+def _plan_text(recipe: AdapterRecipe | ExitRecipe, base: str, held_back: Sequence[Pair], learnt: Sequence[Pair]) -> str:
+    """What a resumed run must repeat."""
+    rows = len(held_back) + len(learnt)
+    return json.dumps({"recipe": asdict(recipe), "base": base, "rows": rows}, sort_keys=True)
+
+
+def _pairs(
+    recipe: AdapterRecipe | ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+) -> list[Pair]:
     if not recipe.regenerate:
         return pairs_of(prompts)
     texts = sorted(set(texts_of(prompts)))
@@ -170,11 +292,13 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _check_memory(recipe: AdapterRecipe, engine: Engine, accelerator: Accelerator, report: Report) -> None:
-    trained = list(accelerator.parameters())
-    optimiser = Optimiser(MultirateObjective(accelerator, recipe.loss).groups(), recipe.optimiser)
-    weights = [*engine.model.parameters(), *trained]
-    below_gate = replace(engine.model.config, num_layers=recipe.adapter.gate)  # the rest runs without gradients
-    need = estimate_memory(below_gate, weights, trained, optimiser.num_bytes(), recipe.tokens_per_batch)
+def _check_memory(
+    recipe: AdapterRecipe | ExitRecipe, engine: Engine, objective: Objective, top: int, report: Report
+) -> None:
+    """Refuse what would not fit; layers above the last gate, ``top``, run without gradients."""
+    optimiser = Optimiser(objective.groups(), recipe.optimiser)
+    weights = [*engine.model.parameters(), *optimiser.params]
+    below_gate = replace(engine.model.config, num_layers=top)
+    need = estimate_memory(below_gate, weights, optimiser.params, optimiser.num_bytes(), recipe.tokens_per_batch)
     report.note(f"memory: {need}")
     require_memory(need, engine.model.device)

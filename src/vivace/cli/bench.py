@@ -16,6 +16,7 @@ from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError, DependencyError
 from vivace.files import write_text
 from vivace.prompts import PACKAGED, Prompt
+from vivace.recipe import METHODS
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def decode(
     rows = read_prompts(prompts, limit)
     rivals_draft = "transformers-assisted" in split_names(peers)
     choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels)
-    engine = open_engine(choice, [*names, *(["draft"] if rivals_draft else [])])
+    engine = open_engine(choice, [*map(_method, names), *(["draft"] if rivals_draft else [])])
     questions = questions_of(engine, rows, raw=raw)
     rivals, heat = enter_peers(
         split_names(peers),
@@ -95,12 +96,16 @@ def decode(
             "kernels": engine.kernels.name,
         },
         "peers": None if heat is None else asdict(heat),
-        "quality": quality(engine, rows, records),
+        "quality": quality(engine, rows, records, BASELINE),
+        "lossy": {name: quality(engine, rows, records, name) for name in names if not METHODS[_method(name)].lossless},
         "runs": [asdict(run) for run in runs],
     }
     write_report(report, json_file)
     if str(json_file) != "-":
         print_runs(runs)
+        for run in runs:
+            if run.method in report["lossy"]:
+                console.note(lossy_note(run, len(rows), report))
         console.note(roofline_note(report["roofline"]))
 
 
@@ -114,12 +119,27 @@ def facts(engine: Engine) -> dict[str, Any]:
     return {"provenance": asdict(provenance(engine.model.device)), "roofline": measured}
 
 
-def quality(engine: Engine, prompts: list[Prompt], records: list[Record]) -> dict[str, Any] | None:
-    """Quality of the baseline's answers; None, with a note, where its packages are missing."""
+def _method(name: str) -> str:
+    """``"dynamic"`` of ``"dynamic@0.98"``."""
+    return name.partition("@")[0]
+
+
+def lossy_note(run: Run, num_prompts: int, report: dict[str, Any]) -> str:
+    """How much of a lossy method's text left early, and how good it is beside the baseline's, on one line."""
+    ours, base = report["lossy"][run.method] or {}, report["quality"] or {}
+    pairs = [(f"{task} {name}", value, base[task][name]) for task in ours for name, value in ours[task].items()]
+    told = [f"{name} {value:.4g} (plain {other:.4g})" for name, value, other in pairs if not name.endswith("num_texts")]
+    exits = f"{run.early_exit_share or 0:.1%} of the tokens left early, {run.mean_exit_layer or 0:.1f} layers a token"
+    same = f"{num_prompts - run.num_different} of {num_prompts} answers are plain's"
+    return f"{run.method}: {exits}; {'; '.join([same, *told])}"
+
+
+def quality(engine: Engine, prompts: list[Prompt], records: list[Record], name: str) -> dict[str, Any] | None:
+    """Quality of a method's answers; None, with a note, where its packages are missing."""
     from vivace.evaluate.quality import score
 
-    base = next(record for record in records if record.name == BASELINE)
-    texts = [engine.tokenizer.decode(ids) for takes in base.takes for ids in takes[0].token_ids]
+    found = next(record for record in records if record.name == name)
+    texts = [engine.tokenizer.decode(ids) for takes in found.takes for ids in takes[0].token_ids]
     try:
         return score(prompts, texts)
     except DependencyError as error:

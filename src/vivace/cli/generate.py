@@ -27,6 +27,7 @@ def generate(
     ] = None,
     model: options.Model = None,
     method: options.Method = "auto",
+    quality: options.Quality = None,
     adapter: options.Adapter = None,
     draft_model: options.DraftModel = None,
     device: options.Device = "auto",
@@ -61,6 +62,7 @@ def generate(
         stop_strings=stop_strings,
         seed=seed,
         method=method,
+        quality=quality,
         raw=raw,
         exact=exact or None,
     )
@@ -118,6 +120,8 @@ def summary(result: Result) -> str:
             f", {stats.num_accepted_draft_tokens}/{stats.num_draft_tokens} drafted tokens accepted"
             f", {stats.tokens_per_target_pass:.2f} tokens per target pass"
         )
+    if stats.early_exit_share is not None:
+        line += f", {stats.early_exit_share:.0%} left early, {stats.mean_exit_layer:.1f} layers a token"
     chosen = f"; auto: {result.choice}" if result.choice else ""
     return f"{line}, ended by {result.finish_reason}{chosen}"
 

@@ -24,6 +24,13 @@ DraftModel = Annotated[
     Path | None, typer.Option("--draft-model", help="Small model that drafts (method draft).", rich_help_panel=_MODEL)
 ]
 Method = Annotated[str, typer.Option("--method", help="How to decode.", rich_help_panel=_MODEL)]
+Quality = Annotated[
+    float | None,
+    typer.Option(
+        help="Agreement of the tokens that leave early (method dynamic): 0.9, 0.95, 0.98 or 0.99.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto or cpu.", rich_help_panel=_MODEL)]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)

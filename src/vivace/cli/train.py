@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-KINDS = ("decoder", "multirate")
+KINDS = ("decoder", "multirate", "dynamic")
 """What a recipe can be for."""
 
 
@@ -72,12 +72,15 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
-    from vivace.training import AdapterRecipe, train_adapter
+    from vivace.training import AdapterRecipe, ExitRecipe, train_adapter, train_exits
 
+    if values["kind"] == "dynamic":
+        exits = build(ExitRecipe, values)
+        prompts = [row for path in data for row in load_prompts(path)]
+        return train_exits(exits, open_engine(choice), prompts, out, _report(curves))
     recipe = build(AdapterRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
-    engine = open_engine(choice)
-    return train_adapter(recipe, engine, prompts, out, _report(curves))
+    return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
 
 
 def _run_decoder(

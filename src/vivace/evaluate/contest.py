@@ -54,6 +54,10 @@ class Take:
     num_accepted: int = 0
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    exit_layers: tuple[int, ...] = ()
+    """Layers below each new token, of a method whose tokens may leave early."""
+    num_early_exits: int = 0
+    num_layer_passes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +109,11 @@ class Run:
     verify_s: float | None
     """Sums over all prompts, medians over repeats."""
     peak_memory_bytes: int | None
+    early_exit_share: float | None = None
+    """Of the new tokens; None for methods whose tokens cannot leave early."""
+    mean_exit_layer: float | None = None
+    layer_passes_per_token: float | None = None
+    """Rows times layers, companions and late fills included."""
 
 
 def hold(
@@ -175,6 +184,7 @@ def _summarise(record: Record, base: Record) -> Run:
     num_different = sum(_num_different(ours, theirs) for ours, theirs in zip(record.takes, base.takes, strict=True))
     steps = sum(take.num_steps for take in firsts)
     gain = _speedup(record, base)
+    layers = [layer for take in firsts for layer in take.exit_layers]
     return Run(
         method=record.name,
         tokens_per_s=tokens_per_s(record),
@@ -192,6 +202,9 @@ def _summarise(record: Record, base: Record) -> Run:
         draft_s=_sum_of_medians([[take.draft_s for take in batch] for batch in record.takes]),
         verify_s=_sum_of_medians([[take.verify_s for take in batch] for batch in record.takes]),
         peak_memory_bytes=max((take.peak_memory_bytes or 0 for take in takes), default=0) or None,
+        early_exit_share=sum(take.num_early_exits for take in firsts) / len(layers) if layers else None,
+        mean_exit_layer=sum(layers) / len(layers) if layers else None,
+        layer_passes_per_token=sum(take.num_layer_passes for take in firsts) / len(layers) if layers else None,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.decode.stats import DecodeStats
+from vivace.errors import ConfigError
 from vivace.evaluate.contest import Question, Take
 from vivace.evaluate.memory import peak_memory
 from vivace.prompts import Message
@@ -49,12 +50,25 @@ class Answering(Protocol):
 
 @dataclass(frozen=True)
 class Entrant:
-    """One of our decoding methods."""
+    """One of our decoding methods, or ``METHOD@QUALITY`` of one that leaves early."""
 
     name: str
     engine: Answering
     max_new_tokens: int
     raw: bool = False
+
+    @property
+    def quality(self) -> float | None:
+        """What stands behind the @.
+
+        Raises:
+            ConfigError: it is not a number.
+        """
+        _, at, quality = self.name.partition("@")
+        try:
+            return float(quality) if at else None
+        except ValueError:
+            raise ConfigError(f"{self.name!r}: a quality is a number, as in dynamic@0.98") from None
 
     def answer(self, batch: Sequence[Question]) -> Take:
         """Answer one batch, greedily."""
@@ -63,12 +77,13 @@ class Entrant:
             start = time.perf_counter()
             results = self.engine.generate(
                 requests,
-                method=self.name,
+                method=self.name.partition("@")[0],
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
                 raw=self.raw,
                 logprobs=False,
                 batch_size=len(batch),
+                quality=self.quality,
             )
             total_s = time.perf_counter() - start
         stats = [result.stats for result in results]
@@ -86,6 +101,9 @@ class Entrant:
             num_accepted=sum(s.num_accepted_draft_tokens for s in stats),
             drafted_per_position=_column_sums([s.drafted_per_position for s in stats]),
             accepted_per_position=_column_sums([s.accepted_per_position for s in stats]),
+            exit_layers=tuple(layer for s in stats for layer in s.exit_layers),
+            num_early_exits=sum(s.num_early_exits for s in stats),
+            num_layer_passes=sum(s.num_layer_passes for s in stats),
         )
 
 

@@ -122,14 +122,18 @@ class DynamicDepth(NoDrafts):
 
     name = "dynamic"
 
-    def __init__(self, weights: DynamicWeights, plan: QualityPlan, *, missing: Missing, max_late: int) -> None:
+    def __init__(self, weights: DynamicWeights, plan: DynamicPlan, quality: float | None = None) -> None:
         """Decode with trained weights.
 
         Args:
             weights: of this model.
-            plan: thresholds.
-            missing: what stands for the entries above an exit.
-            max_late: tokens of a sequence that may wait for their upper layers.
+            plan: thresholds, and what stands for missing entries.
+            quality: the stated agreement; None is the default one.
+
+        Raises:
+            ConfigError: there are no thresholds for it.
         """
-        self.quality = plan.quality
-        self.traversal: Traversal = Depth(AcceleratedExit(weights, plan), missing=missing, max_late=max_late)
+        chosen = plan.at(quality)
+        self.quality = chosen.quality
+        policy = AcceleratedExit(weights, chosen)
+        self.traversal: Traversal = Depth(policy, missing=plan.missing, max_late=plan.max_late)

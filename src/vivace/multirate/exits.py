@@ -11,7 +11,7 @@ Stage 2, on rows that stage 1 has not seen: the router learns whether the gate s
 
     y_j = 1[argmax z_j == argmax z],     BCE(s_j, y_j), the rarer answer weighted up to five times.
 
-Its inputs carry no gradient, so the gates stay as they are.
+Its inputs carry no gradient, so the gates stay as they are, and are computed once for all epochs.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class SlowPass:
         self.rows = batch.predicting
         self.residuals = [model.embed(batch.tokens.reshape(-1), self.step)]
         model.run(self.residuals[0], self.step, watch=lambda _, h: self.residuals.append(h))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
 
 
 class GatesObjective:
@@ -135,6 +139,23 @@ class Trails:
     agrees: Tensor
     """(n, J) bool: the gate's likeliest token is the whole model's."""
 
+    @property
+    def num_positions(self) -> int:
+        """N."""
+        return len(self.agrees)
+
+    def take(self, rows: Tensor) -> Trails:
+        """Some of the positions."""
+        return Trails(tuple(s[rows] for s in self.states), tuple(p[rows] for p in self.says), self.agrees[rows])
+
+    @staticmethod
+    def join(parts: Sequence[Trails]) -> Trails:
+        """Those of several batches."""
+        states = zip(*(part.states for part in parts), strict=True)
+        says = zip(*(part.says for part in parts), strict=True)
+        agrees = torch.cat([part.agrees for part in parts])
+        return Trails(tuple(map(_joined, states)), tuple(map(_joined, says)), agrees)
+
 
 @torch.no_grad()
 def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfig, batch: Batch) -> Trails:
@@ -158,29 +179,56 @@ def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfi
     return Trails(tuple(states), tuple(says), agrees)
 
 
-class RouterObjective:
-    """Fills ``Objective``: stage 2, the gates being done."""
+@dataclass(frozen=True)
+class RouterLesson:
+    """Stage 2 in numbers."""
 
-    def __init__(self, accelerator: GatedAccelerator, router: Router, config: RouterConfig) -> None:
-        self.accelerator = accelerator
-        self.router = router
-        self.config = config
+    epochs: int = 8
+    """Times every position is learnt from; what the router sees is computed once."""
+    positions: int = 512
+    """Per update."""
+    rate: float = 0.003
+    """Of AdamW; falls in a straight line to zero."""
 
-    def groups(self) -> Sequence[Mapping[str, object]]:
-        """All router weights."""
-        return [{"params": list(self.router.parameters()), "name": "router", "weight_decay": 0.0}]
+    def __post_init__(self) -> None:
+        if min(self.epochs, self.positions) < 1 or self.rate <= 0:
+            raise ConfigError(
+                f"epochs and positions must be >= 1 and rate > 0, found {self.epochs}, {self.positions}, {self.rate}"
+            )
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """Binary cross-entropy, one part per gate."""
-        trails = trails_of(model, self.accelerator, self.config, batch)
-        for gate, (states, p) in enumerate(zip(trails.states, trails.says, strict=True)):
-            labels = trails.agrees[:, gate].float()
-            score = self.router(gate, states, partial(model.head, p))
-            share = labels.mean().clamp(1e-6, 1 - 1e-6)
-            weight = (1 / share - 1).clamp(1 / MAX_WEIGHT, MAX_WEIGHT)
-            loss = F.binary_cross_entropy_with_logits(score, labels, pos_weight=weight)
-            right = ((score > 0) == labels.bool()).float().mean()
-            yield loss / len(trails.states), {f"right_{gate + 1}": float(right)}
 
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
+def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterLesson, *, seed: int = 0) -> None:
+    """Teach a router, in place, when its gates are right; one without weights is left alone.
+
+    Args:
+        model: the frozen decoder.
+        router: of the gates that made the trails.
+        trails: of rows that the gates have not learnt from.
+        lesson: how long and how fast.
+        seed: of the order of the positions.
+    """
+    weights = list(router.parameters())
+    if not weights:
+        return
+    optimiser = torch.optim.AdamW(weights, lr=lesson.rate, weight_decay=0.0)
+    order = torch.Generator().manual_seed(seed)
+    updates = lesson.epochs * -(-trails.num_positions // lesson.positions)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, updates)
+    for _ in range(lesson.epochs):
+        for rows in torch.randperm(trails.num_positions, generator=order).split(lesson.positions):
+            optimiser.zero_grad()
+            router_loss(model, router, trails.take(rows)).backward()
+            optimiser.step()
+            schedule.step()
+
+
+def router_loss(model: Decoder, router: Router, trails: Trails) -> Tensor:
+    """Mean binary cross-entropy over gates; the rarer answer counts up to ``MAX_WEIGHT`` times."""
+    losses = []
+    for gate, (states, p) in enumerate(zip(trails.states, trails.says, strict=True)):
+        labels = trails.agrees[:, gate].float()
+        share = labels.mean().clamp(1e-6, 1 - 1e-6)
+        weight = (1 / share - 1).clamp(1 / MAX_WEIGHT, MAX_WEIGHT)
+        score = router(gate, states, partial(model.head, p))
+        losses.append(F.binary_cross_entropy_with_logits(score, labels, pos_weight=weight))
+    return torch.stack(losses).mean()

@@ -8,7 +8,6 @@ tokens it is higher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,11 +15,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.errors import ConfigError
-from vivace.multirate.exits import trails_of
-from vivace.multirate.gates import GatedAccelerator
-from vivace.multirate.router import Router, RouterConfig
+from vivace.multirate.exits import Trails
+from vivace.multirate.router import Router
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)
 """Agreements that thresholds are kept for."""
@@ -52,18 +49,11 @@ class Scores:
 
 
 @torch.no_grad()
-def score_all(
-    model: Decoder, accelerator: GatedAccelerator, router: Router, config: RouterConfig, batches: Sequence[Batch]
-) -> Scores:
-    """Scores of all answer positions of some batches, teacher-forced."""
-    scores, agrees = [], []
-    for batch in batches:
-        trails = trails_of(model, accelerator, config, batch)
-        pairs = zip(trails.states, trails.says, strict=True)
-        judged = [router.score(gate, states, partial(model.head, p)) for gate, (states, p) in enumerate(pairs)]
-        scores.append(torch.stack(judged, 1))
-        agrees.append(trails.agrees)
-    return Scores(torch.cat(scores).float(), torch.cat(agrees))
+def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
+    """A router's scores of all positions of some trails."""
+    pairs = enumerate(zip(trails.states, trails.says, strict=True))
+    judged = [router.score(gate, states, partial(model.head, p)) for gate, (states, p) in pairs]
+    return Scores(torch.stack(judged, 1).float(), trails.agrees)
 
 
 def calibrate(scores: Scores, quality: float, *, fewest: int = FEWEST) -> QualityPlan:
