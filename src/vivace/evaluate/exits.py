@@ -1,0 +1,207 @@
+"""Figures of early exits: how routers compare, what a stated agreement buys, and how fast residuals turn.
+
+*Velocity* is the change of a residual per layer (M2R2, Bhendawade et al. 2025, arXiv:2502.02040): at every depth the
+cosine to the last residual, the step's length beside the residual's own, and how often the head, read there, already
+says what it says at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.core.seams import Batch
+from vivace.errors import ConfigError
+from vivace.multirate.exits import RouterLesson, SlowPass, Trails, fit_router
+from vivace.multirate.gates import GatedAccelerator, GatesConfig
+from vivace.multirate.router import Router, RouterConfig, make_router
+from vivace.multirate.thresholds import Scores, calibrate, exits, score_all
+
+
+def roc_auc(score: Tensor, label: Tensor) -> float | None:
+    """Area under the receiver operating characteristic: how often a true position outranks a false one, ties half.
+
+    Args:
+        score: (n,)
+        label: (n,) bool.
+
+    Returns:
+        Between 0 and 1; None when all labels are equal.
+    """
+    positives = int(label.sum())
+    negatives = len(label) - positives
+    if not positives or not negatives:
+        return None
+    values, place, counts = score.double().unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0)
+    ranks = (last - (counts - 1) / 2)[place]  # equal scores share the mean of their ranks
+    assert len(values)
+    return float((ranks[label].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """What one stated agreement gives on other text."""
+
+    quality: float
+    exit_shares: tuple[float, ...]
+    """Share of all positions that leaves at each gate."""
+    exit_agreement: float | None
+    """Share of the exits that say what the whole model says; None when nobody left."""
+    agreement: float
+    """The same over all positions; those that reach the top agree."""
+    mean_layers: float
+    """Layers below a token, companions and late fills aside."""
+
+
+def tradeoff(known: Scores, tried: Scores, quality: float, gates: GatesConfig, num_layers: int) -> Tradeoff:
+    """Calibrate on some positions, count on others.
+
+    Args:
+        known: positions that set the thresholds.
+        tried: positions that are counted.
+        quality: the agreement asked for.
+        gates: where the gates stand.
+        num_layers: of the model.
+    """
+    plan = calibrate(known, quality)
+    gate = exits(tried, plan)
+    left = gate < len(gates.gates)
+    right = tried.agrees.gather(1, gate.clamp(max=len(gates.gates) - 1)[:, None])[:, 0] | ~left
+    layers = torch.tensor([*gates.layers, num_layers])[gate].double()
+    return Tradeoff(
+        quality=quality,
+        exit_shares=tuple(float((gate == number).double().mean()) for number in range(len(gates.gates))),
+        exit_agreement=float(right[left].double().mean()) if bool(left.any()) else None,
+        agreement=float(right.double().mean()),
+        mean_layers=float(layers.mean()),
+    )
+
+
+@dataclass(frozen=True)
+class RouterRow:
+    """One router's figures."""
+
+    kind: str
+    num_weights: int
+    auc: tuple[float | None, ...]
+    """Gate by gate."""
+    tradeoffs: tuple[Tradeoff, ...]
+
+
+@dataclass(frozen=True)
+class RouterTrial:
+    """The positions of a comparison: learnt from, calibrated on, and counted."""
+
+    learnt: Trails
+    known: Trails
+    tried: Trails
+
+
+def compare_routers(
+    model: Decoder,
+    accelerator: GatedAccelerator,
+    configs: Sequence[RouterConfig],
+    trial: RouterTrial,
+    *,
+    lesson: RouterLesson,
+    qualities: Sequence[float],
+) -> list[tuple[RouterRow, Router]]:
+    """Train routers on the same trails and measure them on the same others.
+
+    Args:
+        model: the frozen decoder.
+        accelerator: its gates.
+        configs: the routers; all of one stride, since the trails are.
+        trial: positions.
+        lesson: how the routers that have weights are trained.
+        qualities: agreements to calibrate to.
+
+    Returns:
+        Each router's figures, and the router.
+
+    Raises:
+        ConfigError: strides differ.
+    """
+    if len({config.stride for config in configs}) != 1:
+        raise ConfigError(f"routers on the same trails have one stride, found {[c.stride for c in configs]}")
+    gates, found = accelerator.config, []
+    for config in configs:
+        torch.manual_seed(0)
+        router = make_router(config, gates, model.config.width)
+        fit_router(model, router, trial.learnt, lesson)
+        known, tried = (score_all(model, router, trails) for trails in (trial.known, trial.tried))
+        auc = tuple(roc_auc(tried.score[:, gate], tried.agrees[:, gate]) for gate in range(len(gates.gates)))
+        rows = tuple(tradeoff(known, tried, quality, gates, model.config.num_layers) for quality in qualities)
+        weights = sum(p.numel() for p in router.parameters())
+        found.append((RouterRow(config.kind, weights, auc, rows), router))
+    return found
+
+
+@dataclass(frozen=True)
+class Velocity:
+    """One stream, depth by depth."""
+
+    depths: tuple[int, ...]
+    cosine: tuple[float, ...]
+    """To the slow residual at the top."""
+    step: tuple[float, ...]
+    """Length of the change from the layer before, beside the residual's own."""
+    agreement: tuple[float, ...]
+    """Share of positions whose likeliest token, read here, is the one at the top."""
+
+
+@torch.no_grad()
+def velocities(
+    model: Decoder, accelerator: GatedAccelerator, batches: Sequence[Batch]
+) -> tuple[Velocity, list[Velocity]]:
+    """The slow stream's velocity, and each gate's accelerated stream's, over answer positions.
+
+    Args:
+        model: the frozen decoder.
+        accelerator: its gates.
+        batches: rows of text.
+    """
+    config = accelerator.config
+    spans = [config.interval(gate) for gate in range(len(config.gates))]
+    slow_sums = torch.zeros(model.config.num_layers, 3, dtype=torch.float64)
+    fast_sums = [torch.zeros(stop - start, 3, dtype=torch.float64) for start, stop in spans]
+    count = 0
+    for batch in batches:
+        slow = SlowPass(model, batch)
+        rows, top = slow.rows, slow.residuals[-1][slow.rows]
+        count += len(rows)
+        said = model.greedy(top)
+        for depth, (before, h) in enumerate(zip(slow.residuals, slow.residuals[1:], strict=False)):
+            slow_sums[depth] += _look(model, before[rows], h[rows], h[rows], top, said)
+        for gate, (start, stop) in enumerate(spans):
+            depths = range(start + 1, stop + 1)
+            trail = accelerator.accelerate(model, gate, slow.residuals[start], slow.step, depths)[rows]
+            before = slow.residuals[start][rows]
+            for place in range(stop - start):
+                p = trail[:, place]
+                fast_sums[gate][place] += _look(model, before, p, accelerator.at_gate(gate, p), top, said)
+                before = p
+    fast = [
+        _velocity(range(start + 1, stop + 1), sums / count)
+        for (start, stop), sums in zip(spans, fast_sums, strict=True)
+    ]
+    return _velocity(range(1, model.config.num_layers + 1), slow_sums / count), fast
+
+
+def _look(model: Decoder, before: Tensor, h: Tensor, read: Tensor, top: Tensor, said: Tensor) -> Tensor:
+    """Sums of cosine, relative step and agreement over rows, (3,)."""
+    cosine = F.cosine_similarity(h.float(), top.float(), dim=-1).sum()
+    step = ((h.float() - before.float()).norm(dim=-1) / before.float().norm(dim=-1)).sum()
+    agreed = (model.greedy(read) == said).sum()
+    return torch.stack([cosine.double(), step.double(), agreed.double()])
+
+
+def _velocity(depths: range, means: Tensor) -> Velocity:
+    cosine, step, agreement = means.T.tolist()
+    return Velocity(tuple(depths), tuple(cosine), tuple(step), tuple(agreement))
