@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,20 +17,21 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
+import uvicorn
 from openai import OpenAI
 
 import vivace
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.engine import Engine
+from vivace.serve.app import Server, build
+from vivace.serve.config import ServeConfig
 
 
 @dataclass(frozen=True)
-class Running:
-    """A server process."""
+class Reached:
+    """A server somewhere."""
 
     url: str
-    process: subprocess.Popen[str]
-    log: Path
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
@@ -44,12 +46,42 @@ class Running:
     def wait_until(self, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
         until = time.monotonic() + timeout_s
         while not holds():
-            assert time.monotonic() < until, f"not within {timeout_s} s; log:\n{self.log.read_text()}"
+            assert time.monotonic() < until, f"not within {timeout_s} s"
             time.sleep(0.05)
 
     def wait_idle(self) -> None:
         names = ("vivace_num_requests_running", "vivace_num_requests_waiting")
         self.wait_until(lambda: all(self.metric(name) == 0 for name in names))
+
+    @property
+    def is_running(self) -> bool:
+        return self.metric("vivace_num_requests_running") > 0
+
+
+@dataclass(frozen=True)
+class Running(Reached):
+    """A server process of its own."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+
+@contextmanager
+def local(engine: Engine, config: ServeConfig) -> Iterator[Reached]:
+    """A server in this process, on a real socket."""
+    inner = uvicorn.Server(uvicorn.Config(build(Server(engine, config)), port=0, log_level="warning"))
+    thread = threading.Thread(target=inner.run)
+    thread.start()
+    try:
+        until = time.monotonic() + 60
+        while not inner.started:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        host, port = inner.servers[0].sockets[0].getsockname()[:2]
+        yield Reached(f"http://{host}:{port}")
+    finally:
+        inner.should_exit = inner.force_exit = True
+        thread.join()
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Server:
     """An engine, its worker and the routes over them."""
 
     def __init__(
-        self, engine: Engine, config: ServeConfig, adapters: Mapping[str, str | Path] | None = None, version: str = ""
+        self, engine: Engine, config: ServeConfig, adapters: Mapping[str, str | Path] | None = None, version: str = "0"
     ) -> None:
         """Load adapters and allocate the cache; the worker starts with the application.
 

@@ -5,6 +5,7 @@ The table in ``docs/serving.md`` is written from these classes. A field whose va
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -107,7 +108,21 @@ class Message(Strict):
         return {"role": self.role, "content": text, **(self.model_extra or {})}
 
 
-class GenerationBody(Strict):
+class Body(Strict):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_unicode(cls, values: Any) -> Any:
+        """JSON can spell half of a surrogate pair, which is no text."""
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a surrogate pair; send valid Unicode") from None
+        return values
+
+
+class GenerationBody(Body):
     """Fields that chats and completions share."""
 
     model: str | None = Field(None, description="The base model's name, or an adapter's; left out: the base model.")
@@ -257,7 +272,7 @@ class CompletionBody(GenerationBody):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TokenizeBody(Strict):
+class TokenizeBody(Body):
     """``POST /tokenize``."""
 
     model: str | None = None
@@ -273,7 +288,7 @@ class TokenizeBody(Strict):
         return self
 
 
-class DetokenizeBody(Strict):
+class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
