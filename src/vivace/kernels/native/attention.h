@@ -1,4 +1,4 @@
-// Attention of single rows over the entries each of them sees, in the order of their ordinals.
+// Attention of rows over the entries each of them sees, in the order of their ordinals.
 //
 // Softmax runs online over blocks of 64 ordinals (Milakov & Gimelshein 2018, arXiv:1805.02867), counted from the
 // row's first visible one, so that a row's sums are grouped the same way wherever its entries are stored.
@@ -8,49 +8,131 @@
 namespace {
 
 constexpr int64_t ENTRIES = 64;
+constexpr int64_t MAX_TILED = 256;  // width of heads whose keys are put in tiles
 constexpr int64_t MAX_GROUP = 128;  // query heads per key/value head (library.py refuses more)
 
-// scores[j] = scale q.k[j]
-inline void score(const bf16* q, const bf16* const* k, int64_t count, int64_t width, float scale, float* scores) {
-    for (int64_t j = 0; j < count; j += 4) {
-        const bf16* four[4];
-        for (int64_t i = 0; i < 4; ++i) four[i] = k[j + i < count ? j + i : j];
-        dot_block<1>(four, q, width, width, scores + j);
-        for (int64_t i = j; i < j + 4; ++i) scores[i] *= scale;
+// Entries that rows read together, keys also in tiles as those of a matrix whose outputs are the entries.
+struct Block {
+    const bf16 *k[ENTRIES], *v[ENTRIES];
+    int64_t slot = -1, first = -1, stored = 0;  // of the entries at hand that lie in the order of their ordinals
+    alignas(64) bf16 tiles[ENTRIES * MAX_TILED];
+
+    // Entries first..first+count-1 of what a row reads; those of the row before where they are the same.
+    void hold(const Attention& a, int64_t row, int64_t kv, int64_t from, int64_t count) {
+        const int64_t seen = a.seen[row], here = seen - from < count ? seen - from : count;
+        if (here == count && count <= stored && from == first && a.slot[row] == slot) return;
+        const int64_t base = (a.slot[row] * a.kv_heads + kv) * a.capacity;
+        for (int64_t j = 0; j < count; ++j) {
+            const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
+            k[j] = a.keys + (base + entry) * a.width;
+            v[j] = a.values + (base + entry) * a.width;
+        }
+        slot = a.slot[row], first = from, stored = here;
+        if (is_tiled(a.width)) lay(count, a.width / 2);
+    }
+
+    static bool is_tiled(int64_t width) { return width % 2 == 0 && width <= MAX_TILED; }
+
+    void lay(int64_t count, int64_t pairs) {
+        for (int64_t j = 0; j < count; j += LANES) {
+            const bf16* rows[LANES];
+            for (int64_t i = 0; i < LANES; ++i) rows[i] = k[j + i < count ? j + i : count - 1];
+            bf16* tile = tiles + j * pairs * 2;
+            int64_t pair = 0;
+            for (; pair + WIDTH <= pairs; pair += WIDTH) turn_pairs(rows, 2 * pair, tile + pair * 2 * LANES);
+            for (; pair < pairs; ++pair)
+                for (int64_t i = 0; i < LANES; ++i)
+                    __builtin_memcpy(tile + (pair * LANES + i) * 2, rows[i] + 2 * pair, 2 * sizeof(bf16));
+        }
+    }
+};
+
+// scores[h][j] = scale q[h].k[j] of at most MAX_ROWS heads
+inline void score(const Block& b, const bf16* q, int64_t heads, int64_t count, int64_t width, float scale, float* scores) {
+    if (!Block::is_tiled(width)) {
+        for (int64_t j = 0; j < count; j += 4) {
+            const bf16* four[4];
+            for (int64_t i = 0; i < 4; ++i) four[i] = b.k[j + i < count ? j + i : j];
+            for (int64_t h = 0; h < heads; ++h) dot_block<1>(four, q + h * width, width, width, scores + h * ENTRIES + j);
+        }
+        for (int64_t j = 0; j < heads * ENTRIES; ++j) scores[j] *= scale;
+        return;
+    }
+    float sums[ENTRIES * MAX_ROWS];
+    const bf16* tiles[ENTRIES / LANES];
+    const int64_t num_tiles = (count + LANES - 1) / LANES;
+    for (int64_t t = 0; t < num_tiles; ++t) tiles[t] = b.tiles + t * width * LANES;
+    SUM_TILES[heads - 1](tiles, (int)num_tiles, width / 2, q, width, sums);
+    for (int64_t t = 0; t < num_tiles; ++t)
+        for (int64_t h = 0; h < heads; ++h)
+            for (int64_t i = 0; i < LANES; i += WIDTH)
+                store(scores + h * ENTRIES + t * LANES + i, mul(load(sums + (t * heads + h) * LANES + i), broadcast(scale)));
+}
+
+// `PARTS` vectors of HEADS heads: sums = sums * keep + weights . values; every number is one chain over the entries.
+template <int HEADS, int PARTS>
+inline void mix_block(float* sums, const float* keep, const float* weights, const bf16* const* v, int64_t at, int64_t count,
+                      int64_t width) {
+    Vec acc[HEADS][PARTS];
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; ++i) acc[h][i] = mul(load(sums + h * width + at + i * WIDTH), broadcast(keep[h]));
+    for (int64_t j = 0; j < count; ++j) {
+        Vec value[PARTS];
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; ++i) value[i] = load(v[j] + at + i * WIDTH);
+#pragma GCC unroll 4
+        for (int h = 0; h < HEADS; ++h) {
+            const Vec w = broadcast(weights[h * ENTRIES + j]);
+#pragma GCC unroll 4
+            for (int i = 0; i < PARTS; ++i) acc[h][i] = fma(w, value[i], acc[h][i]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; ++i) store(sums + h * width + at + i * WIDTH, acc[h][i]);
+}
+
+template <int HEADS>
+inline void mix_heads(float* sums, const float* keep, const float* weights, const bf16* const* v, int64_t count,
+                      int64_t width) {
+    int64_t at = 0;
+    if constexpr (HEADS * 4 <= MAX_MIXED)
+        for (; at + 4 * WIDTH <= width; at += 4 * WIDTH) mix_block<HEADS, 4>(sums, keep, weights, v, at, count, width);
+    for (; at + 2 * WIDTH <= width; at += 2 * WIDTH) mix_block<HEADS, 2>(sums, keep, weights, v, at, count, width);
+    for (; at + WIDTH <= width; at += WIDTH) mix_block<HEADS, 1>(sums, keep, weights, v, at, count, width);
+    for (int h = 0; h < HEADS && at < width; ++h) {
+        const int64_t n = width - at;
+        Vec acc = mul(load(sums + h * width + at, n), broadcast(keep[h]));
+        for (int64_t j = 0; j < count; ++j) acc = fma(broadcast(weights[h * ENTRIES + j]), load(v[j] + at, n), acc);
+        store(sums + h * width + at, acc, n);
     }
 }
 
-// sums = sums * keep + weights . values
-inline void mix(float* sums, float keep, const float* weights, const bf16* const* v, int64_t count, int64_t width) {
-    const Vec kept = broadcast(keep);
-    int64_t i = 0;
-    for (; i + 4 * WIDTH <= width; i += 4 * WIDTH) {
-        Vec acc[4];
-        for (int part = 0; part < 4; ++part) acc[part] = mul(load(sums + i + part * WIDTH), kept);
-        for (int64_t j = 0; j < count; ++j) {
-            const Vec w = broadcast(weights[j]);
-            for (int part = 0; part < 4; ++part) acc[part] = fma(w, load(v[j] + i + part * WIDTH), acc[part]);
-        }
-        for (int part = 0; part < 4; ++part) store(sums + i + part * WIDTH, acc[part]);
-    }
-    for (; i < width; i += WIDTH) {
-        const int64_t n = width - i < WIDTH ? width - i : WIDTH;
-        Vec acc = mul(load(sums + i, n), kept);
-        for (int64_t j = 0; j < count; ++j) acc = fma(broadcast(weights[j]), load_some(v[j] + i, n), acc);
-        store(sums + i, acc, n);
-    }
+void mix(float* sums, const float* keep, const float* weights, const bf16* const* v, int64_t heads, int64_t count,
+         int64_t width) {
+    int64_t h = 0;
+    for (; h + 4 <= heads; h += 4) mix_heads<4>(sums + h * width, keep + h, weights + h * ENTRIES, v, count, width);
+    for (; h + 2 <= heads; h += 2) mix_heads<2>(sums + h * width, keep + h, weights + h * ENTRIES, v, count, width);
+    for (; h < heads; ++h) mix_heads<1>(sums + h * width, keep + h, weights + h * ENTRIES, v, count, width);
 }
 
 // Scores to weights exp(score - new maximum), in place; what earlier sums have to be multiplied by.
 inline float soften(float* scores, int64_t count, float softcap, float* highest, float* total) {
-    for (int64_t j = count; j < ENTRIES; ++j) scores[j] = -__builtin_inff();
     float top = *highest;
     if (softcap != 0)
         for (int64_t j = 0; j < ENTRIES; j += WIDTH) {
             const Vec capped = hyperbolic_tangent(div(load(scores + j), broadcast(softcap)));
             store(scores + j, mul(capped, broadcast(softcap)));
         }
-    for (int64_t j = 0; j < count; ++j) top = scores[j] > top ? scores[j] : top;
+    for (int64_t j = count; j < ENTRIES; ++j) scores[j] = -__builtin_inff();
+    Vec tops = load(scores);
+    for (int64_t j = WIDTH; j < ENTRIES; j += WIDTH) tops = max(tops, load(scores + j));
+    float lanes[WIDTH];
+    store(lanes, tops);
+    for (int64_t i = 0; i < WIDTH; ++i) top = lanes[i] > top ? lanes[i] : top;
     Vec sum = broadcast(0);
     for (int64_t j = 0; j < ENTRIES; j += WIDTH) {
         const Vec weight = exponential(sub(load(scores + j), broadcast(top)));
@@ -66,39 +148,54 @@ inline float soften(float* scores, int64_t count, float softcap, float* highest,
     return keep;
 }
 
-// All query heads of key/value head `kv` for one row.
-void attend(const Attention& a, int64_t row, int64_t kv) {
-    const int64_t group = a.heads / a.kv_heads, width = a.width, seen = a.seen[row];
-    const int64_t* tail = a.tail == nullptr ? nullptr : a.tail + row * a.tail_width;
-    int64_t reach = seen;
-    for (int64_t i = 0; tail != nullptr && i < a.tail_width && tail[i] >= 0; ++i) ++reach;
-    const int64_t base = (a.slot[row] * a.kv_heads + kv) * a.capacity;
-    const bf16* q = a.q + row * a.q_stride + kv * group * width;
-    float* sums = a.sums + (row * a.heads + kv * group) * width;
-    float highest[MAX_GROUP], total[MAX_GROUP];
-    for (int64_t g = 0; g < group; ++g) highest[g] = -__builtin_inff(), total[g] = 0;
-    for (int64_t i = 0; i < group * width; ++i) sums[i] = 0;
-    const bf16 *k[ENTRIES], *v[ENTRIES];
-    float scores[ENTRIES];
-    for (int64_t first = a.window && reach > a.window ? reach - a.window : 0; first < reach; first += ENTRIES) {
-        const int64_t count = reach - first < ENTRIES ? reach - first : ENTRIES;
-        for (int64_t j = 0; j < count; ++j) {
-            const int64_t entry = first + j < seen ? first + j : tail[first + j - seen];
-            k[j] = a.keys + (base + entry) * width;
-            v[j] = a.values + (base + entry) * width;
-        }
-        for (int64_t g = 0; g < group; ++g) {
-            score(q + g * width, k, count, width, a.scale, scores);
-            const float keep = soften(scores, count, a.softcap, &highest[g], &total[g]);
-            mix(sums + g * width, keep, scores, v, count, width);
-        }
+// Query heads of key/value head `kv` for rows first..stop-1, of which there are at most ROWS_TOGETHER. What several
+// of them read is brought once, so the last goes first: it sees the most of a chain.
+void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
+    const int64_t group = a.heads / a.kv_heads, width = a.width, size = group * width;
+    int64_t from[ROWS_TOGETHER], reach[ROWS_TOGETHER], longest = 0;
+    float highest[ROWS_TOGETHER][MAX_GROUP], total[ROWS_TOGETHER][MAX_GROUP];
+    for (int64_t row = first; row < stop; ++row) {
+        int64_t& end = reach[row - first] = a.seen[row];
+        for (int64_t i = 0; a.tail != nullptr && i < a.tail_width && a.tail[row * a.tail_width + i] >= 0; ++i) ++end;
+        from[row - first] = a.window && end > a.window ? end - a.window : 0;
+        longest = end - from[row - first] > longest ? end - from[row - first] : longest;
+        for (int64_t g = 0; g < group; ++g) highest[row - first][g] = -__builtin_inff(), total[row - first][g] = 0;
+        __builtin_memset(a.sums + (row * a.heads + kv * group) * width, 0, size * sizeof(float));
     }
-    bf16* out = a.out + (row * a.heads + kv * group) * width;
-    for (int64_t g = 0; g < group; ++g)
-        for_width(width, [&](int64_t i, int64_t n) {
-            const Vec whole = n == WIDTH ? load(sums + g * width + i) : load(sums + g * width + i, n);
-            store_some(out + g * width + i, div(whole, broadcast(total[g])), n);
-        });
+    Block block;
+    float scores[MAX_ROWS * ENTRIES], keep[MAX_ROWS];
+    for (int64_t done = 0; done < longest; done += ENTRIES)
+        for (int64_t row = stop - 1; row >= first; --row) {
+            const int64_t at = from[row - first] + done, left = reach[row - first] - at;
+            if (left <= 0) continue;
+            const int64_t count = left < ENTRIES ? left : ENTRIES;
+            block.hold(a, row, kv, at, count);
+            const bf16* q = a.q + row * a.q_stride + kv * size;
+            float* sums = a.sums + row * a.heads * width + kv * size;
+            for (int64_t g = 0; g < group; g += MAX_ROWS) {
+                const int64_t heads = group - g < MAX_ROWS ? group - g : MAX_ROWS;
+                score(block, q + g * width, heads, count, width, a.scale, scores);
+                for (int64_t h = 0; h < heads; ++h)
+                    keep[h] = soften(scores + h * ENTRIES, count, a.softcap, &highest[row - first][g + h],
+                                     &total[row - first][g + h]);
+                mix(sums + g * width, keep, scores, block.v, heads, count, width);
+            }
+        }
+    for (int64_t row = first; row < stop; ++row)
+        for (int64_t g = 0; g < group; ++g) {
+            const int64_t at = (row * a.heads + kv * group + g) * width;
+            const Vec whole = broadcast(total[row - first][g]);
+            for_width(width, [&](int64_t i, int64_t n) {
+                const Vec v = n == WIDTH ? load(a.sums + at + i) : load(a.sums + at + i, n);
+                store_some(a.out + at + i, div(v, whole), n);
+            });
+        }
+}
+
+// The item-th of the items attention falls into: some rows, one key/value head.
+void attend_some(const Attention& a, int64_t item) {
+    const int64_t first = item / a.kv_heads * ROWS_TOGETHER, stop = first + ROWS_TOGETHER;
+    attend(a, first, stop < a.rows ? stop : a.rows, item % a.kv_heads);
 }
 
 }  // namespace

@@ -49,8 +49,7 @@ void norm_item(const void* context, int64_t, int64_t item) {
 }
 
 void attention_item(const void* context, int64_t, int64_t item) {
-    const Attention& a = *(const Attention*)context;
-    attend(a, item / a.kv_heads, item % a.kv_heads);
+    attend_some(*(const Attention*)context, item);
 }
 
 constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item, attention_item, span_item, quantise_item};

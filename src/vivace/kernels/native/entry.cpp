@@ -29,7 +29,7 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
         case QKV:
             return items(l.qkv, s.threads) + lower;
         case ATTEND:
-            return c.rows * s.plan->kv_heads;
+            return attention_items(c.rows, s.plan->kv_heads);
         case BEFORE_OUTPUT:
             return is_low_bit(l.o) ? c.rows : 0;
         case OUTPUT:
@@ -142,7 +142,7 @@ EXPORT void vivace_norm(int64_t body, const Norm* norm) {
 }
 
 EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention* attention) {
-    const int64_t count = attention->rows * attention->kv_heads;
+    const int64_t count = attention_items(attention->rows, attention->kv_heads);
     run_phases(threads, 1, &count, body_of(body)->attention, attention);
 }
 

@@ -100,7 +100,7 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
                       c.tail,        s.a,          s.sums,        c.rows,       s.qkv_width(),
                       p.heads,       p.kv_heads,   p.head_width,  c.capacity,   c.tail_width,
                       s.layer(layer).window, p.scale, p.softcap};
-    attend(a, item / p.kv_heads, item % p.kv_heads);
+    attend_some(a, item);
 }
 
 // to = round(from + y) after the terms of a site.

@@ -10,6 +10,7 @@ constexpr int64_t WIDTH = 8;
 constexpr int64_t DOT_WIDTH = 16;
 constexpr int64_t MAX_ROWS = 4;
 constexpr int64_t MAX_SUMS = 4;
+constexpr int64_t MAX_MIXED = 8;  // sums of values held in registers
 
 using Vec = __m256;
 
@@ -89,6 +90,33 @@ inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
     alignas(32) bf16 x[16] = {}, y[16] = {};
     for (int64_t i = 0; i < n; ++i) x[i] = a[i], y[i] = b[i];
     return dot(acc, x, y);
+}
+
+// tile[p][i] = the pair rows[i][at + 2p], at + 2p + 1: sixteen rows, eight pairs.
+inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
+    for (int half = 0; half < 16; half += 8) {
+        __m256i a[8], b[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256((const __m256i*)(rows[half + i] + at));
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += 4) {
+            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            bf16* to = tile + (c * 16 + half) * 2;
+            _mm256_storeu_si256((__m256i*)to, _mm256_permute2x128_si256(a[c], a[4 + c], 0x20));
+            _mm256_storeu_si256((__m256i*)(to + 4 * 32), _mm256_permute2x128_si256(a[c], a[4 + c], 0x31));
+        }
+    }
 }
 
 inline int32_t two(const bf16* p) {

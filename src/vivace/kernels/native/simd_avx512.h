@@ -10,6 +10,7 @@ constexpr int64_t WIDTH = 16;      // floats of a vector
 constexpr int64_t DOT_WIDTH = 32;  // bfloat16 of a dot product's step
 constexpr int64_t MAX_ROWS = 12;   // rows whose sums fit the registers beside two tiles
 constexpr int64_t MAX_SUMS = 24;   // tile sums held in registers
+constexpr int64_t MAX_MIXED = 16;  // sums of values held in registers
 
 using Vec = __m512;
 
@@ -61,6 +62,35 @@ inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
     const __mmask32 some = (__mmask32)((1ull << n) - 1);
     return _mm512_dpbf16_ps(
         acc, (__m512bh)_mm512_maskz_loadu_epi16(some, a), (__m512bh)_mm512_maskz_loadu_epi16(some, b));
+}
+
+// tile[p][i] = the pair rows[i][at + 2p], at + 2p + 1: sixteen rows, sixteen pairs.
+inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + at);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        const __m512i low0 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x44), high0 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xee);
+        const __m512i low1 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x44);
+        const __m512i high1 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xee);
+        _mm512_storeu_si512(tile + c * 32, _mm512_shuffle_i32x4(low0, low1, 0x88));
+        _mm512_storeu_si512(tile + (4 + c) * 32, _mm512_shuffle_i32x4(low0, low1, 0xdd));
+        _mm512_storeu_si512(tile + (8 + c) * 32, _mm512_shuffle_i32x4(high0, high1, 0x88));
+        _mm512_storeu_si512(tile + (12 + c) * 32, _mm512_shuffle_i32x4(high0, high1, 0xdd));
+    }
 }
 
 inline int32_t two(const bf16* p) {

@@ -49,6 +49,11 @@ inline int64_t items(const Matrix& m, int64_t threads) {
     const int64_t each = tiles_per_item(m, threads);
     return (tiles(m) + each - 1) / each;
 }
+// Rows whose attention is one item for each key/value head.
+constexpr int64_t ROWS_TOGETHER = 4;
+inline int64_t attention_items(int64_t rows, int64_t kv_heads) {
+    return (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * kv_heads;
+}
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
 // Weights in few bits are multiplied as integers, so a row becomes integers first: the size of that, counted in
