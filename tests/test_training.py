@@ -95,7 +95,7 @@ def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
 EXITS = ExitRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
-    router=RouterLesson(epochs=2, positions=64),
+    lesson=RouterLesson(epochs=2, positions=64),
     adapter=DynamicConfig(GatesConfig((GateConfig(1), GateConfig(2), GateConfig(3)), rank=4, bottleneck=8)),
     tokens_per_batch=128,
     held_back=20,

@@ -23,7 +23,10 @@ from vivace.checkpoint import config_keys, families, rope_keys
 from vivace.cli import app
 from vivace.kernels import reference
 from vivace.multirate.config import MultirateConfig
+from vivace.multirate.exits import RouterLesson
+from vivace.multirate.gates import GatesConfig
 from vivace.multirate.objective import MultirateLoss
+from vivace.multirate.router import RouterConfig
 from vivace.recipe import METHODS, RECIPES
 from vivace.serve import bodies, meters
 from vivace.serve.config import ServeConfig
@@ -194,6 +197,11 @@ def wanted() -> dict[Path, str]:
         ROOT / "docs" / "techniques" / "multirate.md": {
             "config": fields_table(MultirateConfig),
             "loss": fields_table(MultirateLoss),
+        },
+        ROOT / "docs" / "techniques" / "dynamic_depth.md": {
+            "gates": fields_table(GatesConfig),
+            "router": fields_table(RouterConfig),
+            "lesson": fields_table(RouterLesson),
         },
     }
     files = {path: fill_file(path, blocks) for path, blocks in parts.items()}

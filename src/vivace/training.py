@@ -80,8 +80,8 @@ class ExitRecipe:
     loop: LoopConfig
     """Of the gates."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    router: RouterLesson = field(default_factory=RouterLesson)
-    """What follows: the router that may open them."""
+    lesson: RouterLesson = field(default_factory=RouterLesson)
+    """Of the router, after them."""
     adapter: DynamicConfig = field(default_factory=DynamicConfig)
     loss: GatesLoss = field(default_factory=GatesLoss)
     missing: Missing = "deferred"
@@ -174,7 +174,7 @@ def train_exits(recipe: ExitRecipe, engine: Engine, prompts: Sequence[Prompt], o
     weights.gates.to(engine.model.dtype)  # the router judges what will decode
     trails = _trails(recipe, engine, weights, asked)
     report.note(f"the router learns from {trails.num_positions} positions")
-    fit_router(engine.model, weights.router, trails, recipe.router, seed=recipe.seed)
+    fit_router(engine.model, weights.router, trails, recipe.lesson, seed=recipe.seed)
     tensors = {name: value.to(engine.model.dtype) for name, value in weights.tensors().items()}
     weights.load(tensors)  # thresholds belong to the weights as they are stored
     plan = _calibrated(recipe, engine, weights, held_back, report)
