@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--models", default="100M,360M", help="of shipped, twin, 100M, 360M")
     parser.add_argument("--weights", default="bf16,int8,q4", help="formats of ours; bf16 is the baseline")
     parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--folder", type=Path, default=Path("bench-models"), help="where models are made")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench-models"), help="where models are made")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

@@ -125,6 +125,13 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "missing shard": (("generate", "Hi", "--model", "no-shard"), FAILED, "model-00001-of-00002.safetensors"),
     "no tokenizer": (("generate", "Hi", "--model", "no-tokenizer"), FAILED, "has no tokenizer"),
     "check, missing checkpoint": (("check", "nowhere"), FAILED, "no checkpoint directory nowhere"),
+    "check, two models": (
+        ("check", "tiny", "--model", "other"),
+        USAGE,
+        "the model is given twice, as 'tiny' and as --m",
+    ),
+    "convert, truncated weights": (("convert", "m.gguf", "--model", "truncated"), FAILED, "is truncated or not"),
+    "convert, another format": (("convert", "m.bin", "--model", "tiny"), USAGE, "does not end in .gguf"),
     "inspect, truncated weights": (("inspect", "truncated"), FAILED, "is truncated or not safetensors"),
     "widen, truncated weights": (("widen", "out", "--model", "truncated"), FAILED, "is truncated or not safetensors"),
     "bench, missing checkpoint": (("bench", "decode", "--model", "nowhere"), FAILED, "no checkpoint directory nowhere"),

@@ -64,7 +64,9 @@ def test_a_truncated_model_is_one_line(cli: Cli, tmp_path: Path) -> None:
 def test_check_compares_every_lossless_method(cli: Cli, folder: Path) -> None:
     outcome = cli("check", folder, "--limit", 3, "--max-new-tokens", 12)
     assert (outcome.status, outcome.out) == (0, "lookup: identical: yes (3 of 3 answers)\n")
-    (found,) = cli("check", folder, "--limit", 2, "--max-new-tokens", 8, "--batch", 2, "--json").json["methods"]
+    (found,) = cli("check", "--model", folder, "--limit", 2, "--max-new-tokens", 8, "--batch", 2, "--json").json[
+        "methods"
+    ]
     assert (found["method"], found["identical"], found["num_prompts"]) == ("lookup", True, 2)
 
 

@@ -11,6 +11,7 @@ from vivace.cli import options
 from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import ConfigError
 from vivace.recipe import METHODS
 
 NUM_SHOWN = 5
@@ -18,6 +19,7 @@ NUM_SHOWN = 5
 
 def check(
     model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
+    same_model: options.Model = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, with commas; left out: every lossless one that can run here.")
     ] = None,
@@ -37,6 +39,9 @@ def check(
     """Compare the greedy answers of methods with plain decoding; ends with status 1 if a token differs."""
     from vivace.evaluate.sameness import compare
 
+    if model is not None and same_model is not None:
+        raise ConfigError(f"the model is given twice, as {model!r} and as --model {same_model!r}; give it once")
+    model = same_model if model is None else model
     rows = read_prompts(prompts, limit)
     named = split_names(methods or "")
     engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), named)

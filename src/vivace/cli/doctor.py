@@ -19,7 +19,7 @@ from vivace.recipe import METHODS, Method
 if TYPE_CHECKING:
     from vivace.engine import Engine
 
-EXTRAS = {"bench": ("sacrebleu", "rouge_score"), "train": ("tensorboard",)}
+EXTRAS = {"bench": ("sacrebleu", "rouge_score"), "train": ("tensorboard",), "llamacpp": ("llama_cpp",)}
 """Extra -> what it brings."""
 
 
