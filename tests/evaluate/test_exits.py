@@ -8,6 +8,7 @@ import torch
 from tests.decode.tiny_decoders import build
 from tests.multirate.gated import GATES, make_weights, text_batch
 from vivace.errors import ConfigError
+from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.exits import RouterTrial, compare_routers, roc_auc, tradeoff, velocities
 from vivace.multirate.exits import RouterLesson, SlowPass, trails_of
 from vivace.multirate.router import RouterConfig
@@ -24,6 +25,13 @@ def test_roc_auc_counts_pairs() -> None:
     assert roc_auc(label.float(), label) == 1.0
     assert roc_auc(-label.float(), label) == 0.0
     assert roc_auc(score, torch.ones(40, dtype=torch.bool)) is None
+
+
+def test_an_entrant_may_state_an_agreement() -> None:
+    stated = [Entrant(name, None, 8).quality for name in ("plain", "dynamic", "dynamic@0.98")]  # type: ignore[arg-type]
+    assert stated == [None, None, 0.98]
+    with pytest.raises(ConfigError, match=r"'dynamic@much': a quality is a number"):
+        _ = Entrant("dynamic@much", None, 8).quality  # type: ignore[arg-type]
 
 
 def test_a_tradeoff_counts_exits_on_other_positions() -> None:
