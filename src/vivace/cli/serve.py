@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -112,6 +114,9 @@ def _name(model: str | None) -> str:
 def run(app: FastAPI, config: ServeConfig) -> None:
     """Listen until told to stop; answers that run then may end within the grace time."""
     import uvicorn
+
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("vivace.serve").setLevel(logging.WARNING if console.is_quiet else logging.INFO)
 
     class Announced(uvicorn.Server):
         """Says where it listens once it does."""
