@@ -41,7 +41,12 @@ class HeadAtGate:
     def __init__(self, gate: int) -> None:
         self.gate = gate
 
-    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor) -> tuple[Tensor, Tensor]:
+    companion = None
+
+    def offsets(self, slots: Sequence[int]) -> None:
+        """Nothing starts anywhere else."""
+
+    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         h = model.run(h, step, 0, self.gate)
         return h, h[guessing]
 

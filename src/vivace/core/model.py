@@ -19,7 +19,7 @@ from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
-from vivace.core.seams import GreedyHead, SlotState, Span
+from vivace.core.seams import Chain, GreedyHead, SlotState, Span
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -109,6 +109,11 @@ class Layer(nn.Module):
             step.rotations[key] = self.rotary.at(step.position, step.extent, dtype)
         return step.rotations[key]
 
+    def positions(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of at least the first ``count`` positions, each (count, 1, width)."""
+        assert self.rotary is not None
+        return self.rotary.table(count, dtype)
+
     def read(self, q: Tensor, step: Step) -> Tensor:
         """Attention over what is stored, (T, H, D) -> (T, H, D)."""
         return self.attention(q, step)
@@ -176,6 +181,8 @@ class Decoder(nn.Module):
         in calls of different sizes (GPUs) gives them in calls of one size."""
         self.span: Span | None = None
         """Executes several layers at once where it can; the layers one by one give the same bits."""
+        self.chain: Chain | None = None
+        """Drafts whole chains at once where it can; steps one by one give the same bits."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.attention import Attention
+from vivace.core.chain import NativeChain
 from vivace.core.config import Activation, ModelConfig
 from vivace.core.layers import FeedForward, Linear, RMSNorm
 from vivace.core.low_bit import LowBitLinear, LowBitRows, frozen, refuse_gradients
@@ -207,7 +208,8 @@ class Packer:
     def finish(self, decoder: Decoder) -> None:
         """All parts are in their places."""
         if self.body is not None:
-            decoder.span = NativeSpan.of(decoder, self.body)
+            decoder.span = span = NativeSpan.of(decoder, self.body)
+            decoder.chain = NativeChain.of(decoder, span)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         """The module for a matrix."""

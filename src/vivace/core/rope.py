@@ -62,6 +62,9 @@ def _yarn(rope: RopeConfig, base: Tensor, width: int) -> Tensor:
     return base / rope.factor * ramp + base * (1 - ramp)
 
 
+CPU = torch.device("cpu")
+
+
 class Rotary:
     """Cosines and signed sines of a rotary embedding, looked up by position.
 
@@ -84,10 +87,16 @@ class Rotary:
         """
         if self.rope.kind == "dynamic":
             return self._dynamic(position, position + 1 if extent is None else extent, dtype)
+        cos, sin = self.table(int(position.max()) + 1, dtype, position.device)
+        return cos.index_select(0, position), sin.index_select(0, position)
+
+    def table(self, count: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+        """Those of at least the first ``count`` positions, each (positions, 1, width); not for the dynamic kind."""
+        assert self.rope.kind != "dynamic"
         table = self._table
-        if table is None or table[0].shape[0] <= int(position.max()) or table[0].dtype != dtype:
-            table = self._table = self._build(max(256, 2 * int(position.max()) + 2), dtype, position.device)
-        return table[0].index_select(0, position), table[1].index_select(0, position)
+        if table is None or table[0].shape[0] < count or table[0].dtype != dtype:
+            table = self._table = self._build(max(256, 2 * count), dtype, device)
+        return table
 
     def _build(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from vivace.core.cache import KVCache
+    from vivace.core.deltas import Deltas
     from vivace.core.model import Decoder
     from vivace.core.step import Step
 
@@ -258,6 +259,47 @@ class Memory(Protocol):
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, (slots, K, S, D) each."""
+        ...
+
+
+class Root(NamedTuple):
+    """Where a chain of guesses begins."""
+
+    slot: int
+    token: int
+    limit: int
+    """Guesses at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Companion:
+    """A row behind each slow row below a gate: it reads what that one reads, stores nothing, and guesses."""
+
+    gate: int
+    deltas: Deltas
+    """Its terms; one adapter, weights that do not change."""
+    is_fed: bool
+    """It passes the feed-forward."""
+    scale: Tensor
+    """(E,) on its residual at the gate, before the final norm."""
+
+
+class Chain(Protocol):
+    """Drafts chains of guesses at once, bit for bit what the steps one by one give."""
+
+    def covers(self, companion: Companion) -> bool:
+        """Whether it can draft with this one."""
+        ...
+
+    def draft(
+        self,
+        roots: Sequence[Root],
+        companion: Companion,
+        offsets: Tensor | None,
+        cache: KVCache,
+        min_confidence: float = 0.0,
+    ) -> Draft:
+        """One chain below each root, with residuals at the gate; ``offsets`` (n, depths, E) start companions."""
         ...
 
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.library import ACTIVATIONS, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
@@ -38,10 +39,10 @@ class NativeSpan:
         self.body = body
         self._layers: list[Layer] = list(decoder.layers)  # type: ignore[arg-type]
         rotaries = {id(layer.rotary): place for place, layer in reversed(list(enumerate(self._layers)))}
-        self._rotating = [self._layers[place] for place in rotaries.values()]
+        self.rotating = [self._layers[place] for place in rotaries.values()]
         """One layer for each rotary table."""
         ropes = {rotary: index for index, rotary in enumerate(rotaries)}
-        self._plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
+        self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
         self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
 
@@ -67,9 +68,9 @@ class NativeSpan:
         assert isinstance(step.memory, KVCache)
         assert h.dtype == torch.bfloat16
         assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
-        keys, values = self._addresses(step.memory)
-        rotations = [layer.rotation(step, h.dtype) for layer in self._rotating]
-        terms, kept = self._terms(step, start, stop)
+        keys, values = self.addresses(step.memory)
+        rotations = [layer.rotation(step, h.dtype) for layer in self.rotating]
+        terms, kept = self.terms(step.deltas, start, stop)
         out = torch.empty_like(h)
         call = CCall(
             h=h.data_ptr(),
@@ -80,8 +81,8 @@ class NativeSpan:
             entry=step.entry.data_ptr(),
             keys=keys,
             values=values,
-            cosines=_pointers([cos for cos, _ in rotations]),
-            sines=_pointers([sin for _, sin in rotations]),
+            cosines=pointers([cos for cos, _ in rotations]),
+            sines=pointers([sin for _, sin in rotations]),
             terms=terms,
             start=start,
             stop=stop,
@@ -92,23 +93,23 @@ class NativeSpan:
             capacity=step.memory.capacity,
             num_terms=len(terms),
         )
-        self.body.span(self._plan, call)
+        self.body.span(self.plan, call)
         del kept
         return out
 
-    def _addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
+    def addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
         """Where a cache's keys and values lie; they stay there for as long as it lives."""
         found = self._stored.get(cache)
         if found is None:
             stored = [cache.stored(layer) for layer in range(len(self._layers))]
-            found = self._stored[cache] = (_pointers([k for k, _ in stored]), _pointers([v for _, v in stored]))
+            found = self._stored[cache] = (pointers([k for k, _ in stored]), pointers([v for _, v in stored]))
         return found
 
-    def _terms(self, step: Step, start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
+    def terms(self, applied: Sequence[Deltas], start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
         """The low-rank terms of these layers, and the tensors they point into."""
         kept: list[Tensor] = []
         terms: list[CTerm] = []
-        for deltas in step.deltas:
+        for deltas in applied:
             which = deltas.which.contiguous()
             kept.append(which)
             for (layer, site), down in deltas.down.items():
@@ -164,24 +165,27 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CP
 def _layer(layer: Layer, rope: int) -> CLayer:
     norms = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
     feed = layer.feed_forward
-    matrices = [_matrix(part) for part in (layer.qkv, layer.o, feed.gate, feed.up, feed.down)]
+    matrices = [matrix_of(part) for part in (layer.qkv, layer.o, feed.gate, feed.up, feed.down)]
     window = layer.config.window(layer.index)
-    return CLayer(*matrices, *(_norm(norm) for norm in norms), window or 0, rope)
+    return CLayer(*matrices, *(norm_of(norm) for norm in norms), window or 0, rope)
 
 
-def _matrix(part: Tensor | nn.Module) -> CMatrix:
+def matrix_of(part: object) -> CMatrix:
+    """The weights of a packed projection."""
     assert isinstance(part, nn.Module)
     assert isinstance(part.matrix, Matrix)
     return part.matrix.struct
 
 
-def _norm(norm: nn.Module | None) -> int | None:
+def norm_of(norm: nn.Module | None) -> int | None:
+    """Where a norm's weight lies."""
     if norm is None:
         return None
     assert isinstance(norm.weight, Tensor)
     return norm.weight.data_ptr()
 
 
-def _pointers(tensors: Sequence[Tensor]) -> Pointers:
+def pointers(tensors: Sequence[Tensor]) -> Pointers:
+    """Where they lie; who asks keeps them."""
     assert all(tensor.is_contiguous() for tensor in tensors)
     return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

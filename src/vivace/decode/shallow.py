@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.core.sampling import sample
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.seams import Companion, Context, Draft, Root, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup
@@ -70,7 +70,14 @@ class EarlyGuess(Protocol):
     gate: int
     """Layers below it run while drafting."""
 
-    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor) -> tuple[Tensor, Tensor]:
+    companion: Companion | None
+    """The same as data, if the guesses come from rows behind the slow ones: whole chains are then drafted at once."""
+
+    def offsets(self, slots: Sequence[int]) -> Tensor | None:
+        """What is added where companions start, (n, depths, E), the last one at all further depths too."""
+        ...
+
+    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Rows through the layers below the gate.
 
         Args:
@@ -78,6 +85,7 @@ class EarlyGuess(Protocol):
             h: (T, E) embedded rows.
             step: their call; all rows write.
             guessing: (n,) which of the rows want a guess.
+            depth: guesses below a root when these are made.
 
         Returns:
             Residuals at the gate (T, E), and (n, E) from which ``model.head`` gives the guess.
@@ -117,6 +125,26 @@ class ShallowDrafter:
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens and a chain or tree of guesses, with residuals at the gate."""
+        draft = self._at_once(context)
+        return self._in_steps(context) if draft is None else draft
+
+    def _at_once(self, context: Context) -> Draft | None:
+        """Greedy chains in one call; None when there is more to it, or nobody who can."""
+        chain, companion, cache = self.model.chain, self.guess.companion, context.cache
+        if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
+            return None
+        if not context.law.is_greedy(context.slots):
+            return None
+        roots = []
+        for slot in context.slots:
+            tokens = context.tokens[slot]
+            if len(tokens) != cache.lengths[slot] + 1 or (self.first is not None and self.first.guess(context, slot)):
+                return None
+            limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
+            roots.append(Root(slot, tokens[-1], limit))
+        return chain.draft(roots, companion, self.guess.offsets(context.slots), cache, self.plan.min_confidence)
+
+    def _in_steps(self, context: Context) -> Draft:
         draft = context.given()
         leaves = draft.roots()
         if self.first is not None:
@@ -129,7 +157,7 @@ class ShallowDrafter:
             fresh = torch.arange(sum(len(h) for h in done), len(draft.tokens))
             width = self._width(depth)
             leaves = self._with_room(draft, leaves, context, width)
-            hidden, at_gate = self._lower(draft, context, fresh, leaves)
+            hidden, at_gate = self._lower(draft, context, fresh, leaves, depth)
             done.append(hidden)
             if len(leaves) == 0:
                 break
@@ -148,13 +176,15 @@ class ShallowDrafter:
         keep = [leaf for leaf in leaves.tolist() if draft.depths[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)]
         return torch.tensor(keep, dtype=torch.int64)
 
-    def _lower(self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
+    def _lower(
+        self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor]:
         """New rows through the layers below the gate; leaves are among them."""
         step = Step.of(draft, context.cache)
         if len(fresh) < len(draft.tokens):
             step = step.take(fresh)
         h = self.model.embed(draft.tokens[fresh], step)
-        return self.guess.climb(self.model, h, step, leaves - fresh[0])
+        return self.guess.climb(self.model, h, step, leaves - fresh[0], depth)
 
     def _extend(
         self, draft: Draft, context: Context, leaves: Tensor, at_gate: Tensor, width: int

@@ -180,9 +180,10 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.vivace_features.restype = c_int64
+    library.vivace_chain.argtypes = (c_int64, c_int64, POINTER(CPlan), c_void_p)
+    for counting in (library.vivace_features, library.vivace_span_bytes, library.vivace_chain):
+        counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
-    library.vivace_span_bytes.restype = c_int64
     return library
 
 

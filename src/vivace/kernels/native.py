@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.kernels.chain import CChain
 from vivace.kernels.library import (
     ACTIVATIONS,
     BODIES,
@@ -179,6 +180,11 @@ class NativeBody:
         )
         self._library.vivace_attention(self._index, torch.get_num_threads(), byref(call))
         return out
+
+    def chain(self, plan: CPlan, call: CChain) -> int:
+        """Chains of drafts; returns how many rows were made."""
+        rows: int = self._library.vivace_chain(self._index, torch.get_num_threads(), byref(plan), byref(call))
+        return rows
 
     def span(self, plan: CPlan, call: CCall) -> None:
         """Layers ``call.start .. call.stop - 1`` of a plan; working space is taken here."""

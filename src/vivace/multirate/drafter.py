@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft, TargetPass, Verdict
+from vivace.core.seams import Companion, Draft, TargetPass, Verdict
 from vivace.core.step import Step
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
@@ -22,30 +22,39 @@ class AcceleratedGuess:
         self.model = model
         self.accelerator = accelerator
         self.gate = accelerator.config.gate
-        self._final: dict[int, Tensor] = {}
-        """Normed final residual of each slot's last verified position, for feedback."""
+        self.companion: Companion | None = accelerator.companion()
+        self._offsets: dict[int, Tensor] = {}
+        """What feedback adds, (lags, E), from each slot's last verified position."""
 
-    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor) -> tuple[Tensor, Tensor]:
+    def offsets(self, slots: Sequence[int]) -> Tensor | None:
+        """Feedback for drafts that start here; nothing where no position has been verified yet."""
+        known = next((self._offsets[slot] for slot in slots if slot in self._offsets), None)
+        if known is None:
+            return None
+        if len(slots) == 1:
+            return known[None]
+        unknown = torch.zeros_like(known)
+        return torch.stack([self._offsets.get(slot, unknown) for slot in slots])
+
+    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Slow rows to the gate with accelerated companions behind the guessing ones."""
-        final = None
-        if self.accelerator.feedback is not None and len(guessing):
-            unknown = h.new_zeros(h.shape[1])
-            slots = step.slot[guessing].tolist()
-            final = torch.stack([self._final.get(slot, unknown) for slot in slots])
-        return dual_climb(model, self.accelerator, h, step, guessing, final)
+        offsets = self.offsets(step.slot[guessing].tolist())
+        offset = None if offsets is None else offsets[:, min(depth, offsets.shape[1] - 1)]
+        return dual_climb(model, self.accelerator, h, step, guessing, offset)
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Remember the top of the last kept row: the position before the next root."""
         if self.accelerator.feedback is None:
             return
         last = draft.roots().tolist() if verdict is None else [path[-1] for path in verdict.paths]
-        finals = self.model.norm(passed.hidden[last])
-        self._final.update(zip(draft.slots, finals, strict=True))
+        offsets = self.accelerator.offsets(self.model.norm(passed.hidden[last]))
+        assert offsets is not None
+        self._offsets.update(zip(draft.slots, offsets, strict=True))
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences."""
         for slot in slots:
-            self._final.pop(slot, None)
+            self._offsets.pop(slot, None)
 
 
 def self_speculation(

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
+from vivace.core.seams import Companion
 from vivace.core.step import Step
+from vivace.kernels import reference as kernels
 from vivace.multirate.config import MultirateConfig
 
 
@@ -65,10 +67,26 @@ class Accelerator(nn.Module):
             return h
         return h + nn.functional.linear(final, self.feedback)
 
+    def offsets(self, final: Tensor) -> Tensor | None:
+        """What feedback adds to the start, by how far back the verified position lies, (n, lags, E).
+
+        Args:
+            final: (n, E) as for ``start``.
+        """
+        if self.feedback is None:
+            return None
+        width = final.shape[1]
+        return kernels.linear(final, self.feedback.view(-1, width)).view(len(final), -1, width)
+
     def terms(self, which: Tensor) -> Deltas:
         """The adapters as data for a call; ``which`` (T,) is 0 on accelerated rows and -1 elsewhere."""
         down, up = self._by_site
         return Deltas(which, down, up)
+
+    def companion(self) -> Companion:
+        """Accelerated rows as data."""
+        deltas = self.terms(torch.zeros(1, dtype=torch.int64))
+        return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale)
 
     def at_gate(self, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
@@ -80,7 +98,7 @@ class Accelerator(nn.Module):
 
 
 def dual_climb(
-    model: Decoder, accelerator: Accelerator, h: Tensor, step: Step, leading: Tensor, final: Tensor | None
+    model: Decoder, accelerator: Accelerator, h: Tensor, step: Step, leading: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Slow rows and accelerated rows through the layers below the gate, sharing every weight read.
 
@@ -90,7 +108,7 @@ def dual_climb(
         h: (T, E) embedded slow rows; all of them write keys and values.
         step: their call.
         leading: (n,) slow rows that get an accelerated companion.
-        final: (n, E) for ``Accelerator.start``.
+        offset: (n, E) added to where the companions start.
 
     Returns:
         Slow residuals (T, E) and accelerated residuals (n, E) at the gate.
@@ -102,7 +120,8 @@ def dual_climb(
     which = torch.full((step.num_rows + count,), -1, dtype=torch.int64)
     which[step.num_rows :] = 0
     both = step.readers(leading, accelerator.terms(which), fed=config.mode == "delta")
-    rows = model.run(torch.cat((h, accelerator.start(h[leading], final))), both, 0, config.gate)
+    start = h[leading] if offset is None else h[leading] + offset
+    rows = model.run(torch.cat((h, start)), both, 0, config.gate)
     return rows[: step.num_rows], accelerator.at_gate(rows[step.num_rows :])
 
 

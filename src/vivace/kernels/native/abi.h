@@ -6,6 +6,8 @@
 
 typedef uint16_t bf16;
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 constexpr int64_t LANES = 16;  // outputs of a tile of a packed matrix
 
 constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer products
@@ -122,6 +124,24 @@ struct Call {
     const Term* terms;  // by layer, then in the order in which they are added
     uint8_t* space;     // vivace_span_bytes
     int64_t start, stop, rows, num_write, num_feed, tail_width, capacity, num_terms;
+};
+
+// Chains of guesses below one root for each sequence (chain.h).
+struct Chain {
+    Matrix head;
+    const bf16 *embedding, *final_norm;
+    const bf16* scale;          // (E,) on a companion's residual before the final norm
+    const bf16* offsets;        // (sequences, num_offsets, E) added where a companion starts, the last for the rest
+    const bf16* const* keys;    // one pointer per layer of the plan
+    const bf16* const* values;
+    const bf16* const* cosines;  // by rope and position
+    const bf16* const* sines;
+    const Term* terms;  // of companions, by layer; their `which` is not read
+    const int64_t *slot, *length, *root, *limit;  // (sequences,): where, entries stored, token, guesses at most
+    int64_t *tokens, *slots, *nodes, *parents;    // of the rows made, room for sequences + all guesses
+    bf16* hidden;                                 // (rows, E) at the gate
+    int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets;
+    float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };
 }
 

@@ -81,6 +81,27 @@ void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float
     });
 }
 
+// Probability of the largest of these logits; `index` becomes the first such.
+float likeliest(const bf16* logits, int64_t count, int64_t* index) {
+    float highest = -__builtin_inff();
+    for_width(count, [&](int64_t i, int64_t n) {
+        const Vec v = load_some(logits + i, n);
+        if (!any_greater(v, highest)) return;
+        float values[WIDTH];
+        store(values, v);
+        for (int64_t k = 0; k < n; ++k)
+            if (values[k] > highest) highest = values[k], *index = i + k;
+    });
+    Vec sum = broadcast(0);
+    for_width(count, [&](int64_t i, int64_t n) {
+        float weights[WIDTH];
+        store(weights, exponential(sub(load_some(logits + i, n), broadcast(highest))));
+        for (int64_t k = n; k < WIDTH; ++k) weights[k] = 0;
+        sum = add(sum, load(weights));
+    });
+    return 1 / sum_of(sum);
+}
+
 // Rotates the leading `width` components in place; `sin` has its first half negated.
 void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t width) {
     const int64_t half = width / 2;

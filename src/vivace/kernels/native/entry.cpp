@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "chain.h"
 #include "pool.h"
 #include "span.h"
 
@@ -93,8 +94,6 @@ void run_prepared(int64_t threads, const Matrix& m, int64_t rows, Item item, con
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 EXPORT const char* vivace_sources() { return VIVACE_SOURCES; }
 
 // Bit 0: the avx2 body runs here, bit 1: the avx512 body does.
@@ -176,4 +175,9 @@ EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const C
     for (int64_t layer = 0; layer < layers; ++layer)
         for (int64_t kind = 0; kind < NUM_KINDS; ++kind) counts.push_back(num_items(s, layer, (Kind)kind));
     run_phases(threads, (int64_t)counts.size(), counts.data(), body_of(body)->span, &s);
+}
+
+// Fills what the chain points to; returns how many rows the drafts have, in the order of their depths.
+EXPORT int64_t vivace_chain(int64_t body, int64_t threads, const Plan* plan, const Chain* chain) {
+    return ChainRun(*body_of(body), body, threads, *plan, *chain).run();
 }

@@ -91,6 +91,7 @@ struct Body {
     void (*attention)(const void*, int64_t, int64_t);
     void (*span)(const void*, int64_t, int64_t);
     void (*quantise)(const void*, int64_t, int64_t);
+    float (*likeliest)(const bf16*, int64_t, int64_t*);
 };
 
 extern const Body avx2_body;

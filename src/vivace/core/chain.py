@@ -1,0 +1,113 @@
+"""Chains of guesses in one native call: the lower layers, head, argmax and embedding, depth after depth.
+
+What ``decode/shallow.py`` does step by step for drafters whose guesses come from a *companion*: a row that rides
+behind each slow one, reads what it reads and stores nothing. The tokens, residuals and stored entries are to the
+bit those of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_int64
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.seams import Companion, Draft, Root
+from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers
+from vivace.kernels.chain import CChain
+
+if TYPE_CHECKING:
+    from vivace.core.model import Decoder
+
+
+class NativeChain:
+    """Drafts below a gate of one packed decoder."""
+
+    def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
+        self._decoder = decoder
+        self._span = span
+        self._fixed: WeakKeyDictionary[Companion, tuple[CChain, list[Tensor]]] = WeakKeyDictionary()
+
+    @staticmethod
+    def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
+        """For a decoder with a span, an embedding in bfloat16, a head that is not capped and static rotations."""
+        c = decoder.config
+        is_capped, moves = c.logit_softcap is not None, any(rope.kind == "dynamic" for rope in c.ropes)
+        return None if span is None or decoder.rows is not None or is_capped or moves else NativeChain(decoder, span)
+
+    def covers(self, companion: Companion) -> bool:
+        """Whether it can draft with this one; calls that are padded to a number of rows are not for it."""
+        if self._decoder.row_count != 1 or companion in self._fixed:
+            return self._decoder.row_count == 1
+        weights = (*companion.deltas.down.values(), *companion.deltas.up.values(), companion.scale)
+        return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
+
+    def draft(
+        self,
+        roots: Sequence[Root],
+        companion: Companion,
+        offsets: Tensor | None,
+        cache: KVCache,
+        min_confidence: float = 0.0,
+    ) -> Draft:
+        """One chain below each root.
+
+        Args:
+            roots: of each sequence.
+            companion: who guesses.
+            offsets: (n, depths, E) added to the embedding where a companion starts, the last one at all further
+                depths too; None for nothing.
+            cache: holds the text before the roots; gets the lower layers' entries of all rows.
+            min_confidence: a guess less likely than this is the last of its chain; 0 stops none.
+
+        Returns:
+            The draft, with residuals at the gate.
+        """
+        slots, tokens, limits = zip(*roots, strict=True)
+        lengths = [cache.lengths[slot] for slot in slots]
+        deepest = [length + limit for length, limit in zip(lengths, limits, strict=True)]
+        cache.reserve(slots, deepest)
+        count = len(roots)
+        made = torch.empty(4, count + sum(limits), dtype=torch.int64)
+        hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16)
+        tables = [layer.positions(max(deepest) + 1, torch.bfloat16) for layer in self._span.rotating]
+        numbers = c_int64 * count
+        call = CChain.from_buffer_copy(self._of(companion))
+        call.keys, call.values = self._span.addresses(cache)
+        call.cosines, call.sines = pointers([cos for cos, _ in tables]), pointers([sin for _, sin in tables])
+        call.slot, call.length = numbers(*slots), numbers(*lengths)
+        call.root, call.limit = numbers(*tokens), numbers(*limits)
+        call.tokens, call.slots, call.nodes, call.parents = (line.data_ptr() for line in made)
+        call.hidden = hidden.data_ptr()
+        call.offsets = None if offsets is None else offsets.data_ptr()
+        call.num_offsets = 0 if offsets is None else offsets.shape[1]
+        call.sequences, call.capacity, call.min_confidence = count, cache.capacity, min_confidence
+        rows = self._span.body.chain(self._span.plan, call)
+        tokens, slot, node, parent = made[:, :rows]
+        given = (1,) * count
+        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden[:rows], entry_layer=companion.gate)
+
+    def _of(self, companion: Companion) -> CChain:
+        """What is the same in every call with this companion; its weights are laid out once."""
+        found = self._fixed.get(companion)
+        if found is None:
+            decoder = self._decoder
+            terms, kept = self._span.terms((companion.deltas,), 0, companion.gate)
+            call = CChain(
+                head=matrix_of(decoder.lm_head),
+                embedding=decoder.embedding.data_ptr(),
+                final_norm=norm_of(decoder.final_norm),
+                scale=companion.scale.data_ptr(),
+                terms=terms,
+                gate=companion.gate,
+                is_fed=companion.is_fed,
+                num_terms=len(terms),
+                num_ropes=len(self._span.rotating),
+                embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
+            )
+            found = self._fixed[companion] = (call, kept)
+        return found[0]

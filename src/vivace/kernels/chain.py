@@ -1,0 +1,26 @@
+"""A chain of drafts as ctypes sees it: ``Chain`` of ``native/abi.h``."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+
+from vivace.kernels.library import CMatrix, CTerm
+
+Numbers = POINTER(c_int64)
+
+
+class CChain(Structure):
+    """``Chain``."""
+
+    _fields_ = [
+        ("head", CMatrix),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "scale", "offsets")),
+        *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
+        ("terms", POINTER(CTerm)),
+        *((name, Numbers) for name in ("slot", "length", "root", "limit")),
+        *((name, c_void_p) for name in ("tokens", "slots", "nodes", "parents", "hidden")),
+        *((name, c_int64) for name in ("gate", "sequences", "is_fed", "capacity", "num_terms", "num_ropes")),
+        ("num_offsets", c_int64),
+        ("embedding_scale", c_float),
+        ("min_confidence", c_float),
+    ]

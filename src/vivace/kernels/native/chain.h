@@ -1,0 +1,158 @@
+// A chain of drafts: what decode/shallow.py does depth by depth, for all depths and sequences in one call.
+//
+// At each depth the rows of the last guesses go up to the gate, writing keys and values; behind those that guess
+// again rides a companion that reads. The companion's residual at the gate, scaled, is read by the model's head.
+#pragma once
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "span.h"
+
+EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
+EXPORT void vivace_span(int64_t body, int64_t threads, const Plan*, const Call*);
+EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens);
+EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
+
+namespace {
+
+inline float widened(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline bf16 narrowed(float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// What one depth's call needs, sized for every sequence with a companion.
+class ChainRun {
+public:
+    ChainRun(const Body& body, int64_t index, int64_t threads, const Plan& plan, const Chain& chain)
+        : body_(body), index_(index), threads_(threads), plan_(plan), chain_(chain), most_(2 * chain.sequences) {
+        const int64_t width = plan.width;
+        for (auto* rows : {&h_, &out_}) rows->reset(new bf16[most_ * width]);
+        for (auto* rows : {&slot_, &seen_, &entry_, &which_}) rows->resize(most_);
+        for (int64_t rope = 0; rope < chain.num_ropes; ++rope) {
+            rotations_.emplace_back(new bf16[2 * most_ * plan.rotated]);
+            cosines_.push_back(rotations_.back().get());
+            sines_.push_back(rotations_.back().get() + most_ * plan.rotated);
+        }
+        terms_.assign(chain.terms, chain.terms + chain.num_terms);
+        for (Term& term : terms_) term.which = which_.data();
+        if (chain.min_confidence > 0) logits_.reset(new bf16[chain.sequences * chain.head.out]);
+        const Call largest = call(most_, chain.sequences);
+        space_.reset(new uint8_t[vivace_span_bytes(&plan, &largest) + 64]);
+    }
+
+    int64_t run() {
+        std::vector<int64_t> fresh, growing;
+        for (int64_t i = 0; i < chain_.sequences; ++i) fresh.push_back(add_row(i, chain_.root[i], 0, -1));
+        for (int64_t depth = 0; !fresh.empty(); ++depth) {
+            growing.clear();
+            for (const int64_t row : fresh)
+                if (depth < chain_.limit[sequence_[row]] && is_sure_[row]) growing.push_back(row);
+            climb(depth, fresh, growing);
+            fresh = guess(depth, growing, (int64_t)fresh.size());
+        }
+        return num_rows_;
+    }
+
+private:
+    int64_t add_row(int64_t sequence, int64_t token, int64_t node, int64_t parent, bool is_sure = true) {
+        const int64_t row = num_rows_++;
+        chain_.tokens[row] = token, chain_.slots[row] = chain_.slot[sequence];
+        chain_.nodes[row] = node, chain_.parents[row] = parent;
+        sequence_.push_back(sequence), is_sure_.push_back(is_sure);
+        return row;
+    }
+
+    // Row `at` of the call: draft row `row` of some sequence, slow or its companion.
+    void place(int64_t at, int64_t depth, int64_t row, bool is_companion) {
+        const int64_t i = sequence_[row], width = plan_.width, entry = chain_.length[i] + depth;
+        slot_[at] = chain_.slot[i], entry_[at] = entry, seen_[at] = entry + 1, which_[at] = is_companion ? 0 : -1;
+        for (int64_t rope = 0; rope < chain_.num_ropes; ++rope) {
+            const int64_t size = plan_.rotated, bytes = size * sizeof(bf16);
+            memcpy((bf16*)cosines_[rope] + at * size, chain_.cosines[rope] + entry * size, bytes);
+            memcpy((bf16*)sines_[rope] + at * size, chain_.sines[rope] + entry * size, bytes);
+        }
+        const bf16* embedded = chain_.embedding + chain_.tokens[row] * width;
+        bf16* h = h_.get() + at * width;
+        memcpy(h, embedded, width * sizeof(bf16));
+        if (chain_.embedding_scale != 1)
+            for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain_.embedding_scale);
+        if (!is_companion || chain_.num_offsets == 0) return;
+        const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
+        const bf16* offset = chain_.offsets + which * width;
+        for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) + widened(offset[e]));
+    }
+
+    Call call(int64_t rows, int64_t writing) const {
+        Call c{};
+        c.h = h_.get(), c.out = out_.get(), c.space = (uint8_t*)(((uintptr_t)space_.get() + 63) / 64 * 64);
+        c.slot = slot_.data(), c.seen = seen_.data(), c.entry = entry_.data();
+        c.keys = chain_.keys, c.values = chain_.values, c.cosines = cosines_.data(), c.sines = sines_.data();
+        c.terms = terms_.data(), c.num_terms = rows > writing ? chain_.num_terms : 0;
+        c.stop = chain_.gate, c.capacity = chain_.capacity;
+        c.rows = rows, c.num_write = writing, c.num_feed = chain_.is_fed ? rows : writing;
+        return c;
+    }
+
+    // Fresh rows to the gate, with companions behind the growing ones.
+    void climb(int64_t depth, const std::vector<int64_t>& fresh, const std::vector<int64_t>& growing) {
+        int64_t at = 0;
+        for (const int64_t row : fresh) place(at++, depth, row, false);
+        for (const int64_t row : growing) place(at++, depth, row, true);
+        const Call lower = call(at, (int64_t)fresh.size());
+        vivace_span(index_, threads_, &plan_, &lower);
+        memcpy(chain_.hidden + fresh[0] * plan_.width, lower.out, fresh.size() * plan_.width * sizeof(bf16));
+    }
+
+    // The next token below each growing row, from the companions that follow `first` rows of the last call.
+    std::vector<int64_t> guess(int64_t depth, const std::vector<int64_t>& growing, int64_t first) {
+        const int64_t count = (int64_t)growing.size(), width = plan_.width;
+        std::vector<int64_t> children;
+        if (count == 0) return children;
+        bf16 *p = out_.get() + first * width, *x = h_.get();
+        const Norm norm{p, chain_.final_norm, x, count, width, plan_.norm_eps, plan_.norm_offset};
+        for (int64_t row = 0; row < count; ++row) {
+            for (int64_t e = 0; e < width; ++e)
+                p[row * width + e] = narrowed(widened(p[row * width + e]) * widened(chain_.scale[e]));
+            body_.norm(&norm, 0, row);
+        }
+        std::vector<int64_t> tokens((size_t)count);
+        const Linear head{chain_.head, x, nullptr, logits_.get(), count};
+        if (logits_ == nullptr) vivace_greedy(index_, threads_, &head, tokens.data());
+        else vivace_linear(index_, threads_, &head);
+        for (int64_t i = 0; i < count; ++i) {
+            bool is_sure = true;
+            if (logits_ != nullptr) {
+                const bf16* logits = logits_.get() + i * chain_.head.out;
+                is_sure = body_.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
+            }
+            children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
+        }
+        return children;
+    }
+
+    const Body& body_;
+    const int64_t index_, threads_;
+    const Plan& plan_;
+    const Chain& chain_;
+    const int64_t most_;
+    int64_t num_rows_ = 0;
+    std::vector<int64_t> sequence_;  // of each draft row
+    std::vector<bool> is_sure_;
+    std::unique_ptr<bf16[]> h_, out_, logits_;
+    std::unique_ptr<uint8_t[]> space_;
+    std::vector<int64_t> slot_, seen_, entry_, which_;
+    std::vector<std::unique_ptr<bf16[]>> rotations_;
+    std::vector<const bf16*> cosines_, sines_;
+    std::vector<Term> terms_;
+};
+
+}  // namespace

@@ -1,0 +1,176 @@
+"""Chains drafted in one native call: to the bit what the steps one by one give, and the text of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.core.test_bits import prefill
+from tests.decode.runs import Result, finish
+from tests.decode.tiny_decoders import build, prompts
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
+from vivace.core.sampling import Sampling
+from vivace.core.seams import Context, Draft, Drafter
+from vivace.decode.laws import Laws
+from vivace.decode.lookup import LookupConfig, PromptLookup
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request, StopRule
+from vivace.decode.session import Session
+from vivace.decode.shallow import DraftPlan, ShallowDrafter
+from vivace.kernels.native import NativeBody
+from vivace.multirate.drafter import self_speculation
+from vivace.multirate.residual import Accelerator
+
+GATE = 3
+TEXTS = {2: prompts(3, seed=4)[0] + (4, 8, 15), 0: (5,), 3: tuple(range(1, 70))}
+"""Prompts of several lengths by slot; the last token of each is the root."""
+LIMITS = {2: 4, 0: 1, 3: 0}
+
+Accelerators = Callable[..., Accelerator]
+
+
+@pytest.fixture(params=["plain", "scaled"])
+def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
+    """Packed; also with an embedding that is multiplied and a norm that is shifted."""
+    fields = {"embedding_scale": 3.7, "norm_offset": 1.0} if request.param == "scaled" else {}
+    made = build(torch.bfloat16, num_layers=6, seed=3, **fields).requires_grad_(False)
+    pack_decoder(made, body)
+    return made
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each proposal from now on was made in one call."""
+    made: list[bool] = []
+    at_once = ShallowDrafter._at_once
+
+    def noting(self: ShallowDrafter, context: Context) -> Draft | None:
+        draft = at_once(self, context)
+        made.append(draft is not None)
+        return draft
+
+    monkeypatch.setattr(ShallowDrafter, "_at_once", noting)
+    return made
+
+
+def drafted(model: Decoder, drafter: ShallowDrafter, *, at_once: bool) -> tuple[Draft, KVCache]:
+    """A draft over freshly stored prompts, and the cache it wrote to."""
+    cache, _ = prefill(model, {slot: list(text[:-1]) for slot, text in TEXTS.items() if len(text) > 1}, 4)
+    tokens = {slot: list(text) for slot, text in TEXTS.items()}
+    requests = {slot: Request(text, 9, drafter) for slot, text in TEXTS.items()}
+    laws = Laws(requests, tokens, cache.lengths)
+    generators = {slot: torch.Generator() for slot in TEXTS}
+    context = Context(tuple(TEXTS), tokens, cache, laws, LIMITS, generators)
+    draft = drafter._at_once(context) if at_once else drafter._in_steps(context)
+    assert draft is not None
+    return draft, cache
+
+
+def assert_same(ours: tuple[Draft, KVCache], theirs: tuple[Draft, KVCache]) -> None:
+    (draft, cache), (other, stored) = ours, theirs
+    assert (draft.slots, draft.given, draft.entry_layer) == (other.slots, other.given, other.entry_layer)
+    for name in ("tokens", "slot", "node", "parent", "hidden"):
+        assert torch.equal(getattr(draft, name), getattr(other, name)), name
+    for layer in range(GATE):
+        for mine, yours in zip(cache.stored(layer), stored.stored(layer), strict=True):
+            assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize("mode", ["delta", "lite"])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("threads", [1])
+@torch.inference_mode()
+def test_chain_and_steps_are_one_to_the_bit(
+    model: Decoder, accelerator: Accelerators, mode: str, feedback: bool, threads: int
+) -> None:
+    """Ragged sequences with limits of their own; offsets that differ by slot and depth, one slot without any."""
+    torch.set_num_threads(threads)
+    fast = accelerator(torch.bfloat16, noise=0.3, mode=mode, feedback=feedback, gate=GATE)
+    drafter = self_speculation(model, fast, DraftPlan.chain(5))
+    if feedback:
+        drafter.guess._offsets.update({2: torch.randn(3, 48).bfloat16(), 3: torch.randn(3, 48).bfloat16()})
+    steps = drafted(model, drafter, at_once=False)
+    assert steps[0].node.tolist() == [0, 0, 0, 1, 1, 2, 3, 4]
+    assert_same(drafted(model, drafter, at_once=True), steps)
+
+
+@torch.inference_mode()
+def test_unsure_guesses_end_their_chains_alike(model: Decoder, accelerator: Accelerators) -> None:
+    """For a range of thresholds, both ways of drafting stop every chain at the same guess."""
+    fast = accelerator(torch.bfloat16, noise=0.1, gate=GATE)
+    counts = set()
+    for percent in range(2, 60, 6):
+        plan = DraftPlan((1,) * 4, min_confidence=percent / 100)
+        drafter = self_speculation(model, fast, plan)
+        ours, theirs = (drafted(model, drafter, at_once=at_once) for at_once in (True, False))
+        assert_same(ours, theirs)
+        counts.add(len(ours[0].tokens))
+    assert len(counts) > 1, "some thresholds stop earlier than others"
+
+
+def run(model: Decoder, drafter: Drafter, slots: int, every: int = 0, **fields: object) -> list[Result]:
+    requests = [Request(prompt, 5 + 3 * i, drafter, **fields) for i, prompt in enumerate(prompts(6, seed=2))]
+    return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests, every=every)
+
+
+@pytest.mark.parametrize("min_confidence", [0.0, 0.1])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_text_of_plain_decoding(
+    model: Decoder, accelerator: Accelerators, chains: list[bool], min_confidence: float, feedback: bool
+) -> None:
+    """While sequences join and leave; rejected guesses leave entries behind that nobody reads."""
+    plain = run(model, NoDrafts(), slots=1, logprobs=True)
+    accepted = drafts = 0
+    for gate, noise in ((3, 0.3), (5, 0.0)):
+        fast = accelerator(torch.bfloat16, noise=noise, gate=gate, feedback=feedback)
+        drafter = self_speculation(model, fast, DraftPlan((1,) * 4, min_confidence=min_confidence))
+        for slots, every in ((1, 0), (2, 0), (6, 2)):
+            found = run(model, drafter, slots, every, logprobs=True)
+            assert [r.tokens for r in found] == [r.tokens for r in plain]
+            assert [r.logprobs for r in found] == [r.logprobs for r in plain]
+            accepted += sum(r.stats.num_accepted_draft_tokens for r in found)
+            drafts += sum(r.stats.num_draft_tokens for r in found)
+    assert all(chains)
+    assert 0 < accepted < drafts, "some guesses are kept and some are not"
+
+
+def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
+    model: Decoder, accelerator: Accelerators, chains: list[bool]
+) -> None:
+    prompt = prompts(6, seed=2)[1]
+    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4))
+    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
+    inside = 0
+    for place, end in enumerate(plain.tokens):
+        stop = StopRule(end_tokens=frozenset([end]))
+        [result] = finish(session, [Request(prompt, 21, drafter, stop=stop)])
+        assert result.tokens == plain.tokens[: plain.tokens.index(end) + 1], place
+        stats = result.stats
+        inside += stats.num_accepted_draft_tokens + stats.num_spec_steps > len(result.tokens)
+        assert not session.cache.lengths[0]
+    assert all(chains)
+    assert inside > 0, "some ends lie before the end of what was accepted"
+
+
+def test_who_goes_step_by_step(model: Decoder, accelerator: Accelerators, chains: list[bool]) -> None:
+    """Sampling, penalties, trees and padded calls; a text that repeats itself is looked up."""
+    fast = accelerator(torch.bfloat16, gate=GATE)
+    chain = self_speculation(model, fast, DraftPlan.chain(3))
+    run(model, chain, 2, sampling=Sampling(do_sample=True))
+    run(model, chain, 2, sampling=Sampling(repetition_penalty=1.2))
+    run(model, self_speculation(model, fast, DraftPlan((2, 1))), 2)
+    model.row_count = 8
+    run(model, chain, 2)
+    model.row_count = 1
+    assert not any(chains)
+    chains.clear()
+    plain = run(model, NoDrafts(), 2)
+    lookup = PromptLookup(LookupConfig(num_draft_tokens=3, min_ngram=1))
+    found = run(model, self_speculation(model, fast, DraftPlan.chain(3), lookup=lookup), 2)
+    assert [r.tokens for r in found] == [r.tokens for r in plain]
+    assert len(set(chains)) == 2, "chains where nothing is known, steps where some is"
