@@ -175,7 +175,7 @@ def load(
     choice = _settle(choice, kernels, [model] if second is None else [model, second], is_packed=packer is not None)
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
-    return Engine(model, tokenizer, methods, load_generation_defaults(folder), choice)
+    return Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
 
 
 def _body(choice: Choice, asked: str, dtype: str) -> NativeBody | None:
@@ -199,7 +199,13 @@ class Engine:
     """A model ready to answer; keeps its drafters, and what ``auto`` has measured, between calls."""
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, methods: Methods, defaults: Mapping[str, Any], kernels: Choice
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        methods: Methods,
+        defaults: Mapping[str, Any],
+        kernels: Choice,
+        weights: str = "bf16",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -208,12 +214,19 @@ class Engine:
         """Generation settings of the checkpoint, for whatever a call leaves open."""
         self.kernels = kernels
         """What runs the hot operations, and why."""
+        self.weights = weights
+        """What matrices are kept as; "bf16" is as the checkpoint has them."""
 
     @property
     def folder(self) -> Path:
         """Where the checkpoint lies."""
         assert self.methods.folder is not None, "an engine is made from a checkpoint"
         return self.methods.folder
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the model's weights in memory."""
+        return sum({part.data_ptr(): part.nbytes for part in self.model.parameters()}.values())
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
         """Answer prompts, batched; keyword arguments are the fields of ``Options``.

@@ -1,4 +1,4 @@
-"""A decoder in few bits: rows keep their bits, spans are layers, it is near the model, and only rounded matrices stay."""
+"""A decoder in few bits: rows keep their bits, spans are layers, it is near the model, and nothing is kept twice."""
 
 from __future__ import annotations
 

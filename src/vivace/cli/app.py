@@ -15,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, convert, data, demo, doctor, generate, inspect, serve, train, widen
+from vivace.cli import bench, chat, check, convert, data, demo, doctor, evaluate, generate, inspect, serve, train, widen
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -36,6 +36,7 @@ def build() -> typer.Typer:
     app.command("serve")(serve.serve)
     app.add_typer(bench.app, name="bench")
     app.command("check")(check.check)
+    app.command("evaluate")(evaluate.evaluate)
     app.command("data")(data.data)
     app.command("train")(train.train)
     app.command("doctor")(doctor.doctor)

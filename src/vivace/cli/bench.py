@@ -52,6 +52,7 @@ def decode(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    weights: options.Weights = "bf16",
     raw: options.Raw = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
@@ -67,7 +68,7 @@ def decode(
         raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
     rows = read_prompts(prompts, limit)
     rivals_draft = "transformers-assisted" in split_names(peers)
-    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels)
+    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights)
     engine = open_engine(choice, [*map(_method, names), *(["draft"] if rivals_draft else [])])
     questions = questions_of(engine, rows, raw=raw)
     rivals, heat = enter_peers(
@@ -94,6 +95,7 @@ def decode(
             "repeats": repeats,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "kernels": engine.kernels.name,
+            "weights": engine.weights,
         },
         "peers": None if heat is None else asdict(heat),
         "quality": quality(engine, rows, records, BASELINE),

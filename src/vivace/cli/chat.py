@@ -25,6 +25,7 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    weights: options.Weights = "bf16",
     max_new_tokens: options.MaxNewTokens = None,
     do_sample: options.DoSample = None,
     temperature: options.Temperature = None,
@@ -36,7 +37,7 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Talk with a model; every turn sees the whole conversation."""
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), [method])
     settings = options.given(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,

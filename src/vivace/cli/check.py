@@ -32,6 +32,7 @@ def check(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    weights: options.Weights = "bf16",
     raw: options.Raw = False,
     exact: options.Exact = False,
     as_json: options.AsJson = False,
@@ -44,7 +45,7 @@ def check(
     model = same_model if model is None else model
     rows = read_prompts(prompts, limit)
     named = split_names(methods or "")
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), named)
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), named)
     chosen = named or [name for name in engine.methods.ready() if METHODS[name].lossless and name != "plain"]
     with console.progress("answering") as progress:
         found = compare(

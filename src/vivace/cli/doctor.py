@@ -15,6 +15,7 @@ from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import VivaceError
 from vivace.recipe import METHODS, Method
+from vivace.units import format_bytes
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
@@ -39,6 +40,7 @@ def doctor(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    weights: options.Weights = "bf16",
     as_json: options.AsJson = False,
 ) -> None:
     """Look at machine, packages, model and methods; ends with status 1 if the model cannot answer."""
@@ -47,9 +49,10 @@ def doctor(
 
     def load() -> str:
         nonlocal engine
-        engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels))
+        engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights))
         c = engine.model.config
         size = f"{c.num_layers} layers of width {c.width}, context {c.max_positions}, {engine.model.dtype}"
+        size += f", {format_bytes(engine.num_bytes)} of {engine.weights} weights"
         return f"{size}, {engine.kernels.name} kernels ({engine.kernels.reason})"
 
     findings.append(look("model", load))

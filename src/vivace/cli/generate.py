@@ -33,6 +33,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    weights: options.Weights = "bf16",
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
     exact: options.Exact = False,
@@ -49,7 +50,7 @@ def generate(
 ) -> None:
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
     requests = read_requests(prompt, prompt_file)
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), [method])
     settings = options.given(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,

@@ -22,13 +22,14 @@ def inspect(
         str | None, typer.Argument(help="A model or adapter folder, or a Hub id; left out: the model that ships.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    weights: options.Weights = "bf16",
     as_json: options.AsJson = False,
 ) -> None:
     """Show configuration, size and adapters of a checkpoint."""
     from vivace.checkpoint.adapters import TENSORS
 
     folder = folder_of(model)
-    facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder)
+    facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder, weights)
     if not tensors:
         del facts["tensors"]
     if as_json:
@@ -44,8 +45,12 @@ def inspect(
             console.result(f"{name:<18}{_plain(name, value)}")
 
 
-def model_facts(folder: Path) -> dict[str, Any]:
+def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
     """A checkpoint in numbers.
+
+    Args:
+        folder: the checkpoint.
+        weights: what its matrices would be kept as; said is how much memory that takes.
 
     Raises:
         CheckpointError: a file is missing or broken.
@@ -53,15 +58,20 @@ def model_facts(folder: Path) -> dict[str, Any]:
     """
     from vivace.checkpoint.files import open_tensors, read_json
     from vivace.checkpoint.load import load_config
+    from vivace.core.packed import num_bytes
+    from vivace.kernels.low_bit import check_weights
 
+    kept = check_weights(weights)
     config = load_config(folder)
     stored = open_tensors(folder)
-    weights = {name: stored.tensor(name) for name in stored.names}
+    stored_tensors = {name: stored.tensor(name) for name in stored.names}
     adapters = folder / "adapters"
     return {
         "folder": str(folder),
         "model_type": read_json(folder / "config.json")["model_type"],
-        **_size(weights),
+        **_size(stored_tensors),
+        "weights": kept,
+        "bytes_in_memory": num_bytes(config, kept),
         "layers": config.num_layers,
         "width": config.width,
         "ffn_width": config.ffn_width,
@@ -71,7 +81,7 @@ def model_facts(folder: Path) -> dict[str, Any]:
         "tied_head": config.tied_head,
         "adapters": sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else [],
         "config": asdict(config),
-        "tensors": _list(weights),
+        "tensors": _list(stored_tensors),
     }
 
 
@@ -114,7 +124,7 @@ def _dtype(tensor: Tensor) -> str:
 def _plain(name: str, value: Any) -> str:
     """A value as a person reads it."""
     match name, value:
-        case "bytes", int():
+        case "bytes" | "bytes_in_memory", int():
             return format_bytes(value)
         case "parameters", int():
             return f"{value / 1e6:.1f} million"

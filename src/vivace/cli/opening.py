@@ -28,6 +28,7 @@ class ModelChoice:
     device: str = "auto"
     dtype: str = "auto"
     kernels: str = "auto"
+    weights: str = "bf16"
 
 
 def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
@@ -51,6 +52,7 @@ def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
         adapters=parse_adapters(choice.adapters),
         draft_model=choice.draft_model,
         kernels=choice.kernels,
+        weights=choice.weights,
     )
 
 

@@ -36,6 +36,10 @@ Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]
 Kernels = Annotated[str, typer.Option("--kernels", help="auto, torch, avx2 or avx512.", rich_help_panel=_MODEL)]
+Weights = Annotated[
+    str,
+    typer.Option("--weights", help="bf16 (as stored), int8 or q4: rounded while loading.", rich_help_panel=_MODEL),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),

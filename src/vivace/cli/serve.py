@@ -30,6 +30,7 @@ def serve(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    weights: options.Weights = "bf16",
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
@@ -85,7 +86,7 @@ def serve(
     )
     found = options.parse_adapters(adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels))
+    engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels, weights))
     from vivace.serve.app import Server, build
 
     server = Server(engine, config, adapters, vivace.__version__)

@@ -23,7 +23,7 @@ from vivace.core.moe import MixtureOfExperts
 from vivace.core.span import NativeSpan
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
-from vivace.kernels.low_bit import Weights, quantise
+from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
 
@@ -257,6 +257,22 @@ def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "
     for index in range(decoder.config.num_layers):
         packer.pack_layer(decoder, index)
     packer.finish(decoder)
+
+
+def num_bytes(config: ModelConfig, weights: Weights) -> int:
+    """Bytes a model takes in memory, matrices kept as given and everything else in bfloat16."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    kept = {id(module.router) for module in decoder.modules() if isinstance(module, MixtureOfExperts)}
+    total = sum(part.numel() * 2 for part in decoder.parameters())
+    if weights == "bf16":
+        return total
+    rounded: list[tuple[Tensor, Weights]] = [(decoder.embedding, "int8")]
+    for module in decoder.modules():
+        if isinstance(module, Linear) and id(module) not in kept:
+            rounded.append((module.weight, "int8" if module is decoder.lm_head else weights))
+    saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in rounded]
+    return total - sum(saved)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -104,6 +104,16 @@ class LowBit:
         return found[:, : self.in_width]
 
 
+def size_of(out_width: int, in_width: int, format: Weights) -> int:
+    """Bytes of a matrix."""
+    tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
+    if format == "bf16":
+        return out_width * in_width * 2
+    if format == "int8":
+        return tiles * LANES * (groups * GROUP + 4)
+    return tiles * LANES * groups * (GROUP // 2 + 2)
+
+
 def _scaled(integers: Tensor, factors: Tensor) -> Tensor:
     groups = integers.view(len(integers), -1, GROUP).float()
     return (groups * factors[:, :, None]).view(len(integers), -1)

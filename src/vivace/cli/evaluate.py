@@ -1,0 +1,108 @@
+"""``vivace evaluate``: how good the answers are, and what rounding the weights costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import ConfigError
+from vivace.prompts import Prompt
+from vivace.units import format_bytes
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
+    from vivace.evaluate.fidelity import Fidelity, Sheet
+
+STORED = "bf16"
+"""What every format is compared with."""
+
+SHOWN = {"bleu": "BLEU", "rouge_l": "ROUGE-L", "slot_error_rate": "slot errors", "exact_match": "exact match"}
+"""Metrics in the table, and their heads."""
+
+
+def evaluate(
+    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
+    weights: Annotated[str, typer.Option(help="Formats to compare, with commas; bf16 is as stored.")] = "bf16,int8,q4",
+    prompts: Prompts = "e2e",
+    limit: Limit = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 96,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+    raw: options.Raw = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Quality of greedy answers, each weight format beside the model as stored."""
+    from vivace.evaluate.fidelity import compare_weights
+    from vivace.kernels.low_bit import check_weights
+
+    names = [check_weights(name) for name in split_names(weights)]
+    if not names:
+        raise ConfigError(f"--weights {weights!r} names no format; give some of bf16, int8, q4")
+    rows = read_prompts(prompts, limit)
+    base = open_engine(ModelChoice(model, None, None, device, dtype, kernels))
+    with console.progress("answering") as progress:
+        stored = answer(base, rows, max_new_tokens, raw=raw)
+        found = []
+        for name in names:
+            engine, own = base, stored
+            if name != STORED:
+                engine = open_engine(ModelChoice(model, None, None, device, dtype, kernels, name))
+                own = answer(engine, rows, max_new_tokens, raw=raw)
+            found.append(compare_weights(name, engine, base, rows, own, stored, on_progress=progress))
+    if as_json:
+        setting = {"model": base.folder.name, "num_prompts": len(rows), "max_new_tokens": max_new_tokens}
+        console.json({"setting": {**setting, "kernels": base.kernels.name}, "weights": [asdict(one) for one in found]})
+        return
+    print_table(found)
+
+
+def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool) -> Sheet:
+    """Greedy answers of an engine, and the references in its tokens."""
+    from vivace.evaluate.fidelity import BATCH, Sheet
+
+    requests = [row.request for row in rows]
+    answers = engine.generate(
+        requests, method="plain", max_new_tokens=max_new_tokens, do_sample=False, batch_size=BATCH, raw=raw
+    )
+    end = engine.tokenizer.eos_ids[:1]
+    encode = engine.tokenizer.encode
+    references = [(*encode(row.references[0], special=False), *end) if row.references else () for row in rows]
+    return Sheet(questions_of(engine, rows, raw=raw), answers, references)
+
+
+def print_table(found: list[Fidelity]) -> None:
+    """One row for each format and task."""
+    metrics = [name for name in SHOWN if any(name in values for one in found for values in one.tasks.values())]
+    heads = ["weights", "memory", "task", *(SHOWN[name] for name in metrics)]
+    columns = [*heads, "answer nll", "reference nll", "agreement", "same answers"]
+    rows = []
+    for one in found:
+        for task, values in one.tasks.items():
+            rows.append(
+                [
+                    *(one.weights, format_bytes(one.num_bytes), task),
+                    *(_figure(values.get(name), name) for name in metrics),
+                    f"{one.answer_nll:.4f}",
+                    "-" if one.reference_nll is None else f"{one.reference_nll:.4f}",
+                    f"{one.agreement:.2%}",
+                    f"{one.identical_share:.0%}",
+                ]
+            )
+    console.table("", columns, rows)
+    console.note(
+        "answer nll: of a format's answers under the weights as stored; agreement: tokens of the stored model's "
+        "answers that the format would have written"
+    )
+
+
+def _figure(value: Any, metric: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if metric in ("bleu", "rouge_l") else f"{value:.1%}"

@@ -1,0 +1,130 @@
+"""What rounding weights costs: each format's answers beside those of the model as it is stored.
+
+* *task quality*: the metrics of ``quality.py`` on the format's own greedy answers;
+* *answer nll*: mean negative log-likelihood per token of those answers under the model as stored: what it makes of a
+  text that another one wrote;
+* *reference nll*: of the first reference of each prompt under the format itself, where there are references;
+* *agreement*: at each place of the stored model's answers, whether the format would have written the same token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from vivace.evaluate.contest import Question
+from vivace.evaluate.quality import score
+from vivace.prompts import Prompt
+
+Progress = Callable[[int, int], None]
+
+BATCH = 16
+"""Prompts answered at once; a row's bits do not depend on it."""
+
+
+class Answer(Protocol):
+    """The part of an answer that is looked at."""
+
+    @property
+    def text(self) -> str:
+        """Without special tokens."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was generated, an end token included."""
+
+
+class Scorer(Protocol):
+    """The part of an engine that is compared."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights in memory."""
+
+    def logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """(B, T) -> (B, T, V)."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What one format was given and wrote."""
+
+    questions: Sequence[Question]
+    answers: Sequence[Answer]
+    references: Sequence[tuple[int, ...]]
+    """Tokens of each prompt's first reference, the end included; empty without one."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One format beside the stored weights."""
+
+    weights: str
+    num_bytes: int
+    num_tokens: int
+    """Of its answers."""
+    answer_nll: float
+    reference_nll: float | None
+    agreement: float
+    identical_share: float
+    """Of its answers that are the stored model's to the last token."""
+    tasks: dict[str, dict[str, float]]
+
+
+def compare_weights(
+    weights: str,
+    engine: Scorer,
+    base: Scorer,
+    prompts: Sequence[Prompt],
+    own: Sheet,
+    stored: Sheet,
+    *,
+    on_progress: Progress | None = None,
+) -> Fidelity:
+    """One format's figures.
+
+    Args:
+        weights: its name.
+        engine: the model in that format.
+        base: the model as stored; may be the same engine.
+        prompts: what was asked, with references and task names.
+        own: the format's answers.
+        stored: the answers of the model as stored, to the same prompts.
+        on_progress: called with (prompts done, all).
+    """
+    written, matched, places, referred = [0.0, 0], 0, 0, [0.0, 0]
+    for index, question in enumerate(own.questions):
+        prompt = question.token_ids
+        lost, _ = _read(base, prompt, own.answers[index].token_ids)
+        written = [written[0] + sum(lost), written[1] + len(lost)]
+        _, hits = _read(engine, prompt, stored.answers[index].token_ids)
+        matched, places = matched + sum(hits), places + len(hits)
+        lost, _ = _read(engine, prompt, own.references[index])
+        referred = [referred[0] + sum(lost), referred[1] + len(lost)]
+        if on_progress is not None:
+            on_progress(index + 1, len(own.questions))
+    same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(own.answers, stored.answers, strict=True)]
+    return Fidelity(
+        weights=weights,
+        num_bytes=engine.num_bytes,
+        num_tokens=int(written[1]),
+        answer_nll=written[0] / written[1] if written[1] else math.nan,
+        reference_nll=referred[0] / referred[1] if referred[1] else None,
+        agreement=matched / places if places else math.nan,
+        identical_share=sum(same) / len(same),
+        tasks=score(prompts, [answer.text for answer in own.answers]),
+    )
+
+
+def _read(engine: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[float], list[bool]]:
+    """Negative log-likelihood of each token of an answer, and whether it is the likeliest."""
+    if not answer:
+        return [], []
+    logits = engine.logits([[*prompt, *answer[:-1]]])[0, len(prompt) - 1 :]
+    at = logits.new_tensor(answer).long()
+    lost = -logits.log_softmax(-1).gather(1, at[:, None])[:, 0]
+    return lost.tolist(), (logits.argmax(-1) == at).tolist()

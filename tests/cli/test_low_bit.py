@@ -1,0 +1,57 @@
+"""Weights in few bits on the command line: the same text by every method, sizes told, quality beside what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+from tests.tiny_checkpoints import make_checkpoint
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("low-bit"), context=512, layers=2)
+
+
+def test_evaluate_puts_formats_side_by_side(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(f'{{"prompt": "Write SQL for: {c}", "reference": "a b c {c}", "task": "wikisql"}}\n' for c in "xyz")
+    )
+    words = ("evaluate", folder, "--prompts", prompts, "--max-new-tokens", 6)
+    report = cli(*words, "--json").json
+    stored, eight, four = report["weights"]
+    assert [one["weights"] for one in report["weights"]] == ["bf16", "int8", "q4"]
+    assert stored["num_bytes"] > eight["num_bytes"] > four["num_bytes"]
+    assert stored["identical_share"] == 1.0
+    assert stored["agreement"] > 0.9
+    assert abs(eight["reference_nll"] - stored["reference_nll"]) < 0.05
+    assert stored["tasks"]["wikisql"]["num_texts"] == report["setting"]["num_prompts"] == 3
+    shown = cli(*words, "--weights", "q4")
+    assert "exact match" in shown.out
+    assert "int8" not in shown.out
+    assert "did you mean 'int8'" in cli(*words, "--weights", "int9").err
+
+
+@pytest.mark.parametrize("weights", ["int8", "q4"])
+def test_every_method_says_the_same(cli: Cli, folder: Path, weights: str) -> None:
+    words = ("--weights", weights, "--limit", 2, "--max-new-tokens", 10)
+    outcome = cli("check", folder, "--methods", "lookup", *words)
+    assert outcome.status == 0, outcome.err
+    assert "lookup: identical: yes (2 of 2 answers)" in outcome.out
+
+
+def test_sizes_are_told(cli: Cli, folder: Path) -> None:
+    facts = {name: cli("inspect", folder, "--weights", name, "--json").json for name in ("bf16", "int8", "q4")}
+    assert facts["bf16"]["bytes_in_memory"] == 2 * facts["bf16"]["parameters"]
+    assert facts["q4"]["weights"] == "q4"
+    import vivace
+
+    for name, found in facts.items():
+        assert found["bytes_in_memory"] == vivace.load(folder, weights=name, dtype="bfloat16").num_bytes
+    assert "of q4 weights" in cli("doctor", folder, "--weights", "q4").out
