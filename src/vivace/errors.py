@@ -9,8 +9,7 @@
     │   ├── NotFoundError      nothing there
     │   ├── MismatchError      it belongs to another model, tokenizer or base
     │   └── CorruptError       half-written, truncated or unreadable
-    ├── DependencyError        an optional package is missing; names the extra to install
-    └── DistributedError       another process failed or disagrees
+    └── DependencyError        an optional package is missing; names the extra to install
 
 A message is one line: what was asked, what was found (both numbers), what to do. Errors of other
 libraries are mapped where we call them, never further up; on the command line a ``UsageError`` exits
@@ -66,10 +65,6 @@ class CorruptError(CheckpointError):
 
 class DependencyError(VivaceError):
     """An optional package is missing."""
-
-
-class DistributedError(VivaceError):
-    """Another process failed or disagrees."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

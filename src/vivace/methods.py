@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,10 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
     """
     kinds = {method.adapter for method in METHODS.values() if method.built and method.adapter}
     found: dict[str, Path] = {}
-    for folder in map(Path, folders):
-        kind = load_adapter(folder, None if base is None else base_hash(base))[0]["kind"]
+    named = [Path(folder) for folder in folders]
+    expected = base_hash(base) if named and base is not None else None
+    for folder in named:
+        kind = load_adapter(folder, expected)[0]["kind"]
         if kind not in kinds:
             known = ", ".join(sorted(kinds))
             raise UnsupportedError(f"{folder} is an adapter for {kind!r}; this version uses adapters for {known}")
@@ -122,7 +125,7 @@ class Methods:
             case "draft":
                 return self._draft_model(length)
             case "multirate" | "multirate+lookup":
-                accelerator, plan = self._accelerator()
+                accelerator, plan = self._accelerator
                 plan = plan if length is None else replace(plan, widths=(1,) * length)
                 lookup = _lookup(length) if method.endswith("lookup") else None
                 return self_speculation(self.model, accelerator, plan, lookup=lookup)
@@ -132,7 +135,9 @@ class Methods:
         """Everything that can draft here without further files."""
         return Adaptive([self._make(name, None) for name in ("lookup", "multirate", "draft") if name in self.ready()])
 
+    @cached_property
     def _accelerator(self) -> tuple[Accelerator, DraftPlan]:
+        """Weights and plan of multirate, read once for all methods that draft with them."""
         written, tensors = self._adapter("multirate", "an accelerator")
         accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
         self._require_shapes("multirate", accelerator.state_dict(), tensors)
@@ -162,10 +167,15 @@ class Methods:
             )
         if self.folder is None:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
-        written, tensors = load_adapter(folder, base_hash(self.folder))
+        written, tensors = load_adapter(folder, self._base_hash)
         if written["kind"] != kind:
             raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for {kind}")
         return written, tensors
+
+    @cached_property
+    def _base_hash(self) -> str:
+        assert self.folder is not None, "a model in memory has no adapters"
+        return base_hash(self.folder)
 
     def _require_shapes(self, kind: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
         if {name: value.shape for name, value in expected.items()} != {n: v.shape for n, v in found.items()}:

@@ -1,7 +1,7 @@
 """Sizes and durations as people write them: ``"4GiB"``, ``"20ms"``.
 
 Sizes are bytes; the binary units (KiB, MiB, GiB, TiB) are powers of 1024, the decimal ones (kB, MB, GB, TB)
-powers of 1000. Durations are seconds. A bare number is bytes or seconds.
+powers of 1000. A bare number is bytes. Durations are seconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ BYTES: Mapping[str, int] = {
     "GiB": 1024**3,
     "TiB": 1024**4,
 }
-SECONDS: Mapping[str, float] = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-zµ]*)\s*")
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -34,16 +33,10 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: not a non-negative number with one of the known units.
     """
-    return int(_parse(text, BYTES, "a size such as 4GiB, 512MB or 4096"))
-
-
-def parse_seconds(text: str | float) -> float:
-    """Seconds in ``"20ms"``, ``"1.5 s"``, ``"2h"`` or ``0.5``.
-
-    Raises:
-        ConfigError: not a non-negative number with one of the known units.
-    """
-    return float(_parse(text, SECONDS, "a duration such as 20ms, 1.5s or 2h"))
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or (match[2] and match[2] not in BYTES):
+        raise ConfigError(f"expected a size such as 4GiB, 512MB or 4096, found {text!r}; units: {', '.join(BYTES)}")
+    return int(float(match[1]) * (BYTES[match[2]] if match[2] else 1))
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -66,10 +59,3 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _parse(text: str | float, units: Mapping[str, float], expected: str) -> float:
-    match = _QUANTITY.fullmatch(str(text))
-    if match is None or (match[2] and match[2] not in units):
-        raise ConfigError(f"expected {expected}, found {text!r}; units: {', '.join(units)}")
-    return float(match[1]) * (units[match[2]] if match[2] else 1)

@@ -1,0 +1,52 @@
+"""The composition root reads each adapter once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_checkpoints import make_adapter, make_checkpoint
+from vivace import methods
+from vivace.checkpoint.load import load_decoder
+from vivace.errors import ConfigError
+from vivace.methods import Methods, adapters_by_method
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions that read a base or an adapter, in order."""
+    made: list[str] = []
+    for name in ("base_hash", "load_adapter"):
+        true = getattr(methods, name)
+
+        def noting(*args: Any, name: str = name, true: Any = true) -> Any:
+            made.append(name)
+            return true(*args)
+
+        monkeypatch.setattr(methods, name, noting)
+    return made
+
+
+def test_methods_that_draft_with_the_same_weights_share_them(folder: Path, calls: list[str]) -> None:
+    make_adapter(folder / "adapters" / "multirate", folder)
+    found = Methods(load_decoder(folder), folder, {})
+    for method in ("multirate", "auto", "multirate+lookup"):
+        found.drafter(method)
+    found.drafter("multirate", 2)
+    assert calls == ["base_hash", "load_adapter"]
+
+
+def test_a_base_is_read_once_for_all_adapters_named(folder: Path, tmp_path: Path, calls: list[str]) -> None:
+    assert adapters_by_method([], folder) == {}
+    assert calls == []
+    one, two = (make_adapter(tmp_path / name, folder) for name in ("one", "two"))
+    with pytest.raises(ConfigError, match="are both adapters for multirate"):
+        adapters_by_method([one, two], folder)
+    assert calls == ["base_hash", "load_adapter", "load_adapter"]
