@@ -2,4 +2,7 @@
 
 ``config.py`` what it is, ``residual.py`` the accelerated residual, ``drafter.py`` self-speculation with it,
 ``objective.py`` how its adapters are trained on the frozen model.
+
+Dynamic depth: ``gates.py`` several gates with a residual of their own each, ``router.py`` who decides that a token may
+leave, ``exits.py`` how both are trained, ``thresholds.py`` how sure is sure enough, ``dynamic.py`` decoding with them.
 """
