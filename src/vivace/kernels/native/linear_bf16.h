@@ -57,9 +57,11 @@ const SumTiles SUM_TILES[] = {
 #endif
 };
 
-// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie, `ahead`
-// after it what is fetched meanwhile.
-template <int R>
+// Of which of four outputs the weights that lie `ahead` are fetched while they are summed.
+enum Fetch { ALL, EVEN, ODD, NONE };
+
+// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie.
+template <int R, Fetch FETCH = NONE>
 void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums, int64_t ahead = 0) {
     Vec acc[R][4];
 #pragma GCC unroll 4
@@ -69,7 +71,8 @@ void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t strid
     int64_t k = 0;
     for (; k + DOT_WIDTH <= width; k += DOT_WIDTH) {
 #pragma GCC unroll 4
-        for (int o = 0; o < 4; ++o) __builtin_prefetch(w[o] + k + ahead);
+        for (int o = 0; o < 4; ++o)
+            if (FETCH == ALL || FETCH == (o % 2 == 0 ? EVEN : ODD)) __builtin_prefetch(w[o] + k + ahead);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -92,10 +95,13 @@ void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int6
             const int64_t output = tile * LANES + lane + o;
             w[o] = m.weight + (output < m.out ? output : m.out - 1) * m.in;
         }
-        int64_t r = 0, ahead = 8 * m.in;
+        int64_t r = 0;
         const auto dots = [&]<int R>() {
-            for (; r + R <= rows; r += R, ahead = 0)
-                dot_block<R>(w, x + r * stride, m.in, stride, sums + r * LANES + lane, ahead);
+            for (; r + R <= rows; r += R) {
+                // Half of what follows is fetched beside the first rows, half beside the next.
+                const auto dot = rows <= R ? dot_block<R, ALL> : r == 0 ? dot_block<R, EVEN> : dot_block<R, ODD>;
+                dot(w, x + r * stride, m.in, stride, sums + r * LANES + lane, 8 * m.in);
+            }
         };
         if constexpr (MAX_SUMS > 16) dots.template operator()<4>();
         dots.template operator()<2>();
