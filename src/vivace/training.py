@@ -195,7 +195,8 @@ def _calibrated(
 ) -> DynamicPlan:
     """Thresholds for every stated agreement; says how many tokens would leave."""
     scores = score_all(engine.model, weights.router, _trails(recipe, engine, weights, held_back))
-    plans = tuple(calibrate(scores, quality) for quality in QUALITIES)
+    worthwhile = recipe.adapter.gates.worthwhile(engine.model.config.num_layers)
+    plans = tuple(calibrate(scores, quality, worthwhile=worthwhile) for quality in QUALITIES)
     for plan in plans:
         shares = [f"{share:.0%}" for share in exit_shares(scores, plan)]
         report.note(f"at agreement {plan.quality:g}: {', '.join(shares)} of the tokens leave at the gates")
