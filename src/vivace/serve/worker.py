@@ -130,7 +130,8 @@ class Worker:
         for job in jobs:
             job.request.check_fits(self.capacity)
         with self._changed:
-            if not self.is_healthy:
+            has_died = self._thread.ident is not None and not self._thread.is_alive()
+            if self._is_closing or has_died:
                 raise Refusal(503, "the server is stopping and takes no more requests", code="stopping")
             room = self.num_slots + self.max_queue - len(self._waiting) - len(self._running)
             if len(jobs) > room:
