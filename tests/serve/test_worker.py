@@ -66,6 +66,7 @@ def test_a_waiting_job_that_is_cancelled_never_runs(engine: Engine, worker: Work
         worker.submit([Job(request(engine, 3))])
     assert caught.value.status == 429
     worker.cancel([jobs[2]])
+    assert worker.num_waiting == 2, "its place in the queue is free at once"
     worker.start()
     events = until_done(mail, *jobs[:2])
     assert jobs[2] not in {job for job, _ in events}
