@@ -30,7 +30,7 @@ class Deltas:
     which: Tensor
     """(T,) adapter of each row, -1 for none."""
     down: Mapping[Site, Tensor]
-    """Site -> (A, rank, in), A adapters."""
+    """Site -> (A, rank, in), A adapters; PyTorch takes them in any precision, native spans in the rows' own."""
     up: Mapping[Site, Tensor]
     """Site -> (A, out, rank), scale folded in."""
 
@@ -52,10 +52,10 @@ class Deltas:
             return
         up = self.up[site]
         for adapter, rows in self.spans:
-            inner = kernels.linear(x[rows], down[adapter])
+            inner = kernels.linear(x[rows].to(down.dtype), down[adapter])
             if site[1] == "mlp":
                 inner = kernels.pointwise(F.silu, inner)
-            term = kernels.linear(inner, up[adapter])
+            term = kernels.linear(inner, up[adapter]).to(y.dtype)
             if isinstance(rows, slice):
                 y[rows].add_(term)
             else:

@@ -19,7 +19,7 @@ from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
-from vivace.core.seams import Chain, GreedyHead, SlotState, Span
+from vivace.core.seams import Chain, SlotState, Span
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -254,8 +254,9 @@ class Decoder(nn.Module):
 
     def greedy(self, h: Tensor) -> Tensor:
         """Most likely token of each row, (n, E) -> (n,); ties go to the smallest id."""
-        if isinstance(self.lm_head, GreedyHead) and self.config.logit_softcap is None and self.row_count == 1:
-            return self.lm_head.greedy(self.norm(h))
+        choose: Callable[[Tensor], Tensor] | None = getattr(self.lm_head, "greedy", None)
+        if choose is not None and self.config.logit_softcap is None and self.row_count == 1:
+            return choose(self.norm(h))
         return self.head(h).argmax(-1)
 
     def states(self) -> Sequence[SlotState]:

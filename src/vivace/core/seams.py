@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from vivace.core.deltas import Deltas
     from vivace.core.model import Decoder
     from vivace.core.step import Step
+
+
+class RowLists(NamedTuple):
+    """``Draft``'s rows as plain numbers."""
+
+    tokens: list[int]
+    slot: list[int]
+    node: list[int]
+    parent: list[int]
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,15 @@ class Draft:
         )
 
     @cached_property
+    def lists(self) -> RowLists:
+        """The rows' numbers for Python, read once."""
+        return RowLists(self.tokens.tolist(), self.slot.tolist(), self.node.tolist(), self.parent.tolist())
+
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every slot's nodes follow one another without a branch."""
         last: dict[int, int] = {}
-        for row, (slot, parent) in enumerate(zip(self.slot.tolist(), self.parent.tolist(), strict=True)):
+        for row, (slot, parent) in enumerate(zip(self.lists.slot, self.lists.parent, strict=True)):
             if last.get(slot, -1) != parent:
                 return False
             last[slot] = row
@@ -87,15 +101,21 @@ class Draft:
         """Edges between each row and its slot's root, 0 for given rows."""
         given = dict(zip(self.slots, self.given, strict=True))
         depths: list[int] = []
-        for parent, node, slot in zip(self.parent.tolist(), self.node.tolist(), self.slot.tolist(), strict=True):
+        for slot, node, parent in zip(self.lists.slot, self.lists.node, self.lists.parent, strict=True):
             depths.append(0 if node < given[slot] else depths[parent] + 1)
         return depths
 
+    @cached_property
+    def root_rows(self) -> list[int]:
+        """Row of each slot's root, in the order of ``slots``."""
+        last = {slot: given - 1 for slot, given in zip(self.slots, self.given, strict=True)}
+        nodes = zip(self.lists.slot, self.lists.node, strict=True)
+        row_of = {slot: row for row, (slot, node) in enumerate(nodes) if node == last[slot]}
+        return [row_of[slot] for slot in self.slots]
+
     def roots(self) -> Tensor:
-        """Row of each slot's root, (number of slots,), in the order of ``slots``."""
-        slot, node = self.slot.tolist(), self.node.tolist()
-        row_of = {(s, n): row for row, (s, n) in enumerate(zip(slot, node, strict=True))}
-        return torch.tensor([row_of[s, g - 1] for s, g in zip(self.slots, self.given, strict=True)])
+        """``root_rows`` as indices, (number of slots,)."""
+        return torch.tensor(self.root_rows)
 
     def grow(self, leaves: Tensor, tokens: Tensor, probs: Tensor | None = None) -> tuple[Draft, Tensor]:
         """Append guesses below rows.
@@ -111,7 +131,7 @@ class Draft:
         count, width = tokens.shape
         parent = leaves.repeat_interleave(width)
         slot = self.slot[parent]
-        next_node = dict(zip(self.slot.tolist(), self.node.tolist(), strict=True))
+        next_node = dict(zip(self.lists.slot, self.lists.node, strict=True))
         node = []
         for s in slot.tolist():
             next_node[s] += 1
@@ -139,13 +159,8 @@ class Draft:
         rows = []
         while row >= 0:
             rows.append(row)
-            row = self._parents[row]
+            row = self.lists.parent[row]
         return rows[::-1]
-
-    @cached_property
-    def _parents(self) -> list[int]:
-        parents: list[int] = self.parent.tolist()
-        return parents
 
 
 def _point_masses(tokens: Tensor, vocab: int) -> Tensor:
@@ -312,15 +327,6 @@ class Span(Protocol):
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Rows (T, E) through layers start..stop-1."""
-        ...
-
-
-@runtime_checkable
-class GreedyHead(Protocol):
-    """A head that can choose without writing the logits."""
-
-    def greedy(self, x: Tensor) -> Tensor:
-        """Index of each row's largest logit, the smallest of equals, (n, E) -> (n,)."""
         ...
 
 

@@ -57,8 +57,7 @@ class Step:
             memory: the cache its slots live in.
             chunk: the rows are prompt chunks (no guesses): attention runs over the chunk at once.
         """
-        slots = draft.slot.tolist()
-        nodes = draft.node.tolist()
+        slots, nodes = draft.lists.slot, draft.lists.node
         lengths = memory.lengths
         entries = [lengths[s] + n for s, n in zip(slots, nodes, strict=True)]
         memory.reserve(slots, entries)
@@ -281,7 +280,7 @@ def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
 
 def _tree(draft: Draft, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(position, seen, tail): stored entries first, then the node's own path through the draft."""
-    nodes, parents = draft.node.tolist(), draft.parent.tolist()
+    nodes, parents = draft.lists.node, draft.lists.parent
     paths: list[list[int]] = []
     for row, parent in enumerate(parents):
         above = paths[parent] if parent >= 0 else []

@@ -47,6 +47,11 @@ class Sequence:
     """Prompt spans not yet prefilled."""
 
     @property
+    def num_new(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
     def new_tokens(self) -> list[int]:
         """What was generated so far."""
         return self.tokens[len(self.request.tokens) :]
@@ -245,7 +250,7 @@ class Session:
     def _context(self, sequences: list[Sequence]) -> Context:
         tokens = {s.slot: s.tokens for s in sequences}
         requests = {s.slot: s.request for s in sequences}
-        room = {s.slot: min(s.request.max_new_tokens - len(s.new_tokens) - 1, DRAFT_SLACK - 1) for s in sequences}
+        room = {s.slot: min(s.request.max_new_tokens - s.num_new - 1, DRAFT_SLACK - 1) for s in sequences}
         return Context(
             slots=tuple(tokens),
             tokens=tokens,
@@ -273,15 +278,14 @@ class Session:
         self, draft: Draft, verdict: Verdict, logprobs: Tensor | None, sequences: list[Sequence]
     ) -> list[Emitted]:
         """Commit the accepted paths, cut at the first stop, emit."""
-        nodes = draft.node.tolist()
+        tokens, rows_slot, nodes, _ = draft.lists
         slots = [s.slot for s in sequences]
         for state in self._states(sequences):
             state.commit(slots, [[nodes[row] for row in path] for path in verdict.paths])
         depths: dict[int, list[int]] = {slot: [] for slot in slots}
-        for slot, depth in zip(draft.slot.tolist(), draft.depths, strict=True):
+        for slot, depth in zip(rows_slot, draft.depths, strict=True):
             depths[slot].append(depth)
         emitted = []
-        tokens = draft.tokens.tolist()
         children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
         for place, sequence in enumerate(sequences):
             below = depths[sequence.slot][draft.given[place] :]
@@ -319,10 +323,9 @@ class Session:
         return block.emitted(kept, sequence, reason)
 
     def _finished(self, sequence: Sequence) -> FinishReason | None:
-        new = sequence.new_tokens
-        if sequence.request.stop.stops_at(new):
+        if sequence.request.stop.stops_at(sequence.new_tokens):
             return "stop"
-        return "length" if len(new) >= sequence.request.max_new_tokens else None
+        return "length" if sequence.num_new >= sequence.request.max_new_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
         self._to_prefill -= sum(stop - first for first, stop in sequence.chunks)

@@ -43,10 +43,10 @@ def verify_greedy(draft: Draft, choice: Tensor) -> Verdict:
         draft: given tokens and guesses, T rows.
         choice: (T,) the target's most likely token after each row.
     """
-    tokens, chosen = draft.tokens.tolist(), choice.tolist()
+    tokens, chosen = draft.lists.tokens, choice.tolist()
     children = children_of(draft)
     paths, accepted, following = [], [], []
-    for root in draft.roots().tolist():
+    for root in draft.root_rows:
         path = draft.path(root)
         given = len(path)
         row = root
@@ -67,11 +67,11 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         target: (T, V) the target's law after each row, rows sum to one (one-hot for greedy slots).
         generators: random numbers of each slot, used by no other.
     """
-    tokens = draft.tokens.tolist()
+    tokens = draft.lists.tokens
     chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
     children = children_of(draft)
     paths, accepted, following = [], [], []
-    for slot, root in zip(draft.slots, draft.roots().tolist(), strict=True):
+    for slot, root in zip(draft.slots, draft.root_rows, strict=True):
         path = draft.path(root)
         given = len(path)
         row, token = root, None
@@ -115,7 +115,7 @@ def _chances(probs: Tensor, tokens: Tensor) -> list[float]:
 
 def children_of(draft: Draft) -> list[list[int]]:
     """Rows below each row, in the order they were proposed."""
-    parents = draft.parent.tolist()
+    parents = draft.lists.parent
     children: list[list[int]] = [[] for _ in parents]
     for row, parent in enumerate(parents):
         if parent >= 0:

@@ -22,6 +22,8 @@ class AcceleratedGuess:
         self.model = model
         self.accelerator = accelerator
         self.gate = accelerator.config.gate
+        if model.span is None:
+            accelerator.widen()
         self.companion: Companion | None = accelerator.companion()
         self._offsets: dict[int, Tensor] = {}
         """What feedback adds, (lags, E), from each slot's last verified position."""
@@ -46,7 +48,7 @@ class AcceleratedGuess:
         """Remember the top of the last kept row: the position before the next root."""
         if self.accelerator.feedback is None:
             return
-        last = draft.roots().tolist() if verdict is None else [path[-1] for path in verdict.paths]
+        last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
         offsets = self.accelerator.offsets(self.model.norm(passed.hidden[last]))
         assert offsets is not None
         self._offsets.update(zip(draft.slots, offsets, strict=True))
