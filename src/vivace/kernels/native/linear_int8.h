@@ -66,8 +66,11 @@ struct Floats {
     }
 };
 
-// Tiles that are summed together for this many rows.
-constexpr int int_tiles(int rows) { return 4 * rows <= MAX_INT_SUMS ? 4 : 2 * rows <= MAX_INT_SUMS ? 2 : 1; }
+// Tiles that are summed together for this many rows: enough chains of sums to keep the multipliers busy, no more.
+constexpr int int_tiles(int rows) {
+    if (rows > 2) return 1;
+    return 4 * rows <= MAX_INT_SUMS ? 4 : 2 * rows <= MAX_INT_SUMS ? 2 : 1;
+}
 
 // sums[m][r][lane] of R rows over M tiles. A group of a tile is sixteen times 64 bytes, four inputs of sixteen outputs.
 template <int R, int M>
