@@ -89,14 +89,16 @@ def test_logprobs_are_the_models(client: OpenAI, engine: Engine) -> None:
 
 
 def test_echo_scores_the_prompt(client: OpenAI, engine: Engine) -> None:
-    reply = client.completions.create(model="tiny", prompt="two words", max_tokens=0, echo=True, logprobs=2)
-    tokens = engine.tokenizer.encode("two words")
+    prompt = "Describe: name[Cotto], food[English]"
+    reply = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
+    tokens = engine.tokenizer.encode(prompt)
     expected = engine.logits([tokens])[0, :-1].log_softmax(-1).gather(1, _column(tokens[1:]))[:, 0].tolist()
     found = reply.choices[0].logprobs
-    assert reply.choices[0].text == "two words"
+    assert reply.choices[0].text == prompt
     assert found.token_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
     assert reply.usage.completion_tokens == 0
+    assert max(map(len, found.tokens)) > 1
     assert [reply.choices[0].text[at:][:1] for at in found.text_offset] == [token[:1] for token in found.tokens]
 
 
