@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "assistant": 8,
     "transformers_bridge": 8,
     "training": 8,
+    "tuning": 8,
     "serve": 9,
     "cli": 10,
     "__main__": 11,

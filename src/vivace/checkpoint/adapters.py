@@ -18,6 +18,7 @@ from torch import Tensor
 from vivace.checkpoint.config_keys import HARMLESS
 from vivace.checkpoint.files import read_json, read_tensors, resolve, staged, tensor_paths, write_tensors
 from vivace.errors import CorruptError, MismatchError, NotFoundError
+from vivace.files import write_text
 
 CONFIG = "config.json"
 TENSORS = "adapter_model.safetensors"
@@ -92,6 +93,18 @@ def write_adapter(folder: Path, written: Mapping[str, Any], tensors: Mapping[str
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / TENSORS, tensors)
     (folder / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def replace_plan(folder: str | Path, plan: Mapping[str, Any]) -> None:
+    """Give an adapter another plan; its weights stay as they are.
+
+    Raises:
+        NotFoundError: no adapter there.
+        OSError: the folder cannot be written; what was there is as it was.
+    """
+    path = Path(folder) / CONFIG
+    written = {**read_json(path), "plan": plan}
+    write_text(path, json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:

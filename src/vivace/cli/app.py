@@ -15,7 +15,22 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 import vivace
-from vivace.cli import bench, chat, check, convert, data, demo, doctor, evaluate, generate, inspect, serve, train, widen
+from vivace.cli import (
+    bench,
+    chat,
+    check,
+    convert,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    serve,
+    train,
+    tune,
+    widen,
+)
 from vivace.cli.console import console
 from vivace.errors import VivaceError
 
@@ -39,6 +54,7 @@ def build() -> typer.Typer:
     app.command("evaluate")(evaluate.evaluate)
     app.command("data")(data.data)
     app.command("train")(train.train)
+    app.command("tune")(tune.tune)
     app.command("doctor")(doctor.doctor)
     app.command("inspect")(inspect.inspect)
     app.command("widen")(widen.widen)

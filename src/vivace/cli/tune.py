@@ -1,0 +1,89 @@
+"""``vivace tune``: the draft that is fastest on this machine, with these prompts, kept in the adapter."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts
+from vivace.cli.console import console
+from vivace.cli.opening import ModelChoice, open_engine
+from vivace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vivace.tuning import Trial
+
+METHODS = ("multirate",)
+"""Methods whose adapter holds a draft's shape."""
+
+
+def tune(
+    method: Annotated[str, typer.Argument(help="The method whose draft is searched.")] = "multirate",
+    model: options.Model = None,
+    prompts: Prompts = "e2e",
+    limit: Limit = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64,
+    longest: Annotated[int, typer.Option(help="Longest draft that is tried.", min=1)] = 8,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
+    adapter: options.Adapter = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the winner into the adapter.")] = True,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure drafts of many shapes against plain decoding; the fastest becomes the adapter's plan."""
+    from vivace.checkpoint.adapters import replace_plan
+    from vivace.tuning import candidates, search
+
+    if method not in METHODS:
+        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(METHODS)} has")
+    engine = open_engine(ModelChoice(model, adapter, None, device, dtype, kernels), [method])
+    folder = engine.methods.adapter_folder(method)
+    assert folder is not None, "the engine is made from a checkpoint"
+    asked = questions_of(engine, read_prompts(prompts, limit), raw=False)
+    trials = search(
+        engine,
+        method,
+        candidates(longest),
+        asked,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch,
+        on_round=lambda plans, prompts: console.note(f"{plans} drafts play on {prompts} prompts"),
+    )
+    best = trials[0]
+    if as_json:
+        console.json({"method": method, "kernels": engine.kernels.name, "trials": [asdict(trial) for trial in trials]})
+    else:
+        _print(trials)
+    if not keep:
+        return
+    if best.run.speedup <= 1:
+        console.note("no draft beat plain decoding here; the adapter keeps its plan")
+        return
+    replace_plan(folder, asdict(best.plan))
+    console.note(f"the plan in {folder} is now: {_name(best)}")
+
+
+def _name(trial: Trial) -> str:
+    from vivace.tuning import describe
+
+    return describe(trial.plan)
+
+
+def _print(trials: list[Trial]) -> None:
+    rows = [
+        [
+            _name(trial),
+            str(trial.num_prompts),
+            f"{trial.run.tokens_per_s:.1f}",
+            f"{trial.run.speedup:.2f}x",
+            f"{trial.run.tokens_per_target_pass or 0:.2f}",
+            "yes" if trial.run.identical else "no",
+        ]
+        for trial in trials
+    ]
+    console.table("", ["draft", "prompts", "tokens/s", "speed-up", "tokens/pass", "identical"], rows)

@@ -1,0 +1,119 @@
+"""Plans play in turns, half leave each round, the winner is kept in the adapter and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace import tuning
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.cli.app import run
+from vivace.decode.shallow import DraftPlan
+from vivace.errors import ConfigError
+from vivace.evaluate import contest
+from vivace.evaluate.contest import Question, Record, Take
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.residual import Accelerator
+from vivace.tuning import candidates, describe, search
+
+CHAIN_4 = {"widths": (1, 1, 1, 1), "min_confidence": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with an untrained accelerator."""
+    place = make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
+    config = MultirateConfig(gate=2, rank=0, bottleneck=8)
+    accelerator = Accelerator(config, vivace.load(place).model.config)
+    tensors = {name: value.to(torch.float32) for name, value in accelerator.tensors().items()}
+    written = {"gate": 2, "mode": "delta", "rank": 0, "bottleneck": 8, "feedback": False}
+    save_adapter(place / "adapters" / "multirate", "multirate", base_hash(place), CHAIN_4, written, tensors)
+    return place
+
+
+def questions(engine: vivace.Engine, count: int) -> list[Question]:
+    return [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in ("aka", "kab", "bak")[:count]]
+
+
+def test_the_candidates_are_different_plans_within_the_limit() -> None:
+    plans = candidates(3)
+    assert len(set(plans)) == len(plans) > 5
+    assert max(len(plan.widths) for plan in plans) == 3
+    assert {describe(plan) for plan in plans} >= {"chain 1", "chain 3", "tree 2-2-1"}
+    assert describe(DraftPlan.chain(4)) != describe(DraftPlan((1,) * 4, 0.5)) == "chain 4 if >= 0.5"
+    with pytest.raises(ConfigError, match="at least 1, found 0"):
+        candidates(0)
+
+
+def test_half_of_the_plans_leave_each_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted contest: longer chains are faster, so the three longest have to be left."""
+
+    def play(players: Sequence[Any], asked: Sequence[Question], *, batch_size: int, repeats: int) -> list[Record]:
+        assert players[0].name == "plain"
+        return [Record(player.name, [[take(player)] * repeats for _ in asked]) for player in players]
+
+    def take(player: Any) -> Take:
+        speed = 1 if player.name == "plain" else int(player.name.split()[1])
+        return Take(((1, 2, 3),), 1, decode_s=2 / speed, total_s=1.0)
+
+    monkeypatch.setattr(tuning, "hold", play)
+    rounds: list[tuple[int, int]] = []
+    engine = vivace.load(folder)
+    plans = [DraftPlan.chain(length) for length in (2, 7, 1, 8, 3, 6, 5, 4)]
+    asked = questions(engine, 1) * 40
+    found = search(engine, "multirate", plans, asked, on_round=lambda *counts: rounds.append(counts))
+    assert rounds == [(8, 8), (4, 16), (3, 40)]
+    assert [len(trial.plan.widths) for trial in found] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [trial.num_prompts for trial in found] == [40, 40, 40, 16, 8, 8, 8, 8]
+    assert found[0].run.speedup == 8
+
+
+def test_every_plan_writes_what_plain_decoding_writes(folder: Path) -> None:
+    engine = vivace.load(folder)
+    plans = [DraftPlan.chain(1), DraftPlan((2, 1)), DraftPlan.chain(3), DraftPlan((1, 1, 1), 0.9)]
+    found = search(engine, "multirate", plans, questions(engine, 3), max_new_tokens=10)
+    assert {trial.plan for trial in found} == set(plans)
+    assert all(trial.run.identical for trial in found)
+    depths = {trial.plan: len(trial.run.acceptance_per_position) for trial in found}
+    assert [depths[plan] for plan in plans[:3]] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="found 0 plans and 1 prompts"):
+        search(engine, "multirate", [], questions(engine, 1))
+
+
+def test_the_winner_is_written_and_the_weights_stay(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Path(shutil.copytree(folder, tmp_path / "copy"))
+    adapter = place / "adapters" / "multirate"
+    before = json.loads((adapter / "config.json").read_text())
+    weights = (adapter / "adapter_model.safetensors").read_bytes()
+    words = ["tune", "--model", str(place), "--limit", "2", "--max-new-tokens", "6", "--longest", "2"]
+    assert run([*words, "--no-keep"]) == 0
+    assert json.loads((adapter / "config.json").read_text()) == before
+    assert "chain 2" in capsys.readouterr().out
+    real = contest.summarise
+
+    def generous(records: Sequence[Record], baseline: str) -> list[Any]:
+        from dataclasses import replace
+
+        return [replace(one, speedup=2.0, tokens_per_s=9.0 + ("tree" in one.method)) for one in real(records, baseline)]
+
+    monkeypatch.setattr(tuning, "summarise", generous)
+    assert run(words) == 0
+    after = json.loads((adapter / "config.json").read_text())
+    assert after["plan"]["widths"] in ([2, 1], [3, 1])
+    assert {**after, "plan": before["plan"]} == before
+    assert (adapter / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_a_method_without_a_draft_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "lookup", "--model", str(folder), "--quiet"]) == 2
+    assert "'lookup' has no draft to tune" in capsys.readouterr().err
