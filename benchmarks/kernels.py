@@ -1,11 +1,14 @@
-"""Times native bodies beside torch: single products over rows, and whole passes of models with random weights.
+"""Times passes over 1 to 16 rows beside what memory gives: how much of a pass is reading weights, what more rows cost.
 
 Run it on a machine with nothing else to do:
 
-    python benchmarks/kernels.py --out kernels.json
+    python -m benchmarks.kernels --models shipped,twin,100M,360M --out kernels.json
 
-Sizes and bodies take turns within a repeat, so that a drifting clock hits them alike. Bandwidth stands beside the
-best that a plain read reaches here.
+All models, numbers of rows and the two measures of memory take turns within a repeat, so that a drifting clock hits
+them alike. The first measure is PyTorch's sum of a buffer, the second the fastest we know to read weights: one row
+times one packed matrix far larger than any cache. A model's bandwidth is its weights over the time of its pass over
+one row, greedy choice included; ``verify(k)`` stands in full and in units of that pass. Models of 100 and 360
+million parameters have random weights, which take as long to read.
 """
 
 from __future__ import annotations
@@ -16,109 +19,139 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.peers import SHAPES
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.widen import widen
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.packed import pack_decoder
+from vivace.engine import SHIPPED
 from vivace.evaluate.provenance import provenance
-from vivace.evaluate.roofline import pass_bytes, pass_seconds, read_bandwidth
-from vivace.kernels import reference
-from vivace.kernels.library import BODIES, open_library, runnable
+from vivace.evaluate.roofline import pass_bytes, passes_over
+from vivace.kernels.choice import choose
 from vivace.kernels.native import Matrix, NativeBody, pack
 
-ROWS = (1, 2, 4, 5, 8, 9, 16)
-SHAPES = {"256x1024": (256, 1024), "768x2048": (768, 2048), "2048x960": (2048, 960), "1024x32000": (1024, 32000)}
-"""in x out."""
-
-MODELS: dict[str, dict[str, Any]] = {
-    "14M": {"width": 320, "num_layers": 10, "num_heads": 5, "num_kv_heads": 5, "ffn_width": 832, "vocab_size": 4096},
-    "100M": {"width": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "ffn_width": 2048},
-    "360M": {"width": 960, "num_layers": 32, "num_heads": 15, "num_kv_heads": 5, "ffn_width": 2560},
-}
-"""Llama-like, D = 64, tied head; a vocabulary of 16384 unless said."""
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+SHOWN = (2, 4, 8, 16)
+CONTEXT = 128
+MODELS = ("shipped", "twin", *SHAPES)
+READ = (1024, 131072)
+"""in x out of the matrix that is read to measure memory: 256 MiB."""
 
 
 def main() -> None:
     """Measure everything and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--models", default="14M,100M,360M")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--kernels", default="auto", help="auto, avx2 or avx512")
     options = parser.parse_args()
-    library = open_library()
-    bodies = {name: NativeBody(name, library) for name in BODIES if name in runnable(library)}
+    choice = choose(options.kernels)
+    if choice.body is None:
+        parser.error(f"there is nothing to measure: {choice.reason}")
     with torch.inference_mode():
         result = {
             "provenance": asdict(provenance(torch.device("cpu"))),
-            "read_bytes_per_s": read_bandwidth(torch.device("cpu")),
-            "products": {name: product(*shape, bodies, options.repeats) for name, shape in SHAPES.items()},
-            "models": {
-                name: {body: model(name, bodies.get(body), options.repeats) for body in ("torch", *bodies)}
-                for name in options.models.split(",")
-            },
+            "kernels": choice.name,
+            "threads": torch.get_num_threads(),
+            **measure(options.models.split(","), choice.body, options.repeats),
         }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print_tables(result)
 
 
-def product(in_width: int, out_width: int, bodies: dict[str, NativeBody], repeats: int) -> dict[str, dict[int, float]]:
-    """Median seconds of one product by body and number of rows; weights come from memory, not from a cache."""
-    copies = max(1, (1 << 27) // (2 * in_width * out_width))
-    weights = [torch.randn(out_width, in_width).bfloat16() for _ in range(copies)]
-    packed = [Matrix(pack(weight), None, in_width, out_width) for weight in weights]
-    times: dict[str, dict[int, list[float]]] = {name: {rows: [] for rows in ROWS} for name in ("torch", *bodies)}
+def measure(names: list[str], body: NativeBody, repeats: int) -> dict[str, Any]:
+    """Median and best seconds of every pass, and the best bandwidth of both measures of memory."""
+    reads = _reads(body)
+    decoders = {name: _decoder(name, body) for name in names}
+    passes = {name: passes_over(decoder, ROWS, context=CONTEXT) for name, decoder in decoders.items()}
+    works: dict[tuple[str, int], Callable[[], object]] = {(name, 0): read for name, (read, _) in reads.items()}
+    works |= {(name, rows): run for name in names for rows, run in zip(ROWS, passes[name], strict=True)}
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
     for repeat in range(repeats + 1):
-        for rows in ROWS:
-            x = torch.randn(rows, in_width).bfloat16()
-            works: dict[str, Callable[[int], object]] = {"torch": lambda i, x=x: reference.linear(x, weights[i])}
-            works |= {name: partial(_native, body, packed, x) for name, body in bodies.items()}
-            for name, work in works.items():
-                start = time.perf_counter()
-                for index in range(copies):
-                    work(index)
-                if repeat:
-                    times[name][rows].append((time.perf_counter() - start) / copies)
-    return {name: {rows: statistics.median(found) for rows, found in by.items()} for name, by in times.items()}
+        for key, work in works.items():
+            start = time.perf_counter()
+            work()
+            if repeat:
+                times[key].append(time.perf_counter() - start)
+    return {
+        "read_bytes_per_s": {name: size / min(times[name, 0]) for name, (_, size) in reads.items()},
+        "models": {
+            name: {
+                "weight_bytes": pass_bytes(decoders[name]),
+                "seconds": {str(rows): statistics.median(times[name, rows]) for rows in ROWS},
+                "best_seconds": {str(rows): min(times[name, rows]) for rows in ROWS},
+            }
+            for name in names
+        },
+    }
 
 
-def _native(body: NativeBody, packed: list[Matrix], x: torch.Tensor, index: int) -> object:
-    return body.linear(packed[index], x)
+def _reads(body: NativeBody) -> dict[str, tuple[Callable[[], object], int]]:
+    """What measures memory: work and the bytes it reads."""
+    in_width, out_width = READ
+    weight = torch.randn(out_width, in_width, dtype=torch.bfloat16)
+    matrix = Matrix(pack(weight), None, in_width, out_width)
+    row = torch.randn(1, in_width).bfloat16()
+    buffer = torch.ones(in_width * out_width // 2)
+    size = 2 * in_width * out_width
+    return {"tensor.sum": (buffer.sum, size), "one row": (lambda: body.linear(matrix, row), size)}
 
 
-def model(name: str, body: NativeBody | None, repeats: int) -> dict[str, Any]:
-    """Seconds of a pass over k rows with 128 tokens stored, its greedy choice included."""
+def _decoder(name: str, body: NativeBody) -> Decoder:
+    if name in ("shipped", "twin"):
+        decoder = load_decoder(SHIPPED, dtype="bfloat16", device="cpu")
+        decoder = decoder if name == "shipped" else widen(decoder, 4)
+    else:
+        decoder = _random_llama(SHAPES[name])
+    pack_decoder(decoder, body)
+    return decoder
+
+
+def _random_llama(shape: dict[str, int]) -> Decoder:
+    config = ModelConfig(
+        vocab_size=shape["vocab_size"],
+        width=shape["hidden_size"],
+        num_layers=shape["num_hidden_layers"],
+        num_heads=shape["num_attention_heads"],
+        num_kv_heads=shape["num_key_value_heads"],
+        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+        ffn_width=shape["intermediate_size"],
+        max_positions=512,
+        tied_head=True,
+    )
+    decoder = Decoder(config).bfloat16().requires_grad_(False).eval()
     torch.manual_seed(0)
-    sizes = {"vocab_size": 16384, "head_dim": 64, "max_positions": 512, "tied_head": True, **MODELS[name]}
-    decoder = Decoder(ModelConfig(**sizes))
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    decoder = decoder.bfloat16().requires_grad_(False).eval()
-    if body is not None:
-        pack_decoder(decoder, body)
-    seconds = pass_seconds(decoder, ROWS, context=128, repeats=repeats)
-    return {"weight_bytes": pass_bytes(decoder), "seconds": dict(zip(ROWS, seconds, strict=True))}
+    return decoder
 
 
 def print_tables(result: dict[str, Any]) -> None:
-    """Bandwidth at one row and what more rows cost."""
-    print(f"plain read: {result['read_bytes_per_s'] / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
-    for shape, by_body in result["products"].items():
-        size = 2 * SHAPES[shape][0] * SHAPES[shape][1]
-        for name, seconds in by_body.items():
-            _print_line(f"{shape} {name}", size, seconds)
-    for model_name, by_body in result["models"].items():
-        for name, found in by_body.items():
-            _print_line(f"{model_name} {name}", found["weight_bytes"], found["seconds"])
+    """Bandwidth at one row, and what more rows cost; the line below is of the best repeats instead of the median."""
+    reads = result["read_bytes_per_s"]
+    best = max(reads.values())
+    shown = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in reads.items())
+    print(f"reading, GB/s: {shown}; {result['kernels']}, {result['threads']} threads")
+    header = "".join(f"{f'verify({rows})':>20}" for rows in SHOWN)
+    print(f"{'model':10}{'weights':>10}{'decode(1)':>12}{'GB/s':>7}{'of best':>9}{header}")
+    for name, found in result["models"].items():
+        print_line(name, found["weight_bytes"], found["seconds"], best)
+        print_line("  best", found["weight_bytes"], found["best_seconds"], best)
 
 
-def _print_line(title: str, size: int, seconds: dict[int, float]) -> None:
-    cost = "  ".join(f"{rows}: {seconds[rows] / seconds[1]:.2f}" for rows in ROWS[1:])
-    print(f"{title:20} {seconds[1] * 1e6:9.1f} us {size / seconds[1] / 1e9:6.1f} GB/s   {cost}")
+def print_line(name: str, size: int, seconds: dict[str, float], best: float) -> None:
+    """One model."""
+    one = seconds["1"]
+    costs = "".join(f"{seconds[str(k)] * 1e3:9.2f} ms {seconds[str(k)] / one:5.2f} x" for k in SHOWN)
+    speed = size / one
+    print(f"{name:10}{size / 1e6:7.1f} MB{one * 1e3:9.2f} ms{speed / 1e9:7.1f}{speed / best:9.0%}{costs}")
 
 
 if __name__ == "__main__":

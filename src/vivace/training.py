@@ -213,7 +213,8 @@ def _calibrated(
 ) -> DynamicPlan:
     """Thresholds for every stated agreement; says how many tokens would leave."""
     scores = score_all(engine.model, weights.router, _trails(recipe, engine, weights, held_back))
-    plans = tuple(calibrate(scores, quality) for quality in QUALITIES)
+    worthwhile = recipe.adapter.gates.worthwhile(engine.model.config.num_layers)
+    plans = tuple(calibrate(scores, quality, worthwhile=worthwhile) for quality in QUALITIES)
     for plan in plans:
         shares = [f"{share:.0%}" for share in exit_shares(scores, plan)]
         report.note(f"at agreement {plan.quality:g}: {', '.join(shares)} of the tokens leave at the gates")
@@ -266,7 +267,9 @@ def _pairs(
         return pairs_of(prompts)
     texts = sorted(set(texts_of(prompts)))
     random.Random(recipe.seed).shuffle(texts)
-    return regenerated(_as_it_decodes(engine), texts[: recipe.regenerate], out / "run" / "regenerated.jsonl", report.note)
+    return regenerated(
+        _as_it_decodes(engine), texts[: recipe.regenerate], out / "run" / "regenerated.jsonl", report.note
+    )
 
 
 def _as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:

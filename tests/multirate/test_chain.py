@@ -100,9 +100,7 @@ def test_chain_and_steps_are_one_to_the_bit(
 
 @pytest.mark.parametrize("reach", [(4,), (5, 3), (3, 4, 5)])
 @torch.inference_mode()
-def test_chains_read_deep_layers_as_steps_do(
-    model: Decoder, accelerator: Accelerators, reach: tuple[int, ...]
-) -> None:
+def test_chains_read_deep_layers_as_steps_do(model: Decoder, accelerator: Accelerators, reach: tuple[int, ...]) -> None:
     """A root with nothing verified before it among them; projections of the reach may differ in the last bit."""
     fast = accelerator(torch.bfloat16, noise=0.3, gate=GATE, reach=reach)
     drafter = self_speculation(model, fast, DraftPlan.chain(5))

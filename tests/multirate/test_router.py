@@ -149,6 +149,18 @@ def test_a_gate_that_cannot_keep_it_stays_shut() -> None:
     assert calibrate(few, 0.9).thresholds == (None, None)
 
 
+def test_a_gate_whose_companions_cost_more_than_its_exits_save_stays_shut() -> None:
+    """24 layers: six layers of companions (.3 of a row each) are paid by .1, .15 and .3 of the tokens asked."""
+    assert GatesConfig().worthwhile(24) == pytest.approx((0.1, 0.15, 0.3))
+    score = torch.linspace(0, 1, 1000)[:, None].repeat(1, 3)
+    agrees = torch.stack([score[:, 0] > 0.7, score[:, 0] > 0.6, score[:, 0] > 0.2], 1)
+    scores = Scores(score, agrees)
+    assert [share > 0 for share in exit_shares(scores, calibrate(scores, 0.99))] == [True] * 3
+    plan = calibrate(scores, 0.99, worthwhile=(0.1, 0.15, 0.3))
+    assert plan.thresholds[1] is None, "a tenth of the tokens leaves there, a seventh of those asked"
+    assert exit_shares(scores, plan)[2] > 0.4
+
+
 def test_equal_scores_leave_together_or_not_at_all() -> None:
     score = torch.tensor([[0.9]] * 100 + [[0.5]] * 100)
     agrees = torch.tensor([[True]] * 150 + [[False]] * 50)

@@ -19,6 +19,7 @@ from vivace.core.cache import KVCache
 from vivace.core.seams import Companion, DeepRead, Draft, Root
 from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers
 from vivace.kernels.chain import CChain, CDeepRead
+from vivace.kernels.library import CMatrix
 from vivace.kernels.native import Matrix, pack
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class NativeChain:
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
-        """For a decoder with a span, an embedding in bfloat16, a head that is not capped and static rotations."""
+        """For a decoder with a span, a head that is not capped and static rotations."""
         c = decoder.config
         is_capped, moves = c.logit_softcap is not None, any(rope.kind == "dynamic" for rope in c.ropes)
-        return None if span is None or decoder.rows is not None or is_capped or moves else NativeChain(decoder, span)
+        return None if span is None or is_capped or moves else NativeChain(decoder, span)
 
     def covers(self, companion: Companion) -> bool:
         """Whether it can draft with this one; calls that are padded to a number of rows are not for it."""
@@ -103,7 +104,8 @@ class NativeChain:
             reads = [_deep_read(read, kept) for read in companion.reads]
             call = CChain(
                 head=matrix_of(decoder.lm_head),
-                embedding=decoder.embedding.data_ptr(),
+                rows=CMatrix() if decoder.rows is None else matrix_of(decoder.rows),
+                embedding=decoder.embedding.data_ptr() if decoder.rows is None else None,
                 final_norm=norm_of(decoder.final_norm),
                 scale=companion.scale.data_ptr(),
                 terms=terms,

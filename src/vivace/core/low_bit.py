@@ -57,6 +57,11 @@ class LowBitRows(nn.Module):
         self.scales = frozen(weight.scales)
         self.dtype = dtype
 
+    @cached_property
+    def matrix(self) -> Matrix:
+        """The table for the body."""
+        return Matrix(self.weight, None, self.weight.in_width, self.weight.out_width)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """(T,) -> (T, E)."""
         return self.weight.rows(tokens).to(self.dtype)

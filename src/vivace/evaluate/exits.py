@@ -69,7 +69,7 @@ def tradeoff(known: Scores, tried: Scores, quality: float, gates: GatesConfig, n
         gates: where the gates stand.
         num_layers: of the model.
     """
-    plan = calibrate(known, quality)
+    plan = calibrate(known, quality, worthwhile=gates.worthwhile(num_layers))
     gate = exits(tried, plan)
     left = gate < len(gates.gates)
     right = tried.agrees.gather(1, gate.clamp(max=len(gates.gates) - 1)[:, None])[:, 0] | ~left

@@ -20,6 +20,7 @@ class CChain(Structure):
 
     _fields_ = [
         ("head", CMatrix),
+        ("rows", CMatrix),
         *((name, c_void_p) for name in ("embedding", "final_norm", "scale", "offsets")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("terms", POINTER(CTerm)),

@@ -31,6 +31,9 @@ from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 
+COMPANION = 0.3
+"""Cost of a second row in a pass that is bound by reading weights, beside the first (a guess between machines)."""
+
 
 @dataclass(frozen=True)
 class GateConfig:
@@ -85,6 +88,11 @@ class GatesConfig:
         rate = self.gates[gate].rate
         start, stop = self.interval(gate)
         return num_layers if rate is None else min(num_layers, start + round(rate * (stop - start)))
+
+    def worthwhile(self, num_layers: int) -> tuple[float, ...]:
+        """Share of the tokens asked at each gate that must leave there for their companions to pay."""
+        spans = [self.interval(gate) for gate in range(len(self.gates))]
+        return tuple(COMPANION * (stop - start) / (num_layers - stop) for start, stop in spans)
 
     def check_fits(self, num_layers: int) -> None:
         """Refuse gates that are not inside the model."""

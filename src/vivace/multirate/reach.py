@@ -43,7 +43,8 @@ class Reach(nn.Module):
     @torch.no_grad()
     def start_from(self, model: Decoder) -> None:
         """Ask at first as the layer itself asks."""
-        self.query.copy_(model.layers[self.layer].qkv.weight[: len(self.query)])
+        weight = _layer(model, self.layer).qkv.get_parameter("weight")
+        self.query.copy_(weight[: len(self.query)])
 
     def data(self) -> DeepRead:
         """Its weights for a chain in one call."""
@@ -58,7 +59,7 @@ class Reach(nn.Module):
             far: their call, in which each sees the verified entries of its slot.
             is_known: (n, 1) whether there are any.
         """
-        layer = model.layers[self.layer]
+        layer = _layer(model, self.layer)
         a: Tensor = layer.read(self._queries(p, model, far), far)
         return p + kernels.linear((a * is_known[:, None]).flatten(1), self.output)
 
@@ -71,7 +72,7 @@ class Reach(nn.Module):
             step: its frozen pass, which keeps the keys and values.
             last: (B, T) the last verified position before each, -1 where there is none.
         """
-        attention = model.layers[self.layer].attention
+        attention = _layer(model, self.layer).attention
         queries = self._queries(p, model, step)
         entry = torch.arange(last.shape[1])
         reach = last.clamp(min=0)[..., None]
@@ -87,7 +88,7 @@ class Reach(nn.Module):
         return p + kernels.linear(a.reshape(len(p), -1) * known, self.output)
 
     def _queries(self, p: Tensor, model: Decoder, step: Step) -> Tensor:
-        layer = model.layers[self.layer]
+        layer = _layer(model, self.layer)
         q = kernels.linear(kernels.rms_norm(p, self.gain, self.eps), self.query)
         q = q.view(len(p), -1, model.config.head_dim)
         return q if layer.rotary is None else kernels.rotate(q, *layer.rotation(step, q.dtype))
@@ -115,12 +116,15 @@ def copying_layers(model: Decoder, batches: Iterable[Batch], gate: int, count: i
         tokens = batch.tokens
         step, length = Step.dense(*tokens.shape), tokens.shape[1]
         following = torch.zeros(*tokens.shape, length, dtype=torch.bool)
-        following[:, :-1, 1:] = (tokens[:, :-1, None] == tokens[:, None, :-1]) & (tokens[:, 1:, None] == tokens[:, None, 1:])
+        following[:, :-1, 1:] = (tokens[:, :-1, None] == tokens[:, None, :-1]) & (
+            tokens[:, 1:, None] == tokens[:, None, 1:]
+        )
         following &= torch.ones(length, length, dtype=torch.bool).tril()
         predicts = torch.zeros(tokens.numel(), dtype=torch.bool).index_fill(0, batch.predicting, True)
         following &= predicts.view(*tokens.shape, 1)
         h = model.embed(tokens.reshape(-1), step)
-        for index, layer in enumerate(model.layers):
+        for index in range(len(model.layers)):
+            layer = _layer(model, index)
             q = layer.project(h, step)
             weight[index] += (_weights(q, layer, step) * following[:, None]).sum()
             h = layer.feed(layer.output(h, layer.read(q, step), step), step)
@@ -149,7 +153,11 @@ def far_step(step: Step, leading: Tensor) -> tuple[Step, Tensor]:
     lengths = step.memory.lengths
     verified = torch.tensor([lengths[slot] for slot in step.slot[leading].tolist()])
     rows = step if len(leading) == step.num_rows else step.take(leading)
-    far = Step(
-        step.memory, rows.slot, rows.position, rows.entry, verified.clamp(min=1), None, 0, 0, extent=rows.extent
-    )
+    far = Step(step.memory, rows.slot, rows.position, rows.entry, verified.clamp(min=1), None, 0, 0, extent=rows.extent)
     return far, (verified > 0)[:, None]
+
+
+def _layer(model: Decoder, index: int) -> Layer:
+    found = model.layers[index]
+    assert isinstance(found, Layer)
+    return found

@@ -65,7 +65,10 @@ class Reply:
         """
         self.arrived_at = time.perf_counter()
         self.ask, self.body, self.shape, self.head, self.extras = ask, body, shape, head, extras
-        self.choices = [Choice(index, request, ask.tokenizer, ask.method) for index, request in enumerate(ask.requests)]
+        spells = extras.logprobs or extras.trace
+        self.choices = [
+            Choice(index, request, ask.tokenizer, ask.method, spells) for index, request in enumerate(ask.requests)
+        ]
         for choice in self.choices if echoes else ():
             echo = echoes[choice.index // body.n]
             choice.echo_text, choice.echo = echo.text, list(echo.tokens)

@@ -46,6 +46,8 @@ class Choice:
     request: Request
     tokenizer: Tokenizer
     method: str
+    spells: bool = True
+    """Whether the text of each token by itself is wanted."""
     tokens: list[TokenInfo] = field(default_factory=list)
     text: str = ""
     echo: list[TokenInfo] = field(default_factory=list)
@@ -79,6 +81,8 @@ class Choice:
 
     def _info(self, emitted: Emitted, place: int) -> TokenInfo:
         token = emitted.tokens[place]
+        if not self.spells:
+            return TokenInfo(token, "", None, (), self.num_steps, None)
         top = () if emitted.top_logprobs is None else emitted.top_logprobs[place]
         return TokenInfo(
             id=token,

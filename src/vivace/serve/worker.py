@@ -130,7 +130,8 @@ class Worker:
         for job in jobs:
             job.request.check_fits(self.capacity)
         with self._changed:
-            if not self.is_healthy:
+            has_died = self._thread.ident is not None and not self._thread.is_alive()
+            if self._is_closing or has_died:
                 raise Refusal(503, "the server is stopping and takes no more requests", code="stopping")
             room = self.num_slots + self.max_queue - len(self._waiting) - len(self._running)
             if len(jobs) > room:
@@ -182,8 +183,8 @@ class Worker:
                 events = self._step()
             except Exception:  # whatever it is, callers are told, and the next request finds a fresh session
                 log.exception("a step failed; its requests are told so")
+                self._forget()
                 events = self._fail_all(Refusal(500, "decoding failed; the log says why", code="internal_error"))
-                self.session = self._make()
             if events:
                 self._mailbox(events)
         stopping = Refusal(503, "the server was stopped before this answer was complete", code="stopping")
@@ -244,6 +245,12 @@ class Worker:
     def _end(self, job: Job) -> None:
         job.has_begun = True
         self._running.pop(job.number, None)
+
+    def _forget(self) -> None:
+        """Start afresh: a new session, and drafters that remember nothing of the one that broke."""
+        for drafter in {id(job.request.drafter): job.request.drafter for job in self._running.values()}.values():
+            drafter.release(range(self.num_slots))
+        self.session = self._make()
 
     def _fail_all(self, refusal: Refusal) -> list[tuple[Job, Event]]:
         with self._changed:

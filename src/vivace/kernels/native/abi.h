@@ -136,6 +136,7 @@ struct DeepRead {
 // Chains of guesses below one root for each sequence (chain.h).
 struct Chain {
     Matrix head;
+    Matrix rows;  // the embedding where it is INT8; else `embedding` is it
     const bf16 *embedding, *final_norm;
     const bf16* scale;          // (E,) on a companion's residual before the final norm
     const bf16* offsets;        // (sequences, num_offsets, E) added where a companion starts, the last for the rest

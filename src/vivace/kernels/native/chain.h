@@ -89,15 +89,27 @@ private:
             memcpy((bf16*)cosines_[rope] + at * size, chain_.cosines[rope] + entry * size, bytes);
             memcpy((bf16*)sines_[rope] + at * size, chain_.sines[rope] + entry * size, bytes);
         }
-        const bf16* embedded = chain_.embedding + chain_.tokens[row] * width;
         bf16* h = h_.get() + at * width;
-        memcpy(h, embedded, width * sizeof(bf16));
+        embed(chain_.tokens[row], h);
         if (chain_.embedding_scale != 1)
             for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain_.embedding_scale);
         if (!is_companion || chain_.num_offsets == 0) return;
         const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
         const bf16* offset = chain_.offsets + which * width;
         for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) + widened(offset[e]));
+    }
+
+    void embed(int64_t token, bf16* h) const {
+        const int64_t width = plan_.width;
+        if (chain_.embedding != nullptr) {
+            memcpy(h, chain_.embedding + token * width, width * sizeof(bf16));
+            return;
+        }
+        const int64_t tile = (width + INT_GROUP - 1) / INT_GROUP * INT_GROUP * LANES;
+        const uint8_t* codes = (const uint8_t*)chain_.rows.weight + token / LANES * tile + token % LANES * 4;
+        const float scale = ((const float*)chain_.rows.scales)[token];
+        for (int64_t e = 0; e < width; ++e)
+            h[e] = narrowed((float)((int)codes[e / 4 * 4 * LANES + e % 4] - 128) * scale);
     }
 
     Call call(int64_t rows, int64_t writing) const {

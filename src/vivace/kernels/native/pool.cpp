@@ -33,6 +33,7 @@ struct Job {
         for (int64_t phase = 0; phase < phases; ++phase) {
             Progress& mine = progress[phase];
             const int64_t count = counts[phase];
+            if (count == 0) continue;
             int64_t finished = 0;
             for (;;) {
                 const int64_t next = mine.claimed.fetch_add(1, std::memory_order_relaxed);

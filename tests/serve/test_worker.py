@@ -1,0 +1,133 @@
+"""The thread that steps the session, without HTTP."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from vivace.decode.request import Emitted, Request
+from vivace.engine import Engine, Options
+from vivace.errors import CapacityError
+from vivace.serve.refusal import Refusal
+from vivace.serve.worker import Event, Failed, Job, Progress, Worker
+
+Mail = queue.Queue[list[tuple[Job, Event]]]
+
+
+@pytest.fixture
+def mail() -> Mail:
+    return queue.Queue()
+
+
+@pytest.fixture
+def worker(engine: Engine, mail: Mail) -> Iterator[Worker]:
+    made = Worker(engine.model, mail.put, num_slots=2, capacity=600, max_queue=1, prefill_budget=256)
+    yield made
+    made.close()
+
+
+def request(engine: Engine, num_tokens: int, prompt: str = "abc") -> Request:
+    return engine.request(prompt, Options(max_new_tokens=num_tokens, ignore_eos=True, method="plain", raw=True))
+
+
+def until_done(mail: Mail, *jobs: Job) -> list[tuple[Job, Event]]:
+    events: list[tuple[Job, Event]] = []
+    left = set(jobs)
+    while left:
+        for job, event in mail.get(timeout=30):
+            events.append((job, event))
+            if isinstance(event, Failed) or (isinstance(event, Emitted) and event.finish_reason):
+                left.discard(job)
+    return events
+
+
+def test_a_cancelled_job_leaves_before_the_next_step(engine: Engine, worker: Worker, mail: Mail) -> None:
+    long, short = Job(request(engine, 500)), Job(request(engine, 20))
+    worker.submit([long, short])
+    worker.start()
+    mail.get(timeout=30)
+    worker.cancel([long])
+    steps = 0
+    for job, _ in until_done(mail, short):
+        steps += job is long
+    assert steps <= 25, "the other one went on alone"
+    assert worker.num_running == 0
+    assert worker.session.is_idle
+
+
+def test_a_waiting_job_that_is_cancelled_never_runs(engine: Engine, worker: Worker, mail: Mail) -> None:
+    jobs = [Job(request(engine, 30)) for _ in range(3)]
+    worker.submit(jobs)
+    with pytest.raises(Refusal, match="room for 0: 0 run and 3 wait") as caught:
+        worker.submit([Job(request(engine, 3))])
+    assert caught.value.status == 429
+    worker.cancel([jobs[2]])
+    assert worker.num_waiting == 2, "its place in the queue is free at once"
+    worker.start()
+    events = until_done(mail, *jobs[:2])
+    assert jobs[2] not in {job for job, _ in events}
+
+
+def test_a_job_that_fits_no_slot_is_refused(engine: Engine, worker: Worker) -> None:
+    with pytest.raises(CapacityError, match="the context holds 600"):
+        worker.submit([Job(request(engine, 700))])
+    assert worker.num_waiting == 0
+
+
+def test_a_long_prompt_does_not_hold_up_a_running_answer(engine: Engine, worker: Worker, mail: Mail) -> None:
+    runs = Job(request(engine, 40))
+    worker.submit([runs])
+    worker.start()
+    mail.get(timeout=30)
+    reads = Job(request(engine, 2, "x y z " * 85), reports_progress=True)
+    assert len(reads.request.tokens) > 2 * worker.session.chunk - 10
+    worker.submit([reads])
+    events = until_done(mail, runs, reads)
+    progress = [event for _, event in events if isinstance(event, Progress)]
+    assert [event.processed for event in progress] == [256, len(reads.request.tokens)]
+    first = next(place for place, (_, event) in enumerate(events) if isinstance(event, Progress))
+    last = next(place for place, (job, _) in enumerate(events) if job is reads and place > first + 1)
+    assert any(job is runs for job, _ in events[first : last + 1]), "tokens came between two chunks"
+
+
+def test_a_failing_step_is_told_and_the_next_request_answered(
+    engine: Engine, worker: Worker, mail: Mail, caplog: pytest.LogCaptureFixture
+) -> None:
+    def explode(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    broken = replace(request(engine, 5), processors=(explode,))  # type: ignore[arg-type]
+    bad, beside = Job(broken), Job(request(engine, 50))
+    worker.submit([bad, beside])
+    worker.start()
+    events = until_done(mail, bad, beside)
+    assert {event.refusal.status for _, event in events if isinstance(event, Failed)} == {500}
+    assert "a bug" in caplog.text
+    good = Job(request(engine, 4))
+    worker.submit([good])
+    assert sum(len(e.tokens) for _, e in until_done(mail, good) if isinstance(e, Emitted)) == 4
+    assert worker.is_healthy
+
+
+def test_calls_run_between_steps_on_the_thread(worker: Worker) -> None:
+    worker.start()
+    assert worker.call(lambda: threading.current_thread().name).result(10) == "vivace-worker"
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 / 0).result(10)
+    assert worker.is_healthy
+
+
+def test_closing_tells_those_who_wait(engine: Engine, worker: Worker, mail: Mail) -> None:
+    jobs = [Job(request(engine, 500)) for _ in range(3)]
+    worker.submit(jobs)
+    worker.start()
+    mail.get(timeout=30)
+    worker.close()
+    failed = [job for job, event in until_done(mail, *jobs) if isinstance(event, Failed)]
+    assert set(failed) == set(jobs)
+    with pytest.raises(Refusal, match="stopping"):
+        worker.submit([Job(request(engine, 1))])
