@@ -57,6 +57,18 @@ def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Pat
     assert (found["kind"], found["plan"]["widths"]) == ("multirate", [1, 1, 1])
 
 
+def test_layers_that_copy_are_found_and_written_down(checkpoint: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    recipe = replace(RECIPE, find_reach=2)
+    runs = train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "far", Lines(notes.append))
+    assert all(run.identical for run in runs)
+    assert load_adapter(tmp_path / "far")[0]["config"]["reach"] == [2, 3]
+    assert any("layers that copy, and that will be read while drafting: 2, 3" in note for note in notes)
+    named = replace(RECIPE, find_reach=2, adapter=replace(RECIPE.adapter, reach=(3,)))
+    train_adapter(named, vivace.load(checkpoint), WORDS, tmp_path / "named", Lines(notes.append))
+    assert load_adapter(tmp_path / "named")[0]["config"]["reach"] == [3]
+
+
 def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     train_adapter(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(lambda _: None))
     other = make_checkpoint(tmp_path / "other", seed=1, layers=4)

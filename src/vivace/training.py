@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +16,20 @@ from typing import Any, Literal
 import torch
 
 from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.core.model import Decoder
 from vivace.core.seams import Objective
 from vivace.decode.depth import Missing
 from vivace.decode.shallow import DraftPlan
-from vivace.engine import Engine
+from vivace.engine import Engine, load
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.contest import Question, Run, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.files import write_text
-from vivace.methods import Methods
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
 from vivace.multirate.exits import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
+from vivace.multirate.reach import copying_layers
 from vivace.multirate.residual import Accelerator
 from vivace.multirate.thresholds import QUALITIES, calibrate, exit_shares, score_all
 from vivace.prompts import Prompt
@@ -40,6 +41,8 @@ from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.variation import Pair
 
+PROBED = 8
+"""Held-back batches in which layers that copy are looked for."""
 NUM_MEASURED = 24
 """Held-back prompts that the trained drafter is timed on."""
 
@@ -52,6 +55,8 @@ class AdapterRecipe:
     loop: LoopConfig
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     adapter: MultirateConfig = field(default_factory=MultirateConfig)
+    find_reach: int = 0
+    """Layers to find for ``adapter.reach`` where it names none: those that copy; 0 leaves it empty."""
     loss: MultirateLoss = field(default_factory=MultirateLoss)
     plan: DraftPlan = field(default_factory=DraftPlan)
     """Shape of the draft, saved with the weights."""
@@ -128,17 +133,30 @@ def train_adapter(
         UnsupportedError: the base's weights are packed.
     """
     held_back, learnt = _split(recipe, engine, prompts, out, report)
-    accelerator = Accelerator(recipe.adapter, engine.model.config)
+    lessons = _lessons(recipe, engine, learnt, held_back)
+    accelerator = _new_accelerator(recipe, engine.model, lessons, report)
     objective = MultirateObjective(accelerator, recipe.loss)
     _check_memory(recipe, engine, objective, recipe.adapter.gate, report)
     base = base_hash(engine.folder)
     course = Course(recipe.loop, recipe.optimiser, recipe.seed, _plan_text(recipe, base, held_back, learnt))
-    lessons = _lessons(recipe, engine, learnt, held_back)
     fit(engine.model, objective, lessons, course, folder=out / "run", report=report)
     tensors = {name: value.to(engine.model.dtype) for name, value in accelerator.tensors().items()}
-    save_adapter(out, recipe.kind, base, asdict(recipe.plan), asdict(recipe.adapter), tensors)
+    save_adapter(out, recipe.kind, base, asdict(recipe.plan), asdict(accelerator.config), tensors)
     report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}")
     return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in held_back[:NUM_MEASURED]])
+
+
+def _new_accelerator(recipe: AdapterRecipe, model: Decoder, lessons: Lessons, report: Report) -> Accelerator:
+    """Untrained; its deep layers are found here unless the recipe names them."""
+    config = recipe.adapter
+    if recipe.find_reach and not config.reach:
+        found = copying_layers(model, lessons.held_back[:PROBED], config.gate, recipe.find_reach)
+        report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
+        config = replace(config, reach=found)
+    accelerator = Accelerator(config, model.config)
+    for reach in accelerator.reaches():
+        reach.start_from(model)
+    return accelerator
 
 
 def train_exits(recipe: ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Run]:
@@ -204,9 +222,8 @@ def _calibrated(
 
 
 def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:
-    """Plain decoding beside a method with the adapter in ``folder``, by the decoding code itself."""
-    methods = Methods(engine.model, engine.folder, {method: folder})
-    ready = Engine(engine.model, engine.tokenizer, methods, engine.defaults, engine.kernels)
+    """Plain decoding beside a method with the adapter in ``folder``, by the decoding code and kernels themselves."""
+    ready = _as_it_decodes(engine, {method: folder})
     questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in prompts]
     entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
     return summarise(hold(entrants, questions, repeats=1), "plain")
@@ -250,7 +267,15 @@ def _pairs(
         return pairs_of(prompts)
     texts = sorted(set(texts_of(prompts)))
     random.Random(recipe.seed).shuffle(texts)
-    return regenerated(engine, texts[: recipe.regenerate], out / "run" / "regenerated.jsonl", report.note)
+    return regenerated(
+        _as_it_decodes(engine), texts[: recipe.regenerate], out / "run" / "regenerated.jsonl", report.note
+    )
+
+
+def _as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
+    """The base with the kernels that decode fastest here; its own, for learning, are PyTorch's."""
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    return load(engine.folder, device=str(engine.model.device), dtype=dtype, adapters=adapters)
 
 
 def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None]) -> list[Pair]:

@@ -98,6 +98,18 @@ def test_chain_and_steps_are_one_to_the_bit(
     assert_same(drafted(model, drafter, at_once=True), steps)
 
 
+@pytest.mark.parametrize("reach", [(4,), (5, 3), (3, 4, 5)])
+@torch.inference_mode()
+def test_chains_read_deep_layers_as_steps_do(model: Decoder, accelerator: Accelerators, reach: tuple[int, ...]) -> None:
+    """A root with nothing verified before it among them; projections of the reach may differ in the last bit."""
+    fast = accelerator(torch.bfloat16, noise=0.3, gate=GATE, reach=reach)
+    drafter = self_speculation(model, fast, DraftPlan.chain(5))
+    steps = drafted(model, drafter, at_once=False)
+    assert_same(drafted(model, drafter, at_once=True), steps)
+    without = self_speculation(model, accelerator(torch.bfloat16, noise=0.3, gate=GATE), DraftPlan.chain(5))
+    assert not torch.equal(drafted(model, without, at_once=True)[0].tokens, steps[0].tokens)
+
+
 @torch.inference_mode()
 def test_unsure_guesses_end_their_chains_alike(model: Decoder, accelerator: Accelerators) -> None:
     """For a range of thresholds, both ways of drafting stop every chain at the same guess."""

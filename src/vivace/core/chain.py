@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.seams import Companion, Draft, Root
+from vivace.core.seams import Companion, DeepRead, Draft, Root
 from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers
-from vivace.kernels.chain import CChain
+from vivace.kernels.chain import CChain, CDeepRead
 from vivace.kernels.library import CMatrix
+from vivace.kernels.native import Matrix, pack
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder
@@ -44,7 +45,9 @@ class NativeChain:
         """Whether it can draft with this one; calls that are padded to a number of rows are not for it."""
         if self._decoder.row_count != 1 or companion in self._fixed:
             return self._decoder.row_count == 1
-        weights = (*companion.deltas.down.values(), *companion.deltas.up.values(), companion.scale)
+        weights = [*companion.deltas.down.values(), *companion.deltas.up.values(), companion.scale]
+        for read in companion.reads:
+            weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
     def draft(
@@ -98,6 +101,7 @@ class NativeChain:
         if found is None:
             decoder = self._decoder
             terms, kept = self._span.terms((companion.deltas,), 0, companion.gate)
+            reads = [_deep_read(read, kept) for read in companion.reads]
             call = CChain(
                 head=matrix_of(decoder.lm_head),
                 rows=CMatrix() if decoder.rows is None else matrix_of(decoder.rows),
@@ -105,11 +109,20 @@ class NativeChain:
                 final_norm=norm_of(decoder.final_norm),
                 scale=companion.scale.data_ptr(),
                 terms=terms,
+                reads=(CDeepRead * len(reads))(*reads),
                 gate=companion.gate,
                 is_fed=companion.is_fed,
                 num_terms=len(terms),
                 num_ropes=len(self._span.rotating),
+                num_reads=len(reads),
                 embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
             )
             found = self._fixed[companion] = (call, kept)
         return found[0]
+
+
+def _deep_read(read: DeepRead, kept: list[Tensor]) -> CDeepRead:
+    """A companion's reading for the library; the packed weights are added to what is kept."""
+    packed = [Matrix(pack(weight), None, weight.shape[1], weight.shape[0]) for weight in (read.query, read.output)]
+    kept += [read.gain, *(matrix.weight for matrix in packed if isinstance(matrix.weight, Tensor))]
+    return CDeepRead(read.layer, read.gain.data_ptr(), *(matrix.struct for matrix in packed))

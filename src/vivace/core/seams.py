@@ -287,6 +287,20 @@ class Root(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class DeepRead:
+    """Attention of a companion to what a deep layer stored about verified positions."""
+
+    layer: int
+    """Whose keys and values are read."""
+    gain: Tensor
+    """(E,) of the norm before the query."""
+    query: Tensor
+    """(H D, E)."""
+    output: Tensor
+    """(E, H D), added to the residual."""
+
+
+@dataclass(frozen=True, eq=False)
 class Companion:
     """A row behind each slow row below a gate: it reads what that one reads, stores nothing, and guesses."""
 
@@ -297,6 +311,8 @@ class Companion:
     """It passes the feed-forward."""
     scale: Tensor
     """(E,) on its residual at the gate, before the final norm."""
+    reads: tuple[DeepRead, ...] = ()
+    """One before each of the first layers."""
 
 
 class Chain(Protocol):

@@ -9,6 +9,12 @@ from vivace.kernels.library import CMatrix, CTerm
 Numbers = POINTER(c_int64)
 
 
+class CDeepRead(Structure):
+    """``DeepRead``."""
+
+    _fields_ = [("layer", c_int64), ("gain", c_void_p), ("query", CMatrix), ("output", CMatrix)]
+
+
 class CChain(Structure):
     """``Chain``."""
 
@@ -18,10 +24,11 @@ class CChain(Structure):
         *((name, c_void_p) for name in ("embedding", "final_norm", "scale", "offsets")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("terms", POINTER(CTerm)),
+        ("reads", POINTER(CDeepRead)),
         *((name, Numbers) for name in ("slot", "length", "root", "limit")),
         *((name, c_void_p) for name in ("tokens", "slots", "nodes", "parents", "hidden")),
         *((name, c_int64) for name in ("gate", "sequences", "is_fed", "capacity", "num_terms", "num_ropes")),
-        ("num_offsets", c_int64),
+        *((name, c_int64) for name in ("num_offsets", "num_reads")),
         ("embedding_scale", c_float),
         ("min_confidence", c_float),
     ]

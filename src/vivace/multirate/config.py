@@ -24,6 +24,10 @@ class MultirateConfig:
     """Start from the embedding plus a projection of the last verified position's final residual. Ours, not
     the paper's: it tells the shallow stream what the full depth concluded a few tokens ago."""
 
+    reach: tuple[int, ...] = ()
+    """Deep layers whose keys and values of verified positions are read, one before each of the first layers. Ours:
+    it lets a shallow stream copy from the prompt."""
+
     def __post_init__(self) -> None:
         if self.gate < 1:
             raise ConfigError(f"gate must be at least 1, found {self.gate}")
@@ -32,7 +36,15 @@ class MultirateConfig:
         if self.rank < 0 or self.bottleneck < 1:
             raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
 
+        if len(self.reach) > self.gate or min(self.reach, default=0) < 0:
+            raise ConfigError(
+                f"reach names at most one layer of the model for each of the {self.gate} layers below the gate, found "
+                f"{list(self.reach)}"
+            )
+
     def check_fits(self, num_layers: int) -> None:
-        """Refuse a gate that is not inside the model."""
+        """Refuse a gate, or a layer to reach for, that is not inside the model."""
         if self.gate >= num_layers:
             raise ConfigError(f"gate {self.gate} must lie below the top of a model of {num_layers} layers")
+        if max(self.reach, default=0) >= num_layers:
+            raise ConfigError(f"reach {list(self.reach)} names a layer beyond the model's {num_layers}")

@@ -7,8 +7,9 @@ slow residual after all layers; over answer positions only (padding and prompts 
 One frozen pass without gradients gives z, h^N and the keys and values that p reads; p of a position depends
 on no other p, so all positions train at once. Loss weights are ours (the paper's are not known to us).
 
-With ``feedback`` a position also gets the normed final residual of one of the ``max_lag`` positions before
-it, drawn at random: while drafting, the last verified position lies one to ``max_lag`` tokens back.
+The last verified position of each is one of the ``max_lag`` before it, drawn at random, as it lies one to
+``max_lag`` tokens back while drafting. ``feedback`` gives its normed final residual, ``reach`` what deep layers
+stored up to there.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class MultirateLoss:
     alignment: float = 0.1
     temperature: float = 1.0
     """tau."""
-    max_lag: int = 5
-    """Farthest verified position that feedback is trained for."""
+    max_lag: int = 8
+    """Farthest last verified position that feedback and reach are trained for."""
     rows: int = 2048
     """Positions whose logits are held at once; the loss is summed in parts of this many."""
 
@@ -88,24 +89,31 @@ class MultirateObjective:
 
     def _accelerate(self, model: Decoder, tokens: Tensor, step: Step, final: Tensor) -> Tensor:
         """Residuals p at the gate for every position, (B * T, E)."""
-        config = self.accelerator.config
-        count = step.num_rows
-        deltas = self.accelerator.terms(torch.zeros(count, dtype=torch.int64))
-        fed = count if config.mode == "delta" else 0
+        accelerator, count = self.accelerator, step.num_rows
+        deltas = accelerator.terms(torch.zeros(count, dtype=torch.int64))
+        fed = count if accelerator.config.mode == "delta" else 0
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
-        start = self.accelerator.start(model.embed(tokens.reshape(-1), step), self._feedback(model, tokens, final))
-        return self.accelerator.at_gate(model.run(start, reading, 0, config.gate))
+        last = self._last_verified(tokens)
+        p = accelerator.start(model.embed(tokens.reshape(-1), step), self._feedback(model, final, last))
+        for reach, start, stop in accelerator.stretches():
+            p = p if reach is None else reach.over_text(p, model, step, last)
+            p = model.run(p, reading, start, stop)
+        return accelerator.at_gate(p)
 
-    def _feedback(self, model: Decoder, tokens: Tensor, final: Tensor) -> Tensor | None:
-        """Normed final residual of a verified position 1..max_lag tokens back, zeros before the text."""
-        if self.accelerator.feedback is None:
-            return None
+    def _last_verified(self, tokens: Tensor) -> Tensor:
+        """A position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""
         batch, length = tokens.shape
         lag = torch.randint(1, self.loss.max_lag + 1, (batch, length))
-        at = torch.arange(length) - lag
-        source = (at.clamp(min=0) + torch.arange(batch)[:, None] * length).reshape(-1)
+        return (torch.arange(length) - lag).clamp(min=-1)
+
+    def _feedback(self, model: Decoder, final: Tensor, last: Tensor) -> Tensor | None:
+        """Normed final residual of the last verified position, zeros where there is none."""
+        if self.accelerator.feedback is None:
+            return None
+        batch, length = last.shape
+        source = (last.clamp(min=0) + torch.arange(batch)[:, None] * length).reshape(-1)
         with torch.no_grad():
-            known = (at >= 0).reshape(-1, 1).to(final.dtype)
+            known = (last >= 0).reshape(-1, 1).to(final.dtype)
             return model.norm(final)[source] * known
 
     def _part(

@@ -11,12 +11,13 @@ Both up factors start at zero, so an untrained ``delta`` accelerator is the slow
 depends on p of another, so all positions train in parallel, and it costs no cache.
 
 The paper's text is only partly known to us: the two streams, the shared cache and the adapters are its
-own; ranks, the bottleneck's form and ``feedback`` are ours.
+own; ranks, the bottleneck's form, ``feedback`` and ``reach`` (``reach.py``) are ours.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from vivace.core.seams import Companion
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 from vivace.multirate.config import MultirateConfig
+from vivace.multirate.reach import Reach, far_step
 
 
 class Accelerator(nn.Module):
@@ -55,6 +57,7 @@ class Accelerator(nn.Module):
         self.scale = nn.Parameter(torch.ones(model.width))
         """Per-component scale before the shared head."""
         self.feedback = nn.Parameter(torch.zeros(model.width, model.width)) if config.feedback else None
+        self.reach = nn.ModuleList(Reach(layer, model) for layer in config.reach)
 
     def start(self, h: Tensor, final: Tensor | None) -> Tensor:
         """Where p begins, (n, E): the slow residual, plus the feedback projection when it is used.
@@ -91,7 +94,22 @@ class Accelerator(nn.Module):
     def companion(self) -> Companion:
         """Accelerated rows as data."""
         deltas = self.terms(torch.zeros(1, dtype=torch.int64))
-        return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale)
+        reads = tuple(reach.data() for reach in self.reaches())
+        return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads)
+
+    def reaches(self) -> Iterator[Reach]:
+        """The deep layers that are read, bottom first."""
+        for reach in self.reach:
+            assert isinstance(reach, Reach)
+            yield reach
+
+    def stretches(self) -> Iterator[tuple[Reach | None, int, int]]:
+        """The way to the gate: what is reached for, then layers start..stop-1, again and again."""
+        for layer, reach in enumerate(self.reaches()):
+            is_last = layer + 1 == len(self.reach)
+            yield reach, layer, self.config.gate if is_last else layer + 1
+        if len(self.reach) == 0:
+            yield None, 0, self.config.gate
 
     def at_gate(self, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
@@ -125,9 +143,14 @@ def dual_climb(
     which = torch.full((step.num_rows + count,), -1, dtype=torch.int64)
     which[step.num_rows :] = 0
     both = step.readers(leading, accelerator.terms(which), fed=config.mode == "delta")
-    start = h[leading] if offset is None else h[leading] + offset
-    rows = model.run(torch.cat((h, start)), both, 0, config.gate)
-    return rows[: step.num_rows], accelerator.at_gate(rows[step.num_rows :])
+    slow, p = h, h[leading] if offset is None else h[leading] + offset
+    far = far_step(step, leading) if config.reach else None
+    for reach, start, stop in accelerator.stretches():
+        if reach is not None and far is not None:
+            p = reach.over_cache(p, model, *far)
+        rows = model.run(torch.cat((slow, p)), both, start, stop)
+        slow, p = rows[: step.num_rows], rows[step.num_rows :]
+    return slow, accelerator.at_gate(p)
 
 
 def _kaiming(inner: int, wide: int) -> nn.Parameter:

@@ -126,6 +126,13 @@ struct Call {
     int64_t start, stop, rows, num_write, num_feed, tail_width, capacity, num_terms;
 };
 
+// A companion's attention to what a deep layer stored about verified entries.
+struct DeepRead {
+    int64_t layer;
+    const bf16* gain;      // (E,) of the norm before the query
+    Matrix query, output;  // (H D, E) and (E, H D)
+};
+
 // Chains of guesses below one root for each sequence (chain.h).
 struct Chain {
     Matrix head;
@@ -138,10 +145,11 @@ struct Chain {
     const bf16* const* cosines;  // by rope and position
     const bf16* const* sines;
     const Term* terms;  // of companions, by layer; their `which` is not read
+    const DeepRead* reads;  // one before each of the first layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,): where, entries stored, token, guesses at most
     int64_t *tokens, *slots, *nodes, *parents;    // of the rows made, room for sequences + all guesses
     bf16* hidden;                                 // (rows, E) at the gate
-    int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets;
+    int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads;
     float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };
 }

@@ -53,6 +53,6 @@ void attention_item(const void* context, int64_t, int64_t item) {
 }
 
 constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item,
-                    attention_item, span_item, quantise_item, likeliest};
+                    attention_item, span_item, quantise_item, likeliest, rotate};
 
 }  // namespace

@@ -1,7 +1,8 @@
 // A chain of drafts: what decode/shallow.py does depth by depth, for all depths and sequences in one call.
 //
 // At each depth the rows of the last guesses go up to the gate, writing keys and values; behind those that guess
-// again rides a companion that reads. The companion's residual at the gate, scaled, is read by the model's head.
+// again rides a companion that reads. Before each of the first layers it may also read what a deep layer stored about
+// the verified entries. The companion's residual at the gate, scaled, is read by the model's head.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -13,6 +14,7 @@ EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
 EXPORT void vivace_span(int64_t body, int64_t threads, const Plan*, const Call*);
 EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens);
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
+EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
 
 namespace {
 
@@ -44,6 +46,13 @@ public:
         }
         terms_.assign(chain.terms, chain.terms + chain.num_terms);
         for (Term& term : terms_) term.which = which_.data();
+        if (chain.num_reads > 0) {
+            const int64_t queries = plan.heads * plan.head_width;
+            for (auto* rows : {&q_, &a_}) rows->reset(new bf16[chain.sequences * queries]);
+            x_.reset(new bf16[chain.sequences * width]);
+            sums_.reset(new float[chain.sequences * queries]);
+            verified_.resize(chain.sequences);
+        }
         if (chain.min_confidence > 0) logits_.reset(new bf16[chain.sequences * chain.head.out]);
         const Call largest = call(most_, chain.sequences);
         space_.reset(new uint8_t[vivace_span_bytes(&plan, &largest) + 64]);
@@ -114,14 +123,54 @@ private:
         return c;
     }
 
+    // Companions in rows first.. of h read what a deep layer stored about the verified entries of their sequences.
+    void read_deep(const DeepRead& read, int64_t first, const std::vector<int64_t>& growing) {
+        const int64_t count = (int64_t)growing.size(), width = plan_.width, queries = plan_.heads * plan_.head_width;
+        const Layer& layer = plan_.layers[read.layer];
+        bf16* h = h_.get() + first * width;
+        const Norm norm{h, read.gain, x_.get(), count, width, plan_.norm_eps, 0};
+        for (int64_t row = 0; row < count; ++row) body_.norm(&norm, 0, row);
+        const Linear query{read.query, x_.get(), nullptr, q_.get(), count};
+        vivace_linear(index_, threads_, &query);
+        for (int64_t row = 0; row < count; ++row) {
+            const int64_t at = (first + row) * plan_.rotated;
+            for (int64_t head = 0; head < plan_.heads; ++head)
+                body_.rotate(q_.get() + row * queries + head * plan_.head_width, cosines_[layer.rope] + at,
+                             sines_[layer.rope] + at, plan_.rotated);
+            verified_[row] = chain_.length[sequence_[growing[row]]];
+        }
+        const Attention attention{q_.get(), chain_.keys[read.layer], chain_.values[read.layer], slot_.data() + first,
+                                  verified_.data(), nullptr, a_.get(), sums_.get(), count, queries, plan_.heads,
+                                  plan_.kv_heads, plan_.head_width, chain_.capacity, 0, layer.window, plan_.scale,
+                                  plan_.softcap};
+        vivace_attention(index_, threads_, &attention);
+        for (int64_t row = 0; row < count; ++row)
+            if (verified_[row] == 0) memset(a_.get() + row * queries, 0, queries * sizeof(bf16));
+        const Linear output{read.output, a_.get(), h, h, count};
+        vivace_linear(index_, threads_, &output);
+    }
+
+    // Rows of h through layers start..stop-1, into out.
+    void pass(int64_t start, int64_t stop, int64_t rows, int64_t writing) {
+        Call c = call(rows, writing);
+        c.start = start, c.stop = stop;
+        while (c.num_terms > 0 && c.terms[0].layer < start) ++c.terms, --c.num_terms;
+        while (c.num_terms > 0 && c.terms[c.num_terms - 1].layer >= stop) --c.num_terms;
+        vivace_span(index_, threads_, &plan_, &c);
+    }
+
     // Fresh rows to the gate, with companions behind the growing ones.
     void climb(int64_t depth, const std::vector<int64_t>& fresh, const std::vector<int64_t>& growing) {
-        int64_t at = 0;
-        for (const int64_t row : fresh) place(at++, depth, row, false);
-        for (const int64_t row : growing) place(at++, depth, row, true);
-        const Call lower = call(at, (int64_t)fresh.size());
-        vivace_span(index_, threads_, &plan_, &lower);
-        memcpy(chain_.hidden + fresh[0] * plan_.width, lower.out, fresh.size() * plan_.width * sizeof(bf16));
+        const int64_t writing = (int64_t)fresh.size(), width = plan_.width;
+        int64_t rows = 0, layer = 0;
+        for (const int64_t row : fresh) place(rows++, depth, row, false);
+        for (const int64_t row : growing) place(rows++, depth, row, true);
+        for (; rows > writing && layer < chain_.num_reads; ++layer) {
+            if (layer > 0) pass(layer - 1, layer, rows, writing), std::swap(h_, out_);
+            read_deep(chain_.reads[layer], writing, growing);
+        }
+        pass(layer > 0 ? layer - 1 : 0, chain_.gate, rows, writing);
+        memcpy(chain_.hidden + fresh[0] * width, out_.get(), writing * width * sizeof(bf16));
     }
 
     // The next token below each growing row, from the companions that follow `first` rows of the last call.
@@ -159,9 +208,10 @@ private:
     int64_t num_rows_ = 0;
     std::vector<int64_t> sequence_;  // of each draft row
     std::vector<bool> is_sure_;
-    std::unique_ptr<bf16[]> h_, out_, logits_;
+    std::unique_ptr<bf16[]> h_, out_, logits_, q_, a_, x_;
+    std::unique_ptr<float[]> sums_;
     std::unique_ptr<uint8_t[]> space_;
-    std::vector<int64_t> slot_, seen_, entry_, which_;
+    std::vector<int64_t> slot_, seen_, entry_, which_, verified_;
     std::vector<std::unique_ptr<bf16[]>> rotations_;
     std::vector<const bf16*> cosines_, sines_;
     std::vector<Term> terms_;

@@ -92,6 +92,7 @@ struct Body {
     void (*span)(const void*, int64_t, int64_t);
     void (*quantise)(const void*, int64_t, int64_t);
     float (*likeliest)(const bf16*, int64_t, int64_t*);
+    void (*rotate)(bf16*, const bf16*, const bf16*, int64_t);
 };
 
 extern const Body avx2_body;

@@ -1,0 +1,163 @@
+"""Reach: the accelerated residual reads what deep layers stored about positions that are verified. Ours.
+
+Some guesses no shallow row can make by itself. Copying a word from the prompt takes a layer that knows which
+word stood before each entry, and the layers that know it lie far above the gate. Rows of a draft have not been
+up there, but everything before the draft has, and its keys and values lie in the cache. So before each of its
+first layers the accelerated residual asks one deep layer d:
+
+    p <- p + O attention(rotate(Q norm(p)), K_d, V_d)          verified positions only
+
+Q starts as the layer's own query projection and O at zero, so untrained the reach does nothing. It stores
+nothing and needs no row above the gate; it costs two square matrices for each layer that is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder, Layer
+from vivace.core.seams import Batch, DeepRead
+from vivace.core.step import Step
+from vivace.kernels import reference as kernels
+
+
+class Reach(nn.Module):
+    """One deep layer, asked by accelerated rows."""
+
+    def __init__(self, layer: int, model: ModelConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.eps = model.norm_eps
+        heads = model.num_heads * model.head_dim
+        self.gain = nn.Parameter(torch.ones(model.width))
+        self.query = nn.Parameter(torch.empty(heads, model.width))
+        self.output = nn.Parameter(torch.zeros(model.width, heads))
+        nn.init.kaiming_uniform_(self.query, a=math.sqrt(5))
+
+    @torch.no_grad()
+    def start_from(self, model: Decoder) -> None:
+        """Ask at first as the layer itself asks."""
+        weight = _layer(model, self.layer).qkv.get_parameter("weight")
+        self.query.copy_(weight[: len(self.query)])
+
+    def data(self) -> DeepRead:
+        """Its weights for a chain in one call."""
+        return DeepRead(self.layer, self.gain, self.query, self.output)
+
+    def over_cache(self, p: Tensor, model: Decoder, far: Step, is_known: Tensor) -> Tensor:
+        """Rows of a draft, (n, E) -> (n, E).
+
+        Args:
+            p: accelerated rows.
+            model: the frozen decoder.
+            far: their call, in which each sees the verified entries of its slot.
+            is_known: (n, 1) whether there are any.
+        """
+        layer = _layer(model, self.layer)
+        a: Tensor = layer.read(self._queries(p, model, far), far)
+        return p + kernels.linear((a * is_known[:, None]).flatten(1), self.output)
+
+    def over_text(self, p: Tensor, model: Decoder, step: Step, last: Tensor) -> Tensor:
+        """All positions of a dense batch, (B * T, E) -> (B * T, E).
+
+        Args:
+            p: accelerated rows.
+            model: the frozen decoder.
+            step: its frozen pass, which keeps the keys and values.
+            last: (B, T) the last verified position before each, -1 where there is none.
+        """
+        attention = _layer(model, self.layer).attention
+        queries = self._queries(p, model, step)
+        entry = torch.arange(last.shape[1])
+        reach = last.clamp(min=0)[..., None]
+        hidden = entry > reach
+        if attention.window is not None:
+            hidden |= entry <= reach - attention.window
+        visible = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -math.inf)[:, None]
+        keys, values = step.memory.stored(self.layer)
+        q = queries.view(*last.shape, *queries.shape[1:])
+        scale, softcap = attention.scale, attention.softcap
+        a = kernels.attend_chunk(q, keys, values, visible, scale=scale, softcap=softcap)
+        known = (last >= 0).reshape(-1, 1).to(a.dtype)
+        return p + kernels.linear(a.reshape(len(p), -1) * known, self.output)
+
+    def _queries(self, p: Tensor, model: Decoder, step: Step) -> Tensor:
+        layer = _layer(model, self.layer)
+        q = kernels.linear(kernels.rms_norm(p, self.gain, self.eps), self.query)
+        q = q.view(len(p), -1, model.config.head_dim)
+        return q if layer.rotary is None else kernels.rotate(q, *layer.rotation(step, q.dtype))
+
+
+@torch.no_grad()
+def copying_layers(model: Decoder, batches: Iterable[Batch], gate: int, count: int) -> tuple[int, ...]:
+    """Layers above the gate that are worth asking: their heads look at what followed the same token before.
+
+    Copying shows in the weights of attention (induction heads, Olsson et al. 2022, arXiv:2209.11895): at a token
+    that stood in the text before, such a head looks at the token after it.
+
+    Args:
+        model: the frozen decoder.
+        batches: texts; only positions that predict are looked at, and of those the ones whose next token did
+            follow the same token before.
+        gate: layers below it are not considered.
+        count: how many layers to name; fewer where the model has fewer.
+
+    Returns:
+        The layers with most weight there, bottom first.
+    """
+    weight = torch.zeros(model.config.num_layers)
+    for batch in batches:
+        tokens = batch.tokens
+        step, length = Step.dense(*tokens.shape), tokens.shape[1]
+        following = torch.zeros(*tokens.shape, length, dtype=torch.bool)
+        following[:, :-1, 1:] = (tokens[:, :-1, None] == tokens[:, None, :-1]) & (
+            tokens[:, 1:, None] == tokens[:, None, 1:]
+        )
+        following &= torch.ones(length, length, dtype=torch.bool).tril()
+        predicts = torch.zeros(tokens.numel(), dtype=torch.bool).index_fill(0, batch.predicting, True)
+        following &= predicts.view(*tokens.shape, 1)
+        h = model.embed(tokens.reshape(-1), step)
+        for index in range(len(model.layers)):
+            layer = _layer(model, index)
+            q = layer.project(h, step)
+            weight[index] += (_weights(q, layer, step) * following[:, None]).sum()
+            h = layer.feed(layer.output(h, layer.read(q, step), step), step)
+    weight[:gate] = -1
+    chosen = weight.topk(min(count, len(weight) - gate)).indices
+    return tuple(sorted(chosen.tolist()))
+
+
+def _weights(q: Tensor, layer: Layer, step: Step) -> Tensor:
+    """Causal attention weights of a dense call, (B, H, T, T)."""
+    keys, _ = step.memory.stored(layer.index)
+    batch, kv_heads, length, width = keys.shape
+    q = q.view(batch, length, -1, width).transpose(1, 2)
+    scores = (q @ keys.repeat_interleave(q.shape[1] // kv_heads, 1).mT).float() * layer.attention.scale
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(future, -math.inf), -1)
+
+
+def far_step(step: Step, leading: Tensor) -> tuple[Step, Tensor]:
+    """The call in which rows ``leading`` of a draft see their slots' verified entries, and whether there are any.
+
+    Returns:
+        The call of those n rows, and (n, 1) of 0 and 1.
+    """
+    assert isinstance(step.memory, KVCache)
+    lengths = step.memory.lengths
+    verified = torch.tensor([lengths[slot] for slot in step.slot[leading].tolist()])
+    rows = step if len(leading) == step.num_rows else step.take(leading)
+    far = Step(step.memory, rows.slot, rows.position, rows.entry, verified.clamp(min=1), None, 0, 0, extent=rows.extent)
+    return far, (verified > 0)[:, None]
+
+
+def _layer(model: Decoder, index: int) -> Layer:
+    found = model.layers[index]
+    assert isinstance(found, Layer)
+    return found
