@@ -18,13 +18,17 @@ const Body* body_of(int64_t index) {
 
 int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     int64_t count = 0;
-    for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) count += phase_of(s.call->terms[t].site) == kind;
+    for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) {
+        const Term& term = s.call->terms[t];
+        if (phase_of(term.site) == kind) count += items(down_of(term, 0), s.threads);
+    }
     return count;
 }
 
 int64_t num_items(const Span& s, int64_t layer, Kind kind) {
     const Call& c = *s.call;
     const Layer& l = s.layer(layer);
+    const Matrix out{nullptr, nullptr, 0, s.plan->width, TILES, nullptr, nullptr};
     const int64_t fed = c.num_feed > 0, lower = num_lower(s, layer, kind);
     switch (kind) {
         case QKV:
@@ -35,6 +39,9 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
             return is_low_bit(l.o) ? c.rows : 0;
         case OUTPUT:
             return items(l.o, s.threads) + lower;
+        case AFTER_OUTPUT:
+        case AFTER_DOWN:
+            return s.is_raised(layer, kind == AFTER_DOWN) ? items(out, s.threads) : 0;
         case UP:
             return fed * items(l.gate, s.threads) * (s.is_fused(layer) ? 1 : 2) + lower;
         case ACTIVATE:

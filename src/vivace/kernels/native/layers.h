@@ -4,17 +4,17 @@
 
 namespace {
 
-// The low-rank half of a term for all its rows: low = [silu] round(x down^T).
-void lower(const Span& s, int64_t index, const bf16* x, int64_t rows) {
+// The low-rank half of a term for all its rows, outputs of tiles first..stop-1: low = [silu] round(x down^T).
+void lower(const Span& s, int64_t index, const bf16* x, int64_t rows, int64_t first, int64_t stop) {
     const Term& t = s.call->terms[index];
-    const int64_t stride = even(t.rank), size = t.rank * t.in;
+    const int64_t stride = even(t.rank);
     float sums[LANES];
     for (int64_t row = 0; row < rows; ++row) {
         if (t.which[row] < 0) continue;
-        const Matrix down{t.down + t.which[row] * size, nullptr, t.in, t.rank, ROW_MAJOR, nullptr, nullptr};
+        const Matrix down = down_of(t, t.which[row]);
         bf16* low = s.low[index] + row * stride;
-        low[stride - 1] = 0;
-        for (int64_t tile = 0; tile < tiles(down); ++tile) {
+        if (stride > t.rank) low[t.rank] = 0;
+        for (int64_t tile = first; tile < stop; ++tile) {
             sum_rows(down, tile, x + row * t.in, t.in, 1, sums);
             for_lanes(tile, t.rank, [&](int64_t lane, int64_t n) {
                 Vec v = load(sums + lane);
@@ -25,13 +25,15 @@ void lower(const Span& s, int64_t index, const bf16* x, int64_t rows) {
     }
 }
 
-// y = round(y + round(up low)) for one row.
-void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
+// y = round(y + round(up low)) for one row, outputs of tiles first..stop-1.
+void raise(const Span& s, int64_t index, int64_t row, bf16* y, int64_t first, int64_t stop) {
     const Term& t = s.call->terms[index];
     if (t.which[row] < 0) return;
-    const int64_t pairs = (t.rank + 1) / 2, count = (t.out + LANES - 1) / LANES;
-    const Matrix up{t.up + t.which[row] * count * pairs * 2 * LANES, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
-    project(up, s.low[index] + row * even(t.rank), y, y, 1, 0, count);
+    project(up_of(t, t.which[row]), s.low[index] + row * even(t.rank), y, y, 1, first, stop);
+}
+
+void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
+    raise(s, index, row, y, 0, (s.call->terms[index].out + LANES - 1) / LANES);
 }
 
 // Terms of the given sites of a layer, in the order of the call.
@@ -40,19 +42,26 @@ inline void for_terms(const Span& s, int64_t layer, Use use) {
     for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) use(t, s.call->terms[t].site);
 }
 
-// Item `item` of a phase beyond its projections: the low-rank half of the item-th term whose input is at hand.
-void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16* x) {
-    for_terms(s, layer, [&](int64_t t, int64_t site) {
-        if (phase_of(site) != kind || item-- != 0) return;
-        const bool is_fed_only = site == SITE_GATE || site == SITE_UP || site == SITE_DOWN;
-        lower(s, t, x, is_fed_only ? s.call->num_feed : s.call->rows);
-    });
-}
-
 void split_range(int64_t item, const Matrix& m, int64_t threads, int64_t* first, int64_t* stop) {
     const int64_t each = tiles_per_item(m, threads), count = tiles(m);
     *first = item * each;
     *stop = *first + each < count ? *first + each : count;
+}
+
+// Item `item` of a phase beyond its projections: a part of the low-rank half of a term whose input is at hand.
+void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16* x) {
+    for_terms(s, layer, [&](int64_t t, int64_t site) {
+        if (phase_of(site) != kind || item < 0) return;
+        const Matrix down = down_of(s.call->terms[t], 0);
+        const int64_t count = items(down, s.threads);
+        if (item < count) {
+            const bool is_fed_only = site == SITE_GATE || site == SITE_UP || site == SITE_DOWN;
+            int64_t first, stop;
+            split_range(item, down, s.threads, &first, &stop);
+            lower(s, t, x, is_fed_only ? s.call->num_feed : s.call->rows, first, stop);
+        }
+        item -= count;
+    });
 }
 
 // A projection's item, or a term's when there are no tiles left.
@@ -103,20 +112,29 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
     attend_some(a, item);
 }
 
-// to = round(from + y) after the terms of a site.
+// An item of what the terms add to a half's output: some of the columns, all rows.
+void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
+    const int64_t width = s.plan->width;
+    const Matrix out{nullptr, nullptr, 0, width, TILES, nullptr, nullptr};
+    int64_t first, stop;
+    split_range(item, out, s.threads, &first, &stop);
+    const int64_t start = first * LANES, end = stop * LANES < width ? stop * LANES : width;
+    for (int64_t row = 0; row < s.call->rows; ++row) {
+        bf16* y = s.y + row * width;
+        const bool is_fed = row < s.call->num_feed;
+        if (is_feed && !is_fed) __builtin_memset(y + start, 0, (end - start) * sizeof(bf16));
+        for (int64_t wanted = is_feed ? SITE_DOWN : SITE_O; wanted <= (is_feed ? SITE_MLP : SITE_O); ++wanted)
+            for_terms(s, layer, [&](int64_t t, int64_t site) {
+                if (site == wanted && (site != SITE_DOWN || is_fed)) raise(s, t, row, y, first, stop);
+            });
+    }
+}
+
+// to = round(from + y); a row that did not pass the feed-forward, and got no terms, adds nothing.
 void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const bf16* from, bf16* to) {
     const int64_t width = s.plan->width;
     bf16* y = s.y + row * width;
-    if (is_feed && row >= s.call->num_feed) __builtin_memset(y, 0, width * sizeof(bf16));
-    if (!is_feed)
-        for_terms(s, layer, [&](int64_t t, int64_t site) {
-            if (site == SITE_O) raise(s, t, row, y);
-        });
-    else
-        for (int64_t wanted = SITE_DOWN; wanted <= SITE_MLP; ++wanted)
-            for_terms(s, layer, [&](int64_t t, int64_t site) {
-                if (site == wanted && (site == SITE_MLP || row < s.call->num_feed)) raise(s, t, row, y);
-            });
+    if (is_feed && row >= s.call->num_feed && !s.is_raised(layer, true)) __builtin_memset(y, 0, width * sizeof(bf16));
     for_width(width, [&](int64_t i, int64_t n) {
         store_some(to + row * width + i, add(load_some(from + row * width + i, n), load_some(y + i, n)), n);
     });
@@ -181,6 +199,8 @@ void span_item(const void* context, int64_t phase, int64_t item) {
             return prepare(l.o, s.a, s.prepared, item);
         case OUTPUT:
             return project_item(s, layer, OUTPUT, item, l.o, s.a, s.y, rows);
+        case AFTER_OUTPUT:
+            return raise_item(s, layer, false, item);
         case MIDDLE:
             finish_half(s, layer, item, false, s.call->out, s.u);
             return norm_into_x(s, item, s.u, l.ffn_norm, l.gate);
@@ -192,6 +212,8 @@ void span_item(const void* context, int64_t phase, int64_t item) {
             return prepare(l.down, s.inner, s.prepared, item);
         case DOWN:
             return project_item(s, layer, DOWN, item, l.down, s.inner, s.y, s.call->num_feed);
+        case AFTER_DOWN:
+            return raise_item(s, layer, true, item);
         case END:
             return end_row(s, layer, item);
         default:

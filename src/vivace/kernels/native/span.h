@@ -3,7 +3,7 @@
 #include "abi.h"
 
 enum Kind : int64_t {
-    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, MIDDLE, UP, ACTIVATE, BEFORE_DOWN, DOWN, END, NUM_KINDS
+    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, AFTER_OUTPUT, MIDDLE, UP, ACTIVATE, BEFORE_DOWN, DOWN, AFTER_DOWN, END, NUM_KINDS
 };
 
 // Phase 0 norms the rows for the first layer; then come NUM_KINDS phases for each layer.
@@ -25,6 +25,10 @@ struct Span {
         for (int64_t t = first_term[index]; t < first_term[index + 1]; ++t)
             if (call->terms[t].site == site) return true;
         return false;
+    }
+    // Terms are added to what the attention or the feed-forward half gives.
+    bool is_raised(int64_t index, bool is_feed) const {
+        return is_feed ? has(index, SITE_DOWN) || has(index, SITE_MLP) : has(index, SITE_O);
     }
     // Terms of gate and up come between their projections and the activation.
     bool is_fused(int64_t index) const { return !has(index, SITE_GATE) && !has(index, SITE_UP); }
@@ -55,6 +59,16 @@ inline int64_t attention_items(int64_t rows, int64_t kv_heads) {
     return (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * kv_heads;
 }
 inline int64_t even(int64_t n) { return n + (n & 1); }
+
+// The low-rank half of a term as a matrix, for one of its adapters.
+inline Matrix down_of(const Term& t, int64_t adapter) {
+    return {t.down + adapter * t.rank * t.in, nullptr, t.in, t.rank, ROW_MAJOR, nullptr, nullptr};
+}
+// The other half, packed.
+inline Matrix up_of(const Term& t, int64_t adapter) {
+    const int64_t size = (t.out + LANES - 1) / LANES * even(t.rank) * LANES;
+    return {t.up + adapter * size, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
+}
 
 // Weights in few bits are multiplied as integers, so a row becomes integers first: the size of that, counted in
 // bfloat16, and the rows to multiply.
