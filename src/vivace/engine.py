@@ -166,8 +166,8 @@ def load(
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
     packer = None if kept == "bf16" else Packer(_body(choice, kernels, dtype), kept)
-    tokenizer = load_tokenizer(folder)
     model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
+    tokenizer = load_tokenizer(folder)
     second = None
     if draft_model is not None:
         require_same_pieces(tokenizer, load_tokenizer(resolve(draft_model)))

@@ -22,6 +22,7 @@ class FakeStats:
     num_draft_tokens: int = 4
     num_accepted_draft_tokens: int = 2
     decode_s: float = 0.5
+    early_exit_share: float | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -169,7 +169,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "adapter of a method to come": (
         (*GENERATE, "--adapter", "medusa"),
         USAGE,
-        "an adapter for 'medusa'; this version uses adapters for multirate",
+        "an adapter for 'medusa'; this version uses adapters for dynamic, multirate",
     ),
     "two adapters for a method": (
         (*GENERATE, "--adapter", "a=adapter", "--adapter", "b=adapter"),
@@ -218,7 +218,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "recipe of another kind": (
         ("train", "recipe.yaml", "kind=medusa", "--model", "tiny", "--out", "out", "--data", "rows.jsonl"),
         USAGE,
-        "a recipe's kind is decoder or multirate, found 'medusa'",
+        "a recipe's kind is one of decoder, multirate, dynamic, found 'medusa'",
     ),
     "training without data": (("train", "recipe.yaml", "--model", "tiny", "--out", "out"), USAGE, "--data FILE"),
     "training without a place": (("train", "recipe.yaml", "--data", "rows.jsonl"), USAGE, "--out DIR"),

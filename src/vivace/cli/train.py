@@ -49,7 +49,7 @@ def train(
         raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
     kind = values.get("kind")
     if kind not in KINDS:
-        raise ConfigError(f"a recipe's kind is {' or '.join(KINDS)}, found {kind!r}")
+        raise ConfigError(f"a recipe's kind is one of {', '.join(KINDS)}, found {kind!r}")
     if kind == "decoder":
         if (device, dtype) != ("auto", "auto"):
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
