@@ -16,7 +16,6 @@ adapters, and the intervals do not depend on each other: trained jointly or one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
+from vivace.multirate.terms import AcceleratorTerms
 
 COMPANION = 0.3
 """Cost of a second row in a pass that is bound by reading weights, beside the first (a guess between machines)."""
@@ -100,7 +99,7 @@ class GatesConfig:
             raise ConfigError(f"gate {self.layers[-1]} must lie below the top of a model of {num_layers} layers")
 
 
-class GatedAccelerator(nn.Module):
+class GatedAccelerator(AcceleratorTerms):
     """The trained weights of the accelerated residuals of all gates."""
 
     def __init__(self, config: GatesConfig, model: ModelConfig) -> None:
@@ -109,34 +108,15 @@ class GatedAccelerator(nn.Module):
         Raises:
             ConfigError: a gate is not inside the model.
         """
-        super().__init__()
         config.check_fits(model.num_layers)
+        super().__init__(model, config.layers[-1], config.rank, config.bottleneck)
         self.config = config
-        heads = model.num_heads * model.head_dim
-        shapes: dict[Site, tuple[int, int, int]] = {}
-        for layer in range(config.layers[-1]):
-            if config.rank:
-                shapes[layer, "q"] = (model.width, config.rank, heads)
-                shapes[layer, "o"] = (heads, config.rank, model.width)
-            shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
-        self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
-        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
-        self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
         self.scale = nn.Parameter(torch.ones(len(config.gates), model.width))
         """Per-component scale before the shared head, gate by gate."""
-
-    def terms(self, which: Tensor) -> Deltas:
-        """The adapters as data for a call; ``which`` (T,) is 0 on accelerated rows and -1 elsewhere."""
-        down, up = self._by_site
-        return Deltas(which, down, up)
 
     def at_gate(self, gate: int, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
         return p * self.scale[gate]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
 
     def accelerate(self, model: Decoder, gate: int, h: Tensor, step: Step, depths: Sequence[int]) -> Tensor:
         """The accelerated residuals of a text whose slow pass is done (training, scoring).
@@ -188,9 +168,3 @@ def _stops(model: Decoder, rows: Tensor, step: Step, depths: Sequence[int]) -> l
         rows = model.run(rows, step, low, high)
         seen.append(rows)
     return seen
-
-
-def _kaiming(inner: int, wide: int) -> nn.Parameter:
-    weight = torch.empty(1, inner, wide)
-    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
-    return nn.Parameter(weight)

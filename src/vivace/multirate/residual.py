@@ -16,23 +16,22 @@ own; ranks, the bottleneck's form, ``feedback`` and ``reach`` (``reach.py``) are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
 from vivace.core.seams import Companion
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.reach import Reach, far_step
+from vivace.multirate.terms import AcceleratorTerms
 
 
-class Accelerator(nn.Module):
+class Accelerator(AcceleratorTerms):
     """The trained weights of an accelerated residual up to one gate."""
 
     def __init__(self, config: MultirateConfig, model: ModelConfig) -> None:
@@ -41,19 +40,9 @@ class Accelerator(nn.Module):
         Raises:
             ConfigError: the gate is not inside the model.
         """
-        super().__init__()
         config.check_fits(model.num_layers)
+        super().__init__(model, config.gate, config.rank, config.bottleneck)
         self.config = config
-        heads = model.num_heads * model.head_dim
-        shapes: dict[Site, tuple[int, int, int]] = {}
-        for layer in range(config.gate):
-            if config.rank:
-                shapes[layer, "q"] = (model.width, config.rank, heads)
-                shapes[layer, "o"] = (heads, config.rank, model.width)
-            shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
-        self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
-        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
-        self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
         self.scale = nn.Parameter(torch.ones(model.width))
         """Per-component scale before the shared head."""
         self.feedback = nn.Parameter(torch.zeros(model.width, model.width)) if config.feedback else None
@@ -80,11 +69,6 @@ class Accelerator(nn.Module):
             return None
         width = final.shape[1]
         return kernels.linear(final, self.feedback.view(-1, width)).view(len(final), -1, width)
-
-    def terms(self, which: Tensor) -> Deltas:
-        """The adapters as data for a call; ``which`` (T,) is 0 on accelerated rows and -1 elsewhere."""
-        down, up = self._by_site
-        return Deltas(which, down, up)
 
     def widen(self) -> None:
         """Terms in float32: on a CPU, PyTorch multiplies matrices this small several times faster than in bfloat16."""
@@ -114,10 +98,6 @@ class Accelerator(nn.Module):
     def at_gate(self, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
         return p * self.scale
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
 
 
 def dual_climb(
@@ -151,9 +131,3 @@ def dual_climb(
         rows = model.run(torch.cat((slow, p)), both, start, stop)
         slow, p = rows[: step.num_rows], rows[step.num_rows :]
     return slow, accelerator.at_gate(p)
-
-
-def _kaiming(inner: int, wide: int) -> nn.Parameter:
-    weight = torch.empty(1, inner, wide)
-    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
-    return nn.Parameter(weight)
