@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from vivace.core.config import MoeConfig
 from vivace.core.layers import FeedForward, Linear
+from vivace.core.seams import Expert, Experts
 from vivace.core.step import Step
+
+
+class ResidentExperts(nn.ModuleList):
+    """All experts of a layer, in memory."""
+
+    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+        """Each chosen expert, in the order given."""
+        for expert in chosen:
+            yield expert, self[expert]
+
+    def expect(self, likely: Sequence[int]) -> None:
+        """They are here already."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -17,12 +32,19 @@ class MixtureOfExperts(nn.Module):
     do not depend on its neighbours or on where weights come from.
     """
 
-    def __init__(self, config: MoeConfig, router: Linear, experts: list[FeedForward]) -> None:
+    def __init__(self, config: MoeConfig, router: Linear, experts: Sequence[FeedForward] | Experts) -> None:
+        """Put together.
+
+        Args:
+            config: how rows are routed.
+            router: (E) -> (X).
+            experts: the feed-forwards themselves, or whoever brings them.
+        """
         super().__init__()
         self.top_k = config.top_k
         self.normalise = config.normalise
         self.router: nn.Module = router
-        self.experts = nn.ModuleList(experts)
+        self.experts: Experts = ResidentExperts(experts) if isinstance(experts, Sequence) else experts
 
     def route(self, x: Tensor) -> Tensor:
         """Router logits (T, X) of normed rows (T, E)."""
@@ -41,9 +63,9 @@ class MixtureOfExperts(nn.Module):
         """(T, E) -> (T, E)."""
         weights, chosen = self.choose(x)
         each = x.new_zeros(*chosen.shape, x.shape[-1])
-        for expert in torch.unique(chosen).tolist():
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            each[rows, place] = self.experts[expert](x[rows], _BARE)
+        for expert, feed in self.experts.serve(torch.unique(chosen).tolist()):
+            rows, order = (chosen == expert).nonzero(as_tuple=True)
+            each[rows, order] = feed(x[rows], _BARE)
         y = each[:, 0] * weights[:, :1]
         for place in range(1, self.top_k):
             y = y + each[:, place] * weights[:, place : place + 1]

@@ -8,7 +8,7 @@ common kind also run as a whole span (``span.py``) with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -210,6 +210,7 @@ class Packer:
         if self.body is not None:
             decoder.span = span = NativeSpan.of(decoder, self.body)
             decoder.chain = NativeChain.of(decoder, span)
+            decoder.projection = partial(PackedLinear, self.body)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         """The module for a matrix."""
@@ -224,7 +225,8 @@ class Packer:
                 case MixtureOfExperts():
                     if self.body is not None and isinstance(child.router, Linear):
                         child.router = PackedLinear(self.body, child.router.weight, child.router.bias)
-                    self._replace(child.experts)
+                    if isinstance(child.experts, nn.Module):
+                        self._replace(child.experts)
                 case FeedForward() if self._fuses(child):
                     assert self.body is not None
                     setattr(parent, name, PackedFeedForward(self.body, child, self.linear))

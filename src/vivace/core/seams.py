@@ -346,6 +346,26 @@ class Span(Protocol):
         ...
 
 
+class Expert(Protocol):
+    """The feed-forward of one expert."""
+
+    def __call__(self, x: Tensor, step: Step, add: Tensor | None = None, /) -> Tensor:
+        """(T, E) -> (T, E)."""
+        ...
+
+
+class Experts(Protocol):
+    """Who gives a layer's experts: memory that holds them all, or a store that brings them."""
+
+    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+        """Each chosen expert once, in whatever order they are ready; one is good until the next is asked for."""
+        ...
+
+    def expect(self, likely: Sequence[int]) -> None:
+        """These will probably be chosen when this layer runs next, the likeliest first. A guess: it may do nothing."""
+        ...
+
+
 class Traversal(Protocol):
     """How draft rows go up the model."""
 
