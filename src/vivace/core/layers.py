@@ -21,6 +21,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_width, in_width))
         self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
 
+    @staticmethod
+    def of(weight: Tensor) -> Linear:
+        """Over a matrix (out, in) that is somebody else's."""
+        with torch.device("meta"):
+            made = Linear(weight.shape[1], weight.shape[0])
+        made.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        return made
+
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """(T, in) -> (T, out)."""
         y = kernels.linear(x, self.weight, self.bias)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache, LayerSpec
 from vivace.core.config import ModelConfig
-from vivace.core.layers import RMSNorm, make_norm
+from vivace.core.layers import Linear, RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
@@ -183,6 +183,8 @@ class Decoder(nn.Module):
         """Executes several layers at once where it can; the layers one by one give the same bits."""
         self.chain: Chain | None = None
         """Drafts whole chains at once where it can; steps one by one give the same bits."""
+        self.projection: Callable[[Tensor], nn.Module] = Linear.of
+        """(out, in) weights that are not the model's own, as a module that runs on the kernels of its layers."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,8 +22,7 @@ class AcceleratedGuess:
         self.model = model
         self.accelerator = accelerator
         self.gate = accelerator.config.gate
-        if model.span is None:
-            accelerator.widen()
+        accelerator.run_on(model)
         self.companion: Companion | None = accelerator.companion()
         self._offsets: dict[int, Tensor] = {}
         """What feedback adds, (lags, E), from each slot's last verified position."""

@@ -14,7 +14,8 @@ nothing and needs no row above the gate; it costs two square matrices for each l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Batch, DeepRead
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
+
+_Projection = Callable[[Tensor], Tensor]
 
 
 class Reach(nn.Module):
@@ -39,6 +42,12 @@ class Reach(nn.Module):
         self.query = nn.Parameter(torch.empty(heads, model.width))
         self.output = nn.Parameter(torch.zeros(model.width, heads))
         nn.init.kaiming_uniform_(self.query, a=math.sqrt(5))
+        self._projections: tuple[_Projection, _Projection] | None = None
+        """Query and output on the kernels of the model that is drafted for; no weights of ours."""
+
+    def run_on(self, model: Decoder) -> None:
+        """Draft for this model from now on, on the kernels that its layers run on."""
+        self._projections = model.projection(self.query), model.projection(self.output)
 
     @torch.no_grad()
     def start_from(self, model: Decoder) -> None:
@@ -60,8 +69,9 @@ class Reach(nn.Module):
             is_known: (n, 1) whether there are any.
         """
         layer = _layer(model, self.layer)
-        a: Tensor = layer.read(self._queries(p, model, far), far)
-        return p + kernels.linear((a * is_known[:, None]).flatten(1), self.output)
+        ask, answer = self._projections or (partial(kernels.linear, weight=w) for w in (self.query, self.output))
+        a: Tensor = layer.read(self._queries(p, model, far, ask), far)
+        return p + answer((a * is_known[:, None]).flatten(1))
 
     def over_text(self, p: Tensor, model: Decoder, step: Step, last: Tensor) -> Tensor:
         """All positions of a dense batch, (B * T, E) -> (B * T, E).
@@ -73,7 +83,7 @@ class Reach(nn.Module):
             last: (B, T) the last verified position before each, -1 where there is none.
         """
         attention = _layer(model, self.layer).attention
-        queries = self._queries(p, model, step)
+        queries = self._queries(p, model, step, partial(kernels.linear, weight=self.query))
         entry = torch.arange(last.shape[1])
         reach = last.clamp(min=0)[..., None]
         hidden = entry > reach
@@ -87,9 +97,9 @@ class Reach(nn.Module):
         known = (last >= 0).reshape(-1, 1).to(a.dtype)
         return p + kernels.linear(a.reshape(len(p), -1) * known, self.output)
 
-    def _queries(self, p: Tensor, model: Decoder, step: Step) -> Tensor:
+    def _queries(self, p: Tensor, model: Decoder, step: Step, ask: _Projection) -> Tensor:
         layer = _layer(model, self.layer)
-        q = kernels.linear(kernels.rms_norm(p, self.gain, self.eps), self.query)
+        q = ask(kernels.rms_norm(p, self.gain, self.eps))
         q = q.view(len(p), -1, model.config.head_dim)
         return q if layer.rotary is None else kernels.rotate(q, *layer.rotation(step, q.dtype))
 

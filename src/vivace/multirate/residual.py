@@ -25,7 +25,6 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Companion
 from vivace.core.step import Step
-from vivace.kernels import reference as kernels
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.reach import Reach, far_step
 from vivace.multirate.terms import AcceleratorTerms
@@ -47,6 +46,23 @@ class Accelerator(AcceleratorTerms):
         """Per-component scale before the shared head."""
         self.feedback = nn.Parameter(torch.zeros(model.width, model.width)) if config.feedback else None
         self.reach = nn.ModuleList(Reach(layer, model) for layer in config.reach)
+        self._projections: tuple[nn.Module, ...] = ()
+        """Feedback on the kernels of the model that is drafted for; no weights of ours."""
+
+    def run_on(self, model: Decoder) -> None:
+        """Draft for this model from now on, on the kernels that its layers run on.
+
+        Beside native kernels PyTorch's threads must not wake: they wait for more work in a loop, on the cores that
+        the next native call needs. Without them, PyTorch multiplies matrices this small several times faster in
+        float32 than in bfloat16.
+        """
+        if model.span is None:
+            self.down.float()
+            self.up.float()
+        for reach in self.reaches():
+            reach.run_on(model)
+        if self.feedback is not None:
+            self._projections = (model.projection(self.feedback),)
 
     def start(self, h: Tensor, final: Tensor | None) -> Tensor:
         """Where p begins, (n, E): the slow residual, plus the feedback projection when it is used.
@@ -65,15 +81,10 @@ class Accelerator(AcceleratorTerms):
         Args:
             final: (n, E) as for ``start``.
         """
-        if self.feedback is None:
-            return None
-        width = final.shape[1]
-        return kernels.linear(final, self.feedback.view(-1, width)).view(len(final), -1, width)
-
-    def widen(self) -> None:
-        """Terms in float32: on a CPU, PyTorch multiplies matrices this small several times faster than in bfloat16."""
-        self.down.float()
-        self.up.float()
+        for projection in self._projections:
+            offsets: Tensor = projection(final)
+            return offsets.view(len(final), -1, final.shape[1])
+        return None
 
     def companion(self) -> Companion:
         """Accelerated rows as data."""
