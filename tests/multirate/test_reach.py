@@ -15,8 +15,8 @@ from tests.core.test_bits import prefill
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.checkpoint.adapters import base_hash, save_adapter
-from vivace.checkpoint.widen import widen_checkpoint
+from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
+from vivace.checkpoint.widen import widen_checkpoint, without_twin
 from vivace.core.model import Decoder
 from vivace.core.packed import pack_decoder
 from vivace.core.seams import Batch, Draft, Drafter
@@ -165,3 +165,11 @@ def test_the_wide_twin_reaches_as_far(tmp_path: Path) -> None:
     for one, other in zip(ours, twins, strict=True):
         assert one.token_ids == other.token_ids
         assert one.stats.accepted_per_position == other.stats.accepted_per_position
+    small, wide = (load_adapter(path / "adapters" / "multirate") for path in (place, tmp_path / "wide"))
+    assert wide[0]["config"] == small[0]["config"], "a wider model gets no higher ranks"
+    assert wide[1]["up.0"].shape == (1, 2 * small[1]["up.0"].shape[1], 4)
+    assert without_twin(place) == ()
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("multirate", "medusa"))
+    assert without_twin(place) == ("multirate",)
+    widen_checkpoint(place, tmp_path / "bare", 2)
+    assert not (tmp_path / "bare" / "adapters").exists()

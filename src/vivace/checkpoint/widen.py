@@ -8,16 +8,16 @@ bytes. It is a measuring instrument and says so wherever its results stand.
     residual h' = (h, ..., h)           norm weights repeated; the mean square is unchanged
     y = W x  ->  y' = (y, ..., y)       W' = W repeated in rows and columns, divided by k
     heads, feed-forward units           repeated, with their outputs' columns divided by k
+    low-rank terms of adapters          ranks stay, as a recipe's do whatever the width of the model
     logits                              the final norm is divided by k, since E' = k E products are summed
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +59,8 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
     with staged(target) as place:
         write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim})
         _copy_extras(folder, place)
-        for adapter in sorted((folder / "adapters").glob("*/config.json")):
-            _widen_adapter(adapter.parent, place / "adapters" / adapter.parent.name, base_hash(place), factor)
+        for adapter in (path.parent for path in _adapters(folder) if path.parent.name not in without_twin(folder)):
+            _widen_adapter(adapter, place / "adapters" / adapter.name, base_hash(place), factor)
     forget_shards(target)
     return target
 
@@ -135,20 +135,32 @@ def _copy_extras(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def without_twin(source: str | Path) -> tuple[str, ...]:
+    """Names of a checkpoint's adapters that no way is known to widen; its twin goes without them."""
+    return tuple(path.parent.name for path in _adapters(resolve(source)) if read_json(path)["kind"] not in _TERMS)
+
+
+def _adapters(folder: Path) -> list[Path]:
+    """Where the adapters beside a checkpoint are described."""
+    return sorted((folder / "adapters").glob("*/config.json"))
+
+
 def _widen_adapter(source: Path, target: Path, base: str, k: int) -> None:
-    """An adapter for the wide twin: ranks grow with the widths, so its share of the work stays what it was."""
     found, tensors = load_adapter(source)
-    wide = {name: _widened_term(name, value, k) for name, value in tensors.items()}
-    write_adapter(target, found | {"base_hash": base, "config": _scaled_ranks(found["config"], k)}, wide)
+    widened = _TERMS[found["kind"]]
+    write_adapter(target, found | {"base_hash": base}, {name: widened(name, t, k) for name, t in tensors.items()})
 
 
-def _scaled_ranks(config: Mapping[str, Any], k: int) -> dict[str, Any]:
-    return {key: value * k if key in ("rank", "bottleneck") else value for key, value in config.items()}
-
-
-def _widened_term(name: str, value: Tensor, k: int) -> Tensor:
-    if name == "feedback":  # reads the final norm, which already divides by k
-        return value.repeat(k, k)
+def _accelerator_term(name: str, value: Tensor, k: int) -> Tensor:
+    """One tensor of an accelerated residual. Ranks stay: the recipes give the same ones to models of any width."""
+    if name.startswith("down."):
+        return value.repeat(1, 1, k) / k
+    if name.startswith("up."):
+        return value.repeat(1, k, 1)
     if value.dim() == 1:
         return value.repeat(k)
-    return (value.repeat(1, k, k) if value.dim() == 3 else value.repeat(k, k)) / k
+    return value.repeat(k, k) if name == "feedback" else value.repeat(k, k) / k  # the final norm is divided by k
+
+
+_TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {"multirate": _accelerator_term}
+"""By kind of adapter."""

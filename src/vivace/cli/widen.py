@@ -24,12 +24,16 @@ def widen(
 
     Same text, same acceptance, factor² times the weights: a measuring instrument for models that fit no cache.
     """
-    from vivace.checkpoint.widen import widen_checkpoint
+    from vivace.checkpoint.widen import widen_checkpoint, without_twin
 
+    source = folder_of(model)
     with console.progress("widening"):
-        target = widen_checkpoint(folder_of(model), output, factor)
-    facts = model_facts(target)
+        target = widen_checkpoint(source, output, factor)
+    facts, left_out = model_facts(target), without_twin(source)
     if as_json:
-        console.json({"folder": str(target), "factor": factor, **{k: facts[k] for k in ("parameters", "bytes")}})
+        sizes = {name: facts[name] for name in ("parameters", "bytes")}
+        console.json({"folder": str(target), "factor": factor, **sizes, "adapters_left_out": left_out})
     else:
+        for name in left_out:
+            console.note(f"the adapter {name} cannot be widened: the twin is without it")
         console.result(f"{target}: {facts['parameters'] / 1e6:.1f} million parameters, {format_bytes(facts['bytes'])}")
