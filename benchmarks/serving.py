@@ -1,80 +1,229 @@
-"""Throughput of OpenAI-compatible servers at several concurrencies, taken in turns: ``python -m benchmarks.serving``.
+"""Throughput of ``vivace serve`` beside ``transformers serve``: one run, every server in turn, the same prompts.
 
-Tokens are counted from ``usage``, never from events. Every server answers the same prompts in every round, so that what
-else the machine does hits all of them alike. Start the servers yourself, with the same model, dtype and threads:
+It starts the servers itself, all with the same checkpoint, dtype and threads, and needs ``accelerate`` for those of
+transformers:
 
-    vivace serve --model M --port 8000
-    transformers serve --port 8001        # and once more with its continuous batching
+    python -m benchmarks.serving --model MODEL --out serving.json
+
+``transformers`` answers one request after the other; ``transformers-batching`` is the same server with
+``--continuous-batching``, which runs on a CPU too. ``vivace-plain`` drafts nothing: what batching alone gives. Our
+prompt cache is off, since every server sees the same prompts in every round. Tokens are counted from ``usage``, never
+from events; the end token counts with us and does not with transformers, so answers a second stand beside them. A
+round is only begun when it is likely to end within ``--minutes``.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import os
+import re
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx2
 import torch
 from openai import OpenAI
 
+from vivace.engine import SHIPPED
 from vivace.evaluate.provenance import provenance
 from vivace.prompts import PACKAGED, load_prompts, packaged_prompts
 
+OURS = ("-m", "vivace", "serve", "--prefix-cache", "0", "--dtype", "{dtype}", "--model", "{model}", "--quiet")
+THEIRS = ("-m", "transformers.cli.transformers", "serve", "{model}", "--device", "cpu")
+SERVERS: dict[str, tuple[str, ...]] = {
+    "vivace": OURS,
+    "vivace-plain": (*OURS, "--method", "plain"),
+    "transformers": (*THEIRS, "--dtype", "{dtype}"),
+    "transformers-batching": (*THEIRS, "--dtype", "{dtype}", "--continuous-batching"),
+}
+START_S = 300
 
-def answer(client: OpenAI, model: str, prompt: str, max_tokens: int) -> int:
-    """New tokens of one greedy answer."""
-    reply = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0
-    )
-    assert reply.usage is not None, "the server must count its tokens"
-    return reply.usage.completion_tokens
+
+@dataclass(frozen=True)
+class Server:
+    """One that listens."""
+
+    name: str
+    url: str
+    model: str
+    """What it calls the checkpoint."""
+
+    def passes(self) -> float | None:
+        """Decoding passes of the model so far; None for servers that do not say."""
+        found = re.search(r"^vivace_target_passes_total\S* (\S+)", httpx2.get(f"{self.url}/metrics").text, re.M)
+        return float(found[1]) if found else None
 
 
-def measure(url: str, model: str, prompts: list[str], concurrency: int, max_tokens: int) -> dict[str, Any]:
-    """Answer all prompts, ``concurrency`` at a time."""
-    client = OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, timeout=600)
-    started = time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
-        counts = list(pool.map(lambda prompt: answer(client, model, prompt, max_tokens), prompts))
-    elapsed = time.perf_counter() - started
-    return {"tokens": sum(counts), "seconds": elapsed, "tokens_per_s": sum(counts) / elapsed}
+@dataclass(frozen=True)
+class Run:
+    """All prompts answered once."""
+
+    server: str
+    concurrency: int
+    repeat: int
+    tokens: int
+    answers: int
+    seconds: float
+    passes: float | None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
 
 
 def main() -> None:
-    """Measure, print medians, write everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", action="append", required=True, metavar="NAME=MODEL@URL", help="repeatable")
-    parser.add_argument("--concurrency", default="1,8,16")
-    parser.add_argument("--prompts", default="e2e", help=f"a .jsonl file, or one of {', '.join(PACKAGED)}")
-    parser.add_argument("--limit", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, required=True)
-    asked = parser.parse_args()
+    """Start the servers, measure, print medians, write everything."""
+    asked = _arguments()
     rows = packaged_prompts(asked.prompts) if asked.prompts in PACKAGED else load_prompts(asked.prompts)
     prompts = [str(row.request) for row in rows[: asked.limit]]
-    servers = {name: rest.rpartition("@")[::2] for name, _, rest in (word.partition("=") for word in asked.server)}
-    runs = []
-    for model, url in servers.values():
-        measure(url, model, prompts[:4], 4, asked.max_tokens)  # warm up
-    for concurrency in map(int, asked.concurrency.split(",")):
-        rates: dict[str, list[float]] = {name: [] for name in servers}
-        for repeat in range(asked.repeats):
-            for name, (model, url) in servers.items():
-                found = measure(url, model, prompts, concurrency, asked.max_tokens)
-                runs.append({"server": name, "concurrency": concurrency, "repeat": repeat, **found})
-                rates[name].append(found["tokens_per_s"])
-        first = statistics.median(next(iter(rates.values())))
-        for name, values in rates.items():
-            rate = statistics.median(values)
-            print(f"{concurrency:3d} at once  {name:24s} {rate:8.1f} tokens/s  {rate / first:5.2f}x the first")
-    settings = {"prompts": asked.prompts, "limit": asked.limit, "max_tokens": asked.max_tokens}
-    made = {"provenance": dataclasses.asdict(provenance(torch.device("cpu"))), "settings": settings, "runs": runs}
-    asked.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    names, levels = asked.servers.split(","), [int(word) for word in asked.concurrency.split(",")]
+    ends_at = time.monotonic() + 60 * asked.minutes
+    with ExitStack() as stack, TemporaryDirectory() as logs:
+        servers = [
+            stack.enter_context(start(name, asked.model, asked.dtype, asked.threads, Path(logs))) for name in names
+        ]
+        texts = {server.name: measure(server, prompts, max(levels), asked.max_tokens)[1] for server in servers}
+        runs = _rounds(servers, prompts, levels, asked, ends_at)
+    same = {name: sum(map(str.__eq__, found, texts[names[0]])) for name, found in texts.items()}
+    table = [_line(name, level, runs, same[name], len(prompts)) for level in levels for name in names]
+    for line in table:
+        print("{concurrency:3d} at once  {server:22s} {tokens_per_s:8.1f} tokens/s  {ours_over_it:5.2f}".format(**line))
+    print(f"last column: {names[0]} in units of it; answers identical to {names[0]}'s: {same} of {len(prompts)}")
+    made = {
+        "provenance": asdict(provenance(torch.device("cpu"))),
+        "settings": {key: str(value) for key, value in vars(asked).items() if key != "out"},
+        "commands": {name: ["python", *SERVERS[name]] for name in names},
+        "table": table,
+        "runs": [asdict(run) for run in runs],
+    }
+    asked.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="a checkpoint folder; left out: the shipped one")
+    parser.add_argument("--servers", default=",".join(SERVERS))
+    parser.add_argument("--concurrency", default="8,16")
+    parser.add_argument("--prompts", default="e2e", help=f"a .jsonl file, or one of {', '.join(PACKAGED)}")
+    parser.add_argument("--limit", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every server")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no round that would end later")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+@contextmanager
+def start(name: str, model: Path, dtype: str, threads: int, logs: Path) -> Iterator[Server]:
+    """A server for the length of a block.
+
+    Args:
+        name: one of ``SERVERS``.
+        model: the checkpoint.
+        dtype: of the weights.
+        threads: for everything it computes.
+        logs: folder for what it prints.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [word.format(model=model.resolve(), dtype=dtype) for word in SERVERS[name]]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    log = logs / name
+    with log.open("w") as out:
+        command = [sys.executable, *words, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{name} did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield Server(name, url, model.resolve().name if words[1] == "vivace" else str(model.resolve()))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens: int) -> tuple[Run, list[str]]:
+    """Answer all prompts, ``concurrency`` at a time; returns the run and the texts."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
+
+    def answer(prompt: str) -> tuple[int, str]:
+        reply = client.chat.completions.create(
+            model=server.model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0
+        )
+        assert reply.usage is not None, "the server must count its tokens"
+        return reply.usage.completion_tokens, reply.choices[0].message.content or ""
+
+    before, started = server.passes(), time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        found = list(pool.map(answer, prompts))
+    elapsed, after = time.perf_counter() - started, server.passes()
+    passes = None if before is None or after is None else after - before
+    tokens = sum(count for count, _ in found)
+    return Run(server.name, concurrency, 0, tokens, len(found), elapsed, passes), [text for _, text in found]
+
+
+def _rounds(
+    servers: Sequence[Server], prompts: Sequence[str], levels: Sequence[int], asked: argparse.Namespace, ends_at: float
+) -> list[Run]:
+    """Every server at every concurrency, in turns; the first round always."""
+    runs: list[Run] = []
+    for repeat in range(asked.repeats):
+        began = time.monotonic()
+        for concurrency in levels:
+            for server in servers:
+                run, _ = measure(server, prompts, concurrency, asked.max_tokens)
+                runs.append(Run(**{**asdict(run), "repeat": repeat}))
+                print(f"round {repeat + 1}, {concurrency} at once, {server.name}: {run.rate:.1f} tokens/s", flush=True)
+        if 2 * time.monotonic() - began > ends_at:
+            print(f"{repeat + 1} rounds: another would not end in time", flush=True)
+            break
+    return runs
+
+
+def _line(name: str, concurrency: int, runs: Sequence[Run], same: int, num_prompts: int) -> dict[str, Any]:
+    """Medians of a server, and how it stands to the first one."""
+    own = [run for run in runs if run.server == name and run.concurrency == concurrency]
+    first = [run for run in runs if run.server == runs[0].server and run.concurrency == concurrency]
+    rate = statistics.median([run.rate for run in own])
+    return {
+        "server": name,
+        "concurrency": concurrency,
+        "repeats": len(own),
+        "tokens_per_s": rate,
+        "slowest": min(run.rate for run in own),
+        "quickest": max(run.rate for run in own),
+        "answers_per_s": statistics.median([run.answers / run.seconds for run in own]),
+        "ours_over_it": statistics.median([run.rate for run in first]) / rate,
+        "tokens_per_pass": statistics.median([run.tokens / run.passes for run in own if run.passes] or [0]) or None,
+        "identical_answers": f"{same} of {num_prompts}",
+    }
 
 
 if __name__ == "__main__":
