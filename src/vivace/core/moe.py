@@ -59,6 +59,13 @@ class MixtureOfExperts(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
+    def likely(self, x: Tensor, count: int) -> list[int]:
+        """The ``count`` most likely experts of each row of ``x`` (T, E), together, the likeliest first."""
+        probs = torch.softmax(self.route(x), -1, dtype=torch.float32)
+        best, chosen = probs.topk(min(count, probs.shape[1]), -1)
+        order = best.reshape(-1).argsort(descending=True, stable=True)
+        return list(dict.fromkeys(chosen.reshape(-1)[order].tolist()))
+
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
         weights, chosen = self.choose(x)

@@ -1,0 +1,191 @@
+"""Experts from a cache: the resident model's bits under every policy, and what the cache promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.decode.runs import Result
+from tests.parity.families import make
+from tests.storage.mixtures import FAMILIES, PROMPTS, MemoryShelf, answers, jitter, policies, streamed
+from vivace.checkpoint.load import load_decoder
+from vivace.core.model import Decoder
+from vivace.errors import CapacityError, CheckpointError
+from vivace.storage.experts import ExpertCache
+from vivace.storage.experts_guess import GuessingClimb
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Trace
+
+POLICIES = 5
+
+
+@dataclass(frozen=True)
+class Mixture:
+    folder: Path
+    resident: Decoder
+    plain: list[Result]
+    trace: Trace
+
+    @property
+    def num_experts(self) -> int:
+        assert self.resident.config.moe is not None
+        layers = sum(map(self.resident.config.is_moe, range(self.num_layers)))
+        return self.resident.config.moe.num_experts * layers
+
+    @property
+    def num_layers(self) -> int:
+        return self.resident.config.num_layers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    make(request.param).save_pretrained(folder)
+    resident = load_decoder(folder)
+    shelf = MemoryShelf(resident)
+    with ExpertCache(shelf, LeastRecent(), resident.config.num_layers, 64) as cache:
+        cache.trace = Trace(resident.config.num_layers)
+        answers(streamed(folder, cache, resident))
+        yield Mixture(folder, resident, answers(resident), cache.trace)
+
+
+def run(
+    mixture: Mixture, policy: Policy, num_slots: int, *, seed: int = 0, guesses: int = 0, chunk_bytes: int = 4096
+) -> tuple[ExpertCache, MemoryShelf, list[Result]]:
+    shelf = MemoryShelf(mixture.resident, jitter(seed))
+    cache = ExpertCache(shelf, policy, mixture.num_layers, num_slots, chunk_bytes=chunk_bytes)
+    with cache:
+        cache.trace = Trace(mixture.num_layers)
+        model = streamed(mixture.folder, cache, mixture.resident)
+        return cache, shelf, answers(model, GuessingClimb(guesses) if guesses else None)
+
+
+def same(found: list[Result], expected: list[Result]) -> bool:
+    return [(r.tokens, r.logprobs) for r in found] == [(r.tokens, r.logprobs) for r in expected]
+
+
+@pytest.mark.parametrize("number", range(POLICIES))
+@pytest.mark.parametrize("num_slots", [1, 5])
+def test_every_policy_and_size_gives_the_resident_bits(mixture: Mixture, number: int, num_slots: int) -> None:
+    policy = policies(mixture.trace, num_slots)[number]
+    cache, shelf, found = run(mixture, policy, num_slots, seed=number, guesses=2 * isinstance(policy, NextUse))
+    assert same(found, mixture.plain)
+    assert cache.counts.loads * shelf.bundle_bytes == shelf.num_bytes, "every load is read once, to its end"
+    assert cache.counts.uses == sum(len(visit.chosen) for visit in mixture.trace.visits)
+
+
+def test_routers_see_what_they_see_in_the_resident_model(mixture: Mixture) -> None:
+    cache, _, _ = run(mixture, NextUse(mixture.num_layers), 4, guesses=3)
+    assert cache.trace is not None
+    assert cache.trace.visits == mixture.trace.visits
+
+
+def test_a_cache_of_everything_reads_everything_once(mixture: Mixture) -> None:
+    chosen = {key for visit in mixture.trace.visits for key in visit.keys(mixture.num_layers)}
+    for policy in (LeastRecent(), NextUse(mixture.num_layers)):
+        cache, _, _ = run(mixture, policy, mixture.num_experts)
+        assert cache.counts.loads == len(chosen)
+
+
+def test_without_a_cache_every_use_is_a_read(mixture: Mixture) -> None:
+    cache, _, _ = run(mixture, OnDemand(), 4)
+    assert cache.counts.missed == cache.counts.uses == cache.counts.loads
+
+
+def test_least_recent_hits_are_those_of_ten_lines(mixture: Mixture) -> None:
+    num_slots, hits = 6, 0
+    cached: list[tuple[int, int]] = []
+    for visit in mixture.trace.visits:
+        keys = visit.keys(mixture.num_layers)
+        hits += sum(key in cached for key in keys)
+        cached = [key for key in cached if key not in keys] + keys
+        cached = cached[-num_slots:]
+    if mixture.trace.widest <= num_slots:
+        cache, _, _ = run(mixture, LeastRecent(), num_slots)
+        assert cache.counts.resident == hits
+
+
+def test_the_oracle_misses_less_than_any(mixture: Mixture) -> None:
+    oracle, _, _ = run(mixture, Oracle(mixture.trace), 4)
+    lru, _, _ = run(mixture, LeastRecent(), 4)
+    assert oracle.counts.missed < lru.counts.missed
+
+
+def test_a_prompt_runs_in_waves_and_reads_each_expert_once(mixture: Mixture) -> None:
+    shelf = MemoryShelf(mixture.resident)
+    with ExpertCache(shelf, LeastRecent(), mixture.num_layers, 2) as cache:
+        first = next(i for i in range(mixture.num_layers) if mixture.resident.config.is_moe(i))
+        served = [expert for expert, _ in cache.serve(first, [0, 1, 2, 3])]
+        assert sorted(served) == [0, 1, 2, 3]
+        assert cache.counts.loads == 4
+        assert len({key for key, *_ in shelf.reads}) == 4
+
+
+def test_guesses_never_evict_what_runs(mixture: Mixture) -> None:
+    with ExpertCache(MemoryShelf(mixture.resident), NextUse(mixture.num_layers), mixture.num_layers, 1) as cache:
+        serving = cache.serve(0, [1])
+        _, expert = next(serving)
+        before = expert.up.weight.clone()  # type: ignore[attr-defined]
+        cache.expect(2, [0, 1, 2, 3])
+        threading.Event().wait(0.02)
+        assert torch.equal(expert.up.weight, before)  # type: ignore[attr-defined]
+        assert [number for number, _ in serving] == []
+
+
+def test_guesses_are_counted(mixture: Mixture) -> None:
+    with ExpertCache(MemoryShelf(mixture.resident), NextUse(mixture.num_layers), mixture.num_layers, 8) as cache:
+        list(cache.serve(0, [0]))
+        cache.expect(2, [1, 2])
+        wait_until(lambda: cache.counts.loads == 3 and not cache._chunks)
+        threading.Event().wait(0.02)
+        list(cache.serve(2, [1, 3]))
+    assert (cache.counts.ahead, cache.counts.missed, cache.counts.wasted) == (1, 2, 1)
+
+
+def test_a_demand_overtakes_guesses(mixture: Mixture) -> None:
+    gate = threading.Event()
+    shelf = MemoryShelf(mixture.resident, lambda: float(not gate.wait(5)))
+    with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, 8, num_threads=1) as cache:
+        cache.expect(2, [0, 1, 2])
+        wait_until(lambda: cache.counts.loads == 1)
+        serving = cache.serve(0, [3])
+        threading.Timer(0.02, gate.set).start()
+        list(serving)
+        wait_until(lambda: cache.counts.loads == 4 and not cache._chunks)
+    order = list(dict.fromkeys(key for key, *_ in shelf.reads))
+    assert order[:2] == [(2, 0), (0, 3)]
+
+
+@pytest.mark.parametrize("num_slots", [1, 8])
+def test_a_broken_expert_is_an_error_and_the_cache_goes_on(mixture: Mixture, num_slots: int) -> None:
+    shelf = MemoryShelf(mixture.resident)
+    with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, num_slots) as cache:
+        model = streamed(mixture.folder, cache, mixture.resident)
+        shelf.broken = {(2, expert) for expert in range(3)}
+        with pytest.raises(CheckpointError, match=r"of layer 2 could not be read: .*Input/output error"):
+            answers(model)
+        cache.expect(2, [0])  # a broken guess says nothing
+        threading.Event().wait(0.02)
+        shelf.broken = set()
+        assert same(answers(model), mixture.plain)
+
+
+def test_no_slot_is_refused(mixture: Mixture) -> None:
+    with pytest.raises(CapacityError, match="0 slots hold no expert of"):
+        ExpertCache(MemoryShelf(mixture.resident), LeastRecent(), mixture.num_layers, 0)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came to be")
+
+
+def test_prompts_differ() -> None:
+    assert len(set(map(len, PROMPTS))) == len(PROMPTS)
