@@ -1,0 +1,205 @@
+"""Experts foreseen by an accelerated residual (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
+
+The residual p of ``residual.py`` in its ``lite`` form, which runs no expert, covers in one layer what the slow stream
+covers in ``rate`` R: after n layers it is to be where the slow residual is at layers R n .. R n + R - 1, and the
+frozen routers of those layers are asked about it:
+
+    p^0 = h^0      g_m = Router_m(LN2_m(s_m p^n)),  n = floor(m / R),  m > n      expected at m: the top k' of g_m
+
+A router reads the residual u_m *after* its layer's attention, so that, and not the layer's input, is what p learns to
+be (``ForesightObjective``):
+
+    L = mean over m, t of  a_rt KL(softmax Router_m(LN2_m(u_m)) || softmax g_m) + a_al (1 - cos(p^n, u_m))
+
+The guess only moves loads earlier; what runs is what the true router chooses. That an accelerated residual tells which
+experts come is the paper's; its rates, its losses, the scale s_m and that one p speaks for R layers are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder, Layer
+from vivace.core.seams import Batch, Draft, TargetPass
+from vivace.core.step import Step
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.multirate.terms import AcceleratorTerms
+
+
+@dataclass(frozen=True)
+class ForesightConfig:
+    """How fast the residual is and what it weighs."""
+
+    rate: int = 2
+    """R: layers of the slow stream for one of its own."""
+    rank: int = 8
+    """Of the query and output deltas; 0 leaves the projections as they are."""
+    bottleneck: int = 64
+    """Width of the silu bottleneck that stands for the experts."""
+
+    def __post_init__(self) -> None:
+        if self.rate < 2:
+            raise ConfigError(f"rate must be at least 2 for experts to be foreseen, found {self.rate}")
+        if self.rank < 0 or self.bottleneck < 1:
+            raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
+
+    def depth(self, num_layers: int) -> int:
+        """Layers it goes through: enough to speak for the last."""
+        return (num_layers - 1) // self.rate
+
+    def targets(self, depth: int, num_layers: int) -> range:
+        """Layers that p speaks for after ``depth`` of them; all lie above it."""
+        return range(max(depth + 1, self.rate * depth), min(self.rate * (depth + 1), num_layers))
+
+
+class Foresight(AcceleratorTerms):
+    """The trained weights of a residual that runs ahead."""
+
+    def __init__(self, config: ForesightConfig, model: ModelConfig) -> None:
+        """Make zero-initialised adapters.
+
+        Raises:
+            UnsupportedError: the model has no experts.
+        """
+        if model.moe is None:
+            raise UnsupportedError("foresight is for mixtures of experts, and this model has none; leave it out")
+        super().__init__(model, config.depth(model.num_layers), config.rank, config.bottleneck)
+        self.config = config
+        self.model = model
+        self.scale = nn.Parameter(torch.ones(model.num_layers, model.width))
+        """s_m, per component, before the norm of the router that is asked."""
+
+    def targets(self, depth: int) -> Iterator[int]:
+        """Mixtures that p speaks for after ``depth`` layers."""
+        return filter(self.model.is_moe, self.config.targets(depth, self.model.num_layers))
+
+    def at(self, layer: int, p: Tensor) -> Tensor:
+        """What stands for the residual that the router of a layer will read, (T, E)."""
+        return p * self.scale[layer]
+
+
+class ForesightClimb:
+    """Fills ``Traversal``: all rows up the layers, each with a companion that tells which experts will be needed."""
+
+    def __init__(self, foresight: Foresight, count: int | None = None) -> None:
+        """Set how.
+
+        Args:
+            foresight: trained on the model.
+            count: experts expected for each row and layer, k'; None is as many as the router takes.
+        """
+        assert foresight.model.moe is not None
+        self.foresight = foresight
+        self.count = foresight.model.moe.top_k if count is None else count
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone."""
+        step = Step.of(draft, cache, chunk=chunk)
+        start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
+        slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
+        if not chunk and start == 0:
+            slow, start = self._ahead(model, slow, step, rows)
+        return TargetPass(hidden=model.run(slow, step, start), rows=rows)
+
+    def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, int]:
+        """Both streams as far as the accelerated one goes: slow rows there, and where that is."""
+        count, depth = len(rows), self.foresight.config.depth(model.config.num_layers)
+        which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
+        both = step.readers(rows, self.foresight.terms(which), fed=False)
+        p = slow
+        self._tell(model, 0, p)
+        for index in range(depth):
+            out = model.run(torch.cat((slow, p)), both, index, index + 1)
+            slow, p = out[:count], out[count:]
+            self._tell(model, index + 1, p)
+        return slow, depth
+
+    def _tell(self, model: Decoder, depth: int, p: Tensor) -> None:
+        for index in self.foresight.targets(depth):
+            layer = model.layers[index]
+            assert isinstance(layer, Layer)
+            layer.expect(self.foresight.at(index, p), self.count)
+
+
+@dataclass(frozen=True)
+class ForesightLoss:
+    """Weights of the two terms."""
+
+    routing: float = 1.0
+    alignment: float = 0.1
+
+    def __post_init__(self) -> None:
+        if min(self.routing, self.alignment) < 0 or self.routing + self.alignment == 0:
+            raise ConfigError(f"loss weights must be >= 0, one of them > 0, found {self.routing} and {self.alignment}")
+
+
+class ForesightObjective:
+    """Fills ``Objective``: owns a foresight, leaves the decoder as it is."""
+
+    def __init__(self, foresight: Foresight, loss: ForesightLoss) -> None:
+        self.foresight = foresight
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All adapter weights, no decay."""
+        return [{"params": list(self.foresight.parameters()), "name": "foresight", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """One loss over all mixtures and answer positions, ready for ``backward``; ``recall`` is of the top k."""
+        rows = batch.predicting
+        step = Step.dense(*batch.tokens.shape)
+        start, truth = _slow(model, batch.tokens.reshape(-1), step, rows)
+        loss, recall = start.new_zeros(()), 0.0
+        for depth, p in self._accelerated(model, start, step):
+            for index in self.foresight.targets(depth):
+                kl, away, right = self._compare(model, index, p[rows], truth[index])
+                loss = loss + self.loss.routing * kl + self.loss.alignment * away
+                recall += right / len(truth)
+        yield loss / len(truth), {"recall": recall}
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""
+
+    def _accelerated(self, model: Decoder, p: Tensor, step: Step) -> Iterator[tuple[int, Tensor]]:
+        """(layers gone through, residuals (B * T, E)), from none on."""
+        deltas = self.foresight.terms(torch.zeros(step.num_rows, dtype=torch.int64))
+        reading = replace(step, num_write=0, num_feed=0, deltas=(deltas,))
+        yield 0, p
+        for index in range(self.foresight.config.depth(model.config.num_layers)):
+            p = model.run(p, reading, index, index + 1)
+            yield index + 1, p
+
+    def _compare(self, model: Decoder, index: int, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Mean KL of the two routings, mean distance of the residuals, and recall of the true top k."""
+        layer, moe = model.layers[index], model.config.moe
+        assert isinstance(layer, Layer)
+        assert moe is not None
+        guess = layer.route(self.foresight.at(index, p)).float()
+        true = layer.route(u).float()
+        kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(true, -1), reduction="batchmean", log_target=True)
+        away = (1 - F.cosine_similarity(p.float(), u.float(), dim=-1)).mean()
+        with torch.no_grad():
+            found, sought = guess.topk(moe.top_k, -1)[1], true.topk(moe.top_k, -1)[1]
+            right = (sought[:, :, None] == found[:, None, :]).any(-1).float().mean()
+        return kl, away, float(right)
+
+
+@torch.no_grad()
+def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """The frozen pass: embedded rows (B * T, E), and u_m (n, E) of some rows for each mixture m."""
+    start = h = model.embed(tokens, step)
+    read: dict[int, Tensor] = {}
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        u = layer.attend(h, step)
+        if model.config.is_moe(index):
+            read[index] = u[rows]
+        h = layer.feed(u, step)
+    return start, read

@@ -1,0 +1,181 @@
+"""Foresight: targets above where it stands, the plain model's bits, causality, and a loss that teaches routers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.decode.runs import finish
+from tests.parity.families import VOCAB, make
+from vivace.checkpoint.load import load_decoder
+from vivace.core.model import Decoder
+from vivace.core.moe import MixtureOfExperts
+from vivace.core.seams import Batch, Draft
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightLoss, ForesightObjective
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    make(request.param).save_pretrained(folder)
+    return load_decoder(folder)
+
+
+def foresight(model: Decoder, noise: float = 0.0, **fields: int) -> Foresight:
+    torch.manual_seed(3)
+    made = Foresight(ForesightConfig(**{"rank": 4, "bottleneck": 8, **fields}), model.config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    return made
+
+
+class Listener:
+    """The experts of a layer, as they are, and what they were told."""
+
+    def __init__(self, experts: object, heard: list[tuple[str, int, tuple[int, ...]]], layer: int) -> None:
+        self.experts, self.heard, self.layer = experts, heard, layer
+
+    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, object]]:
+        self.heard.append(("ran", self.layer, tuple(chosen)))
+        return self.experts.serve(chosen)  # type: ignore[attr-defined, no-any-return]
+
+    def expect(self, likely: Sequence[int]) -> None:
+        self.heard.append(("expected", self.layer, tuple(likely)))
+
+
+@pytest.fixture
+def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, ...]]]:
+    said: list[tuple[str, int, tuple[int, ...]]] = []
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.feed_forward, MixtureOfExperts):
+            mixture = layer.feed_forward
+            listener = Listener(mixture.experts, said, index)
+            monkeypatch.delitem(mixture._modules, "experts")
+            monkeypatch.setattr(mixture, "experts", listener, raising=False)
+    return said
+
+
+@pytest.mark.parametrize("rate", [2, 3, 5])
+@pytest.mark.parametrize("num_layers", [3, 8, 16, 24])
+def test_every_layer_but_the_first_is_foreseen_once_from_below(rate: int, num_layers: int) -> None:
+    config = ForesightConfig(rate=rate)
+    targets = [(n, m) for n in range(config.depth(num_layers) + 1) for m in config.targets(n, num_layers)]
+    assert [m for _, m in targets] == list(range(1, num_layers))
+    assert all(m > n for n, m in targets), "a guess from at or above its layer comes too late"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_the_text_is_the_plain_one(model: Decoder, noise: float) -> None:
+    plain, seeing = NoDrafts(), NoDrafts()
+    seeing.traversal = ForesightClimb(foresight(model, noise), 3)
+    results = []
+    for drafter in (plain, seeing):
+        requests = [Request((5, 9, 41, 7), 8, drafter, logprobs=True), Request((8, 3), 8, drafter, logprobs=True)]
+        with torch.inference_mode():
+            results.append(finish(Session(model, num_slots=2, capacity=32), requests))
+    assert [(r.tokens, r.logprobs) for r in results[0]] == [(r.tokens, r.logprobs) for r in results[1]]
+
+
+def test_each_layer_hears_before_it_runs(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
+    cache = model.new_cache(1, 8)
+    with torch.inference_mode():
+        ForesightClimb(foresight(model, 0.1), 2).run(model, Draft.given_only({0: [4, 9, 33]}), cache)
+    for index in (i for i in range(1, model.config.num_layers) if model.config.is_moe(i)):
+        kinds = [kind for kind, layer, _ in heard if layer == index]
+        assert kinds == ["expected", "ran"]
+        likely = next(experts for kind, layer, experts in heard if (kind, layer) == ("expected", index))
+        assert 2 <= len(likely) <= 6
+        assert len(set(likely)) == len(likely)
+
+
+def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
+    with torch.inference_mode():
+        climb = ForesightClimb(foresight(model))
+        climb.run(model, Draft.given_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
+    assert {kind for kind, *_ in heard} == {"ran"}
+
+
+def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(
+    model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
+) -> None:
+    climb = ForesightClimb(foresight(model, 0.2), 2)
+    said = []
+    for tokens in ([[4], [9]], [[4], [33]]):
+        cache = model.new_cache(1, 8)
+        for place, given in enumerate(tokens):
+            heard.clear()
+            with torch.inference_mode():
+                climb.run(model, Draft.given_only({0: given}), cache)
+            cache.commit([0], [[0]])
+            if place == 0:
+                said.append(list(heard))
+    assert said[0] == said[1]
+
+
+def batch(length: int = 24, count: int = 4) -> Batch:
+    tokens = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(0))
+    return Batch(tokens, torch.ones(count, length, dtype=torch.bool))
+
+
+def test_training_raises_recall_and_leaves_the_model_alone(model: Decoder) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seeing = foresight(model, bottleneck=32)
+    objective = ForesightObjective(seeing, ForesightLoss())
+    optimiser = torch.optim.AdamW(seeing.parameters(), 0.01)
+    losses, recalls = [], []
+    for _ in range(40):
+        optimiser.zero_grad()
+        ((loss, seen),) = objective.losses(model, batch())
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+        recalls.append(seen["recall"])
+    assert losses[-1] < 0.8 * losses[0]
+    assert recalls[-1] > recalls[0] + 0.05
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
+    """Incremental equals dense: recall while decoding a text is the objective's."""
+    assert model.config.moe is not None
+    seeing, top_k = foresight(model, 0.05), model.config.moe.top_k
+    text = batch(12, 1)
+    with torch.inference_mode():
+        ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
+        heard.clear()
+        cache = model.new_cache(1, 16)
+        for token in text.tokens[0, :-1].tolist():
+            ForesightClimb(seeing).run(model, Draft.given_only({0: [token]}), cache)
+            cache.commit([0], [[0]])
+    expected = [set(experts) for kind, _, experts in heard if kind == "expected"]
+    ran = [set(experts) for kind, layer, experts in heard if kind == "ran" and layer > 0]
+    mixtures = sum(model.config.is_moe(i) for i in range(model.config.num_layers))
+    told = sum(len(a & b) for a, b in zip(_by_layer(expected, mixtures - 1), ran, strict=True)) / top_k
+    assert told / (11 * mixtures) == pytest.approx(seen["recall"], abs=1e-6)
+
+
+def _by_layer(expected: list[set[int]], count: int) -> list[set[int]]:
+    """Guesses come in the order of their layers, pass by pass."""
+    assert len(expected) == 11 * count
+    return expected
+
+
+def test_refusals(model: Decoder) -> None:
+    with pytest.raises(ConfigError, match="rate must be at least 2"):
+        ForesightConfig(rate=1)
+    with pytest.raises(ConfigError, match="rank must be >= 0"):
+        ForesightConfig(bottleneck=0)
+    with pytest.raises(ConfigError, match="one of them > 0"):
+        ForesightLoss(0.0, 0.0)
+    from dataclasses import replace
+
+    with pytest.raises(UnsupportedError, match="has none"):
+        Foresight(ForesightConfig(), replace(model.config, moe=None))
