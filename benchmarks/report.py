@@ -8,6 +8,7 @@ their names and go into the README (one table, two plots), ``docs/results.md`` (
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 PARTS = ("provenance", "roofline", "setting", "runs")
 NONE_YET = "No results are committed yet."
+OURS = ("lookup", "multirate", "multirate+lookup", "multistream", "auto")
+"""Columns of the README's table come in this order, and then the others."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,18 @@ class Result:
 
     @property
     def title(self) -> str:
-        """Model and prompts."""
-        return f"{self.setting['model']}, {self.setting['prompts']}"
+        """Model, prompts and kernels."""
+        return f"{self.setting['model']}, {self.prompt_set}, {self.setting['kernels']}"
+
+    @property
+    def prompt_set(self) -> str:
+        """File of prompts without its ending."""
+        return str(self.setting["prompts"]).removesuffix(".jsonl")
+
+    @property
+    def is_twin(self) -> bool:
+        """Made by ``vivace widen``."""
+        return re.search(r"-x\d+$", self.setting["model"]) is not None
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -66,37 +79,44 @@ def _read(path: Path) -> Result:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The table of the README: speed as a ratio to plain decoding in the same run, and whether the text is the same."""
+    """What the README shows: a lead, and a row of speeds beside plain decoding for each model and prompt set."""
     if not results:
         return NONE_YET
-    rows = []
-    for result in results:
-        for run in result.runs:
-            low, high = run["speedup_interval"]
-            rows.append(
-                (
-                    result.setting["model"],
-                    result.setting["prompts"],
-                    result.setting["kernels"],
-                    f"`{run['method']}`",
-                    f"{run['tokens_per_s']:.0f}",
-                    f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})",
-                    _identical(run),
-                    _figure(run["tokens_per_target_pass"]),
-                )
-            )
-    header = (
-        "model",
-        "prompts",
-        "kernels",
-        "method",
-        "tokens/s",
-        "beside plain",
-        "identical",
-        "tokens per target pass",
-    )
+    names = list(dict.fromkeys(run["method"] for result in results for run in result.runs if run["method"] != "plain"))
+    names.sort(key=[*OURS, *names].index)
+    header = ("model", "prompts", "kernels", "`plain`", *(f"`{name}`" for name in names), "tokens a pass")
     pictures = (("acceptance by position", plots.ACCEPTANCE), ("time per token", plots.TIME))
-    return "\n\n".join([table(header, rows), *(f"![{text}](docs/images/{name})" for text, name in pictures)])
+    rows = [_speeds(result, names) for result in results]
+    return "\n\n".join(
+        [*_lead(results), table(header, rows), *(f"![{text}](docs/images/{name})" for text, name in pictures)]
+    )
+
+
+def _lead(results: Sequence[Result]) -> list[str]:
+    """The headline: drafting on the wide twins, where memory binds as it does for models that fit no cache."""
+    wide = [result for result in results if result.is_twin and result.setting["kernels"] != "torch"]
+    parts = [
+        f"{run['speedup']:.2f}x on {result.prompt_set} ({_figure(run['tokens_per_target_pass'])} tokens a pass)"
+        for result in wide
+        for run in result.runs
+        if run["method"] == "multirate" and run["identical"]
+    ]
+    if not parts:
+        return []
+    twin = f"{wide[0].setting['model']} ({wide[0].roofline['weight_bytes'] / 1e6:.0f} MB of weights a pass)"
+    return [f"`multirate` beside plain decoding on the wide twin {twin}: **{', '.join(parts)}**, the same text."]
+
+
+def _speeds(result: Result, names: Sequence[str]) -> tuple[str, ...]:
+    runs = {run["method"]: run for run in result.runs}
+    ratios = [f"{_ratio(runs[name])}" if name in runs else "-" for name in names]
+    kept = _figure(runs["multirate"]["tokens_per_target_pass"]) if "multirate" in runs else "-"
+    s, plain = result.setting, f"{runs['plain']['tokens_per_s']:.0f} tok/s"
+    return (s["model"], result.prompt_set, s["kernels"], plain, *ratios, kept)
+
+
+def _ratio(run: dict[str, Any]) -> str:
+    return f"{run['speedup']:.2f}x{'' if run['identical'] else '*'}"
 
 
 def details(results: Sequence[Result]) -> str:
@@ -143,6 +163,7 @@ def _detail_table(result: Result) -> str:
             f"`{run['method']}`",
             f"{run['tokens_per_s']:.1f}",
             f"{run['tokens_per_s_spread'][0]:.1f} to {run['tokens_per_s_spread'][1]:.1f}",
+            _interval(run),
             f"{run['end_to_end_tokens_per_s']:.1f}",
             _figure(run["mean_acceptance_length"]),
             _positions(run),
@@ -151,7 +172,7 @@ def _detail_table(result: Result) -> str:
         )
         for run in result.runs
     ]
-    speeds = ("tokens/s", "lowest to highest", "end to end")
+    speeds = ("tokens/s", "lowest to highest", "beside plain", "end to end")
     return table(("method", *speeds, "acceptance length", "by position", "memory", "same"), rows)
 
 
@@ -161,19 +182,22 @@ def technique(results: Sequence[Result], method: str) -> str:
     for result in results:
         for run in result.runs:
             if run["method"].split("+")[0] == method:
-                low, high = run["speedup_interval"]
-                speed = f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"
-                pass_ = _figure(run["tokens_per_target_pass"])
-                rows.append((result.title, f"`{run['method']}`", _positions(run), pass_, speed, _identical(run)))
+                kept, same = _figure(run["tokens_per_target_pass"]), _identical(run)
+                rows.append((result.title, f"`{run['method']}`", _positions(run), kept, _interval(run), same))
     if not rows:
         return NONE_YET
     measures = ("acceptance by position", "tokens per target pass", "beside plain", "identical")
-    header = ("model, prompts", "method", *measures)
+    header = ("model, prompts, kernels", "method", *measures)
     return table(header, rows)
 
 
 def _positions(run: dict[str, Any]) -> str:
     return " ".join(f"{share:.2f}" for share in run["acceptance_per_position"]) or "-"
+
+
+def _interval(run: dict[str, Any]) -> str:
+    low, high = run["speedup_interval"]
+    return f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def _identical(run: dict[str, Any]) -> str:
