@@ -1,0 +1,184 @@
+"""Write a store from a checkpoint, bundle by bundle, in less memory than one layer takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.families import family_of, translate
+from vivace.checkpoint.files import INDEX as SHARDS
+from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, staged
+from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of
+from vivace.checkpoint.names import Target
+from vivace.errors import ConfigError
+from vivace.storage.store import (
+    DATA,
+    INDEX,
+    MAGIC,
+    PAGE,
+    Bundle,
+    Layout,
+    Store,
+    arrange,
+    check_layout,
+    is_store,
+    open_store,
+    to_json,
+)
+
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+BLOCK = 256
+"""Neurons whose records are put together at a time."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in all)."""
+
+
+def write_store(
+    model: str | Path,
+    output: str | Path,
+    *,
+    layout: Layout = "layers",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+) -> Store:
+    """A checkpoint as a store.
+
+    Args:
+        model: directory or Hub id.
+        output: folder to make; what was there stays until all is written.
+        layout: "layers", "neurons" or "selected" (see ``store.py``).
+        dtype: of all weights; "auto" is the checkpoint's.
+        progress: told about bytes.
+
+    Raises:
+        NotFoundError: no such checkpoint.
+        MismatchError: the weights do not fit config.json.
+        ConfigError: a layout for another kind of model, or the output is the checkpoint itself.
+        CheckpointError: the disk is full or may not be written.
+    """
+    folder, target = resolve(model), Path(output).expanduser()
+    if target.exists() and (target.resolve() == folder.resolve() or not (target.is_dir() and _is_free(target))):
+        raise ConfigError(f"{target} holds something else than a store; name a folder that is not there yet")
+    raw = read_json(folder / "config.json")
+    config = translate(raw)
+    check_layout(config, layout)
+    stored = open_tensors(folder)
+    family = family_of(raw)
+    plan = plan_of(family, config, stored.names)
+    check(plan, stored, family, config)
+    written = raw.get("dtype") or raw.get("torch_dtype") or stored.tensor(plan["embedding"].pieces[0].name).dtype
+    kind = choose_dtype(dtype, written, choose_device("cpu"))
+    bundles = arrange(config, {name: each.shape for name, each in plan.items()}, layout, kind.itemsize)
+    source = _Source(plan, stored, kind)
+    with staged(target) as staging:
+        for pattern in COPIED:
+            for path in folder.glob(pattern):
+                if path.name not in (SHARDS, INDEX):
+                    shutil.copyfile(path, staging / path.name)
+        identity = secrets.token_hex(8)
+        num_bytes, bundles = _write(staging / DATA, identity, bundles, source, progress)
+        index = to_json(identity, layout, kind, num_bytes, bundles)
+        (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return open_store(target)
+
+
+def _is_free(folder: Path) -> bool:
+    return is_store(folder) or not any(folder.iterdir())
+
+
+class _Source:
+    """Parameters of a checkpoint, read when they are wanted."""
+
+    def __init__(self, plan: dict[str, Target], stored: TensorFiles, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.stored = stored
+        self.dtype = dtype
+
+    def read(self, name: str) -> Tensor:
+        """A parameter by our name."""
+        return assemble(self.plan[name], self.stored, self.dtype, torch.device("cpu"))
+
+    def release(self) -> None:
+        """Let go of what was read."""
+        self.stored.release()
+
+
+def _write(
+    path: Path, identity: str, bundles: list[Bundle], source: _Source, progress: Progress | None
+) -> tuple[int, list[Bundle]]:
+    """The file, and its bundles with their checksums."""
+    end = max(bundle.offset + bundle.num_pages_bytes for bundle in bundles)
+    done = []
+    with path.open("wb") as file:
+        file.write((MAGIC + identity.encode() + b"\n").ljust(PAGE, b"\0"))
+        for bundle in bundles:
+            assert file.tell() == bundle.offset, bundle.name
+            checksum, pieces = 0, _records(bundle, source) if bundle.count > 1 else _parts(bundle, source)
+            for piece in pieces:
+                checksum = zlib.crc32(piece, checksum)
+                file.write(piece)
+            done.append(replace(bundle, checksum=checksum))
+            _pad(file, PAGE)
+            source.release()
+            if progress is not None:
+                progress(file.tell(), end)
+        file.flush()
+        os.fsync(file.fileno())
+    return end, done
+
+
+def _parts(bundle: Bundle, source: _Source) -> Iterator[memoryview | bytes]:
+    """The bytes of a bundle, part by part."""
+    done = 0
+    for part in bundle.parts:
+        values = _selector(bundle.name, source) if part.name == "selector" else source.read(part.name)
+        assert tuple(values.shape) == part.shape, part.name
+        yield bytes(part.offset - done)
+        yield _bytes(values)
+        done = part.offset + values.nbytes
+
+
+def _selector(name: str, source: _Source) -> Tensor:
+    """The matrix that says which neurons are active, (F, E)."""
+    feed = name.removesuffix("selector") + "feed_forward."
+    width = source.plan[f"{feed}down.weight"].shape[1]
+    return source.read(f"{feed}up.weight")[:width]
+
+
+def _records(bundle: Bundle, source: _Source) -> Iterator[memoryview]:
+    """Neurons one after the other: gate row, up row, down column."""
+    feed = bundle.name.removesuffix("neurons") + "feed_forward."
+    up, down = source.read(f"{feed}up.weight"), source.read(f"{feed}down.weight")
+    width = len(bundle.parts) * down.shape[0]
+    for first in range(0, bundle.count, BLOCK):
+        stop = min(first + BLOCK, bundle.count)
+        block = torch.zeros(stop - first, bundle.stride // source.dtype.itemsize, dtype=source.dtype)
+        columns = []
+        for part in bundle.parts:
+            if part.name == "down":
+                columns.append(down[:, first:stop].t())
+            else:
+                # Without a gate all of "up" is one matrix; with one, gate rows come first.
+                start = bundle.count if part.name == "up" and up.shape[0] > bundle.count else 0
+                columns.append(up[start + first : start + stop])
+        block[:, :width] = torch.cat(columns, -1)
+        yield _bytes(block)
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _pad(file: BinaryIO, size: int) -> None:
+    file.write(bytes(-file.tell() % size))

@@ -1,0 +1,294 @@
+"""A model as one file of bundles, to be read piece by piece: what ``vivace convert --store`` writes.
+
+A store is a folder: the checkpoint's own JSON and tokenizer files, ``weights.store`` and ``store.json``. In the file a
+*bundle* is what is read at once, and begins on a page:
+
+    resident                 what always stays in memory: embedding, head, norms, biases, routers
+    layers.N.attention       qkv (rows q | k | v) and o
+    layers.N.feed_forward    up (rows gate | up when gated) and down, in the layout ``layers``
+    layers.N.experts.X       the same of one expert
+    layers.N.neurons         F records, each one neuron's gate row, up row and down column, in the layout ``neurons``
+    layers.N.selector        the matrix that decides which neurons are active (gate, or up where there is no gate), in
+                             the layout ``selected``; the records of ``layers.N.neurons`` then lack its row
+
+Row-column bundling: Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514, section 3.2. A store is complete or not
+there, and says so: the file carries the name of its index, its length is known, every bundle has a checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from vivace.checkpoint.families import translate
+from vivace.checkpoint.files import read_json, resolve
+from vivace.core.config import ModelConfig
+from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, nearest
+from vivace.units import format_bytes
+
+Layout = Literal["layers", "neurons", "selected"]
+
+INDEX = "store.json"
+DATA = "weights.store"
+MAGIC = b"vivace store 1\n"
+PAGE = 4096
+"""Bundles and records begin at multiples of this many bytes; so does the end of the file."""
+LINE = 64
+"""Tensors in a bundle begin at multiples of this many bytes; those of an expert follow each other."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor in a bundle, or in each record of it."""
+
+    name: str
+    """Our name of the parameter; in a record "gate", "up" or "down"."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the beginning of the bundle or record."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What is read at once, or ``count`` records that are."""
+
+    name: str
+    offset: int
+    """Bytes from the beginning of the file."""
+    num_bytes: int
+    parts: tuple[Part, ...]
+    count: int = 1
+    stride: int = 0
+    """Bytes from one record to the next."""
+    checksum: int = 0
+    """CRC-32 of the bundle, records padded."""
+
+    def start(self, record: int = 0) -> int:
+        """Where a record begins in the file."""
+        return self.offset + record * self.stride
+
+    @property
+    def num_pages_bytes(self) -> int:
+        """Bytes up to the next page: what a direct read takes."""
+        return -(-self.num_bytes // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Store:
+    """An open index; the file itself is read by a ``Reader`` (``readers.py``)."""
+
+    folder: Path
+    config: ModelConfig
+    layout: Layout
+    dtype: torch.dtype
+    identity: str
+    num_bytes: int
+    bundles: Mapping[str, Bundle]
+
+    @property
+    def path(self) -> Path:
+        """The file of bundles."""
+        return self.folder / DATA
+
+    def __getitem__(self, name: str) -> Bundle:
+        """A bundle.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        if name not in self.bundles:
+            raise NotFoundError(f"{self.folder} (layout {self.layout}) has no bundle {name}; convert the model again")
+        return self.bundles[name]
+
+    def tensors(self, name: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of a bundle that was read into ``memory`` (num_bytes,) uint8, as views."""
+        return {part.name: view(memory, part, self.dtype) for part in self[name].parts}
+
+    def records(self, name: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of n records read into ``memory`` (n, stride) uint8, each (n, width), as views."""
+        found = {}
+        for part in self[name].parts:
+            stop = part.offset + prod(part.shape) * self.dtype.itemsize
+            found[part.name] = memory[:, part.offset : stop].view(self.dtype)
+        return found
+
+
+def view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """A part as a view of its bundle's bytes, (num_bytes,) uint8."""
+    stop = part.offset + prod(part.shape) * dtype.itemsize
+    return memory[part.offset : stop].view(dtype).view(part.shape)
+
+
+def is_store(folder: str | Path) -> bool:
+    """Whether a folder is a store."""
+    return (Path(folder).expanduser() / INDEX).is_file()
+
+
+def open_store(folder: str | Path) -> Store:
+    """The index of a store, checked against its file; nothing else is read.
+
+    Raises:
+        NotFoundError: no store, or a file of it is missing.
+        CorruptError: an index that cannot be read, or a file of another length than it says.
+        MismatchError: a file that is no store, or that of another index.
+    """
+    found = resolve(folder)
+    index = read_json(found / INDEX)
+    if index.get("format") != 1:
+        raise MismatchError(f"{found / INDEX} has format {index.get('format')!r}; this version reads 1: convert again")
+    try:
+        store = _from_json(found, index)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CorruptError(f"{found / INDEX} is not an index of a store ({exc!r}); convert the model again") from exc
+    _check_file(store)
+    return store
+
+
+def _from_json(folder: Path, index: Mapping[str, Any]) -> Store:
+    dtype = getattr(torch, index["dtype"])
+    if index["layout"] not in get_args(Layout) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"layout {index['layout']}, dtype {index['dtype']}")
+    bundles = {}
+    for item in index["bundles"]:
+        parts = tuple(Part(p["name"], tuple(p["shape"]), p["offset"]) for p in item["parts"])
+        bundles[item["name"]] = Bundle(**{**item, "parts": parts})
+    config = translate(read_json(folder / "config.json"))
+    return Store(folder, config, index["layout"], dtype, index["identity"], index["bytes"], bundles)
+
+
+def _check_file(store: Store) -> None:
+    path = store.path
+    if not path.is_file():
+        raise NotFoundError(f"{store.folder} has no {DATA}; convert the model again")
+    with path.open("rb") as file:
+        head = file.read(PAGE)
+    if not head.startswith(MAGIC):
+        raise MismatchError(f"{path} is no store: it does not begin with {MAGIC.decode().strip()!r}")
+    identity = head[len(MAGIC) :].split(b"\n", 1)[0].decode("ascii", "replace")
+    if identity != store.identity:
+        raise MismatchError(f"{path} belongs to index {identity}, {INDEX} is {store.identity}; convert the model again")
+    size = path.stat().st_size
+    if size != store.num_bytes:
+        raise CorruptError(
+            f"{path} has {size} bytes, its index says {store.num_bytes} ({format_bytes(store.num_bytes)}): "
+            "it is truncated or was changed; convert the model again"
+        )
+
+
+def verify(store: Store, block_bytes: int = 1 << 22) -> None:
+    """Read the whole file and compare every checksum.
+
+    Raises:
+        CorruptError: names the bundle that differs.
+    """
+    with store.path.open("rb") as file:
+        for bundle in store.bundles.values():
+            file.seek(bundle.offset)
+            left, checksum = bundle.num_bytes, 0
+            while left:
+                block = file.read(min(left, block_bytes))
+                if not block:
+                    break
+                checksum, left = zlib.crc32(block, checksum), left - len(block)
+            if left or checksum != bundle.checksum:
+                raise CorruptError(
+                    f"{store.path}: bundle {bundle.name} has checksum {checksum:08x}, its index says "
+                    f"{bundle.checksum:08x}; convert the model again"
+                )
+
+
+def arrange(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout, item: int) -> list[Bundle]:
+    """Which parameter lies where.
+
+    Args:
+        config: the model.
+        shapes: of all its parameters, by our names.
+        layout: how feed-forwards lie.
+        item: bytes of a number.
+
+    Raises:
+        ConfigError: a layout for another kind of model.
+    """
+    check_layout(config, layout)
+    streamed = [spec for index in range(config.num_layers) for spec in _layer(config, index, layout)]
+    taken = {name for _, names, _ in streamed for name in names}
+    resident = [name for name in shapes if name not in taken]
+    specs = [("resident", resident, 1), *streamed]
+    offset, bundles = PAGE, []
+    for name, names, count in specs:
+        bundle = _records(config, name, count, layout, item) if count > 1 else _whole(name, names, shapes, item)
+        bundles.append(replace(bundle, offset=offset))
+        offset += bundle.num_pages_bytes
+    return bundles
+
+
+def check_layout(config: ModelConfig, layout: str) -> None:
+    """Raises ``ConfigError`` where a layout is unknown or the model has no neurons to lay so."""
+    if layout not in get_args(Layout):
+        raise ConfigError(f"there is no layout {layout!r}{nearest(layout, get_args(Layout))}")
+    if layout != "layers" and config.moe is not None:
+        raise ConfigError(f"layout {layout} is for dense feed-forwards; experts are bundles of their own in 'layers'")
+    if layout == "neurons" and config.activation != "relu":
+        raise ConfigError(
+            f"layout neurons is for models with ReLU, this one has {config.activation}: few of its neurons are zero; "
+            "use 'selected' (thresholds) or 'layers' (exact)"
+        )
+
+
+def _layer(c: ModelConfig, index: int, layout: Layout) -> list[tuple[str, list[str], int]]:
+    """Bundles of a layer: (name, parameters, records)."""
+    ours = f"layers.{index}."
+    feed = f"{ours}feed_forward."
+    attention = (f"{ours}attention", [f"{ours}qkv.weight", f"{ours}o.weight"], 1)
+    if c.is_moe(index):
+        assert c.moe is not None
+        experts = [f"{feed}experts.{expert}." for expert in range(c.moe.num_experts)]
+        bundles = [(f"{ours}experts.{x}", [f"{e}up.weight", f"{e}down.weight"], 1) for x, e in enumerate(experts)]
+        return [attention, *bundles]
+    matrices = [f"{feed}up.weight", f"{feed}down.weight"]
+    if layout == "layers":
+        return [attention, (f"{ours}feed_forward", matrices, 1)]
+    neurons = (f"{ours}neurons", matrices, c.ffn_width)
+    return [attention, (f"{ours}selector", [], 1), neurons] if layout == "selected" else [attention, neurons]
+
+
+def _whole(name: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], item: int) -> Bundle:
+    parts, offset = [], 0
+    if name.endswith(".selector"):
+        feed = name.removesuffix("selector") + "feed_forward."
+        width = shapes[f"{feed}down.weight"]
+        return Bundle(name, 0, prod(width) * item, (Part("selector", width[::-1], 0),))
+    line = 1 if ".experts." in name else LINE
+    for each in names:
+        offset = -(-offset // line) * line
+        parts.append(Part(each, shapes[each], offset))
+        offset += prod(shapes[each]) * item
+    return Bundle(name, 0, offset, tuple(parts))
+
+
+def _records(c: ModelConfig, name: str, count: int, layout: Layout, item: int) -> Bundle:
+    names = ["gate", "up", "down"] if c.gated else ["up", "down"]
+    if layout == "selected":
+        names = names[1:]
+    width = c.width * item
+    parts = tuple(Part(each, (c.width,), place * width) for place, each in enumerate(names))
+    stride = -(-len(names) * width // PAGE) * PAGE
+    return Bundle(name, 0, count * stride, parts, count, stride)
+
+
+def to_json(identity: str, layout: Layout, dtype: torch.dtype, num_bytes: int, bundles: list[Bundle]) -> dict[str, Any]:
+    """The index as it is written."""
+    return {
+        "format": 1,
+        "identity": identity,
+        "layout": layout,
+        "dtype": str(dtype).removeprefix("torch."),
+        "bytes": num_bytes,
+        "bundles": [asdict(bundle) for bundle in bundles],
+    }
