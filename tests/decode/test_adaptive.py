@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -123,6 +124,19 @@ def test_dear_drafts_are_left_alone_and_the_reason_is_given(models, setting) -> 
     assert len(drafting) <= len(reasons) // PROBE_EVERY + 5
     assert any("not drafting" in reason for reason in reasons)
     assert adaptive.choice.guesses == 0
+
+
+def test_what_keeps_losing_is_asked_less_and_less_often(models, setting) -> None:
+    _, priced, request = setting(100, cost=2.0)
+    model, reasons = models(BF16), []
+    for _ in range(4):
+        reasons += run(model, request)
+    asked = [step for step, reason in enumerate(reasons) if reason == f"measuring {priced.name}"]
+    gaps = [late - early for early, late in pairwise(asked[3:])]
+    assert len(gaps) >= 3
+    assert gaps[:3] == sorted(gaps[:3])
+    assert gaps[0] > PROBE_EVERY
+    assert gaps[2] > 3 * PROBE_EVERY
 
 
 def test_a_drafter_that_becomes_dear_in_mid_run_is_switched_off(models, setting) -> None:

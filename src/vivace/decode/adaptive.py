@@ -22,7 +22,9 @@ from vivace.decode.plain import NoDrafts
 FORGET = 0.97
 """Weight that a measurement keeps after each further step."""
 PROBE_EVERY = 32
-"""Steps after which a choice that was not taken is tried again."""
+"""Steps after which a choice that was not taken is tried again; twice as many after each time it was not the best."""
+LONGEST_WAIT = 512
+"""But never more than this."""
 PROBES = (8, 1, 4, 2)
 """Guesses asked for while a choice is measured: different numbers, so that the cost of one shows."""
 LONGEST = max(PROBES)
@@ -45,6 +47,8 @@ class Measured:
     steps: int = 0
     idle: int = 0
     """Steps since it was last taken."""
+    wait: int = PROBE_EVERY
+    """Idle steps before it is tried again."""
 
     def record(self, guesses: float, seconds: float, allowed: int, accepted: Sequence[int]) -> None:
         """Add a step: mean guesses per slot, its wall time, guesses allowed, guesses kept per slot."""
@@ -119,13 +123,15 @@ class Adaptive:
         arms = [self._measured.setdefault((self._batch, i), Measured()) for i in range(len(self.drafters))]
         for index, arm in enumerate(arms):
             arm.idle += 1
-            if arm.steps < len(PROBES) or arm.idle > PROBE_EVERY:
+            if arm.steps < len(PROBES) or arm.idle > arm.wait:
+                arm.wait = min(2 * arm.wait, LONGEST_WAIT) if arm.steps >= len(PROBES) else PROBE_EVERY
                 guesses = PROBES[arm.steps % len(PROBES)] if index else 0
                 return Choice(index, guesses, f"measuring {self.drafters[index].name}")
         plain = 1 / arms[0].seconds(0)
         index, (guesses, rate) = max(((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1])
         name = self.drafters[index].name
         gain = rate / plain
+        arms[index if gain >= MARGIN else 0].wait = PROBE_EVERY
         if gain < MARGIN:
             return Choice(0, 0, f"{name} would give {gain:.2f}x plain at batch {self._batch}: not drafting")
         return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {self._batch}")
