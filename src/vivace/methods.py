@@ -28,6 +28,9 @@ from vivace.multirate.config import MultirateConfig
 from vivace.multirate.drafter import self_speculation
 from vivace.multirate.dynamic import DynamicConfig, DynamicDepth, DynamicPlan, DynamicWeights
 from vivace.multirate.residual import Accelerator
+from vivace.multistream.config import MultistreamConfig, StreamPlan
+from vivace.multistream.drafter import StreamDrafter
+from vivace.multistream.streams import Streams
 from vivace.recipe import METHODS, build, find_method
 
 
@@ -67,7 +70,7 @@ class Methods:
         folder: Path | None,
         adapters: Mapping[str, Path],
         second: Decoder | None = None,
-        plan: DraftPlan | None = None,
+        plan: DraftPlan | StreamPlan | None = None,
     ) -> None:
         """Make nothing yet.
 
@@ -107,7 +110,7 @@ class Methods:
             self._drafters[key] = self._dynamic(*key[1:]) if is_dynamic else self._make(method, num_draft_tokens)
         return self._drafters[key]
 
-    def planned(self, plan: DraftPlan) -> Methods:
+    def planned(self, plan: DraftPlan | StreamPlan) -> Methods:
         """The same methods, drafting after another plan than their adapters'."""
         return Methods(self.model, self.folder, self.adapters, self.second, plan)
 
@@ -129,6 +132,8 @@ class Methods:
                 plan = plan if length is None else replace(plan, widths=(1,) * length)
                 lookup = _lookup(length) if method.endswith("lookup") else None
                 return self_speculation(self.model, accelerator, plan, lookup=lookup)
+            case "multistream":
+                return self._streams(length)
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
@@ -142,8 +147,23 @@ class Methods:
         accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
         self._require_shapes("multirate", accelerator.state_dict(), tensors)
         accelerator.load_state_dict(dict(tensors))
-        plan = self.plan or build(DraftPlan, written["plan"])
+        plan = self.plan if isinstance(self.plan, DraftPlan) else build(DraftPlan, written["plan"])
         return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+
+    def _streams(self, length: int | None) -> StreamDrafter:
+        streams, plan = self._trained_streams
+        plan = plan if length is None else replace(plan, widths=(1,) * length)
+        return StreamDrafter(self.model, streams, plan)
+
+    @cached_property
+    def _trained_streams(self) -> tuple[Streams, StreamPlan]:
+        """Weights and plan of multistream, read once."""
+        written, tensors = self._adapter("multistream", "speculative streams")
+        streams = Streams(build(MultistreamConfig, written["config"]), self.model.config)
+        self._require_shapes("multistream", streams.state_dict(), tensors)
+        streams.load_state_dict(dict(tensors))
+        plan = self.plan if isinstance(self.plan, StreamPlan) else build(StreamPlan, written["plan"])
+        return streams.to(self.model.device, self.model.dtype).requires_grad_(False), plan
 
     def _dynamic(self, length: int | None, quality: float | None) -> DynamicDepth:
         if length is not None:

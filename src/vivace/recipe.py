@@ -43,7 +43,7 @@ METHODS: Mapping[str, Method] = {
         Method("draft", "a second, smaller model drafts", built=True),
         Method("multirate", "the accelerated residual drafts (M2R2)", built=True, adapter="multirate"),
         Method("multirate+lookup", "look up first, else the accelerated residual", built=True, adapter="multirate"),
-        Method("multistream", "speculative streams draft and verify in one pass", adapter="multistream"),
+        Method("multistream", "speculative streams draft and verify in one pass", built=True, adapter="multistream"),
         Method(
             "dynamic",
             "leave early where the accelerated residual is sure",

@@ -32,6 +32,9 @@ from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.reach import copying_layers
 from vivace.multirate.residual import Accelerator
 from vivace.multirate.thresholds import QUALITIES, calibrate, exit_shares, score_all
+from vivace.multistream.config import MultistreamConfig, StreamPlan
+from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
+from vivace.multistream.streams import Streams
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
 from vivace.train.data import Batches, Rows, collate, grouped, pairs_of, texts_of
@@ -112,6 +115,38 @@ class ExitRecipe:
             )
 
 
+@dataclass(frozen=True)
+class StreamRecipe:
+    """How to train speculative streams on a frozen base."""
+
+    kind: Literal["multistream"]
+    loop: LoopConfig
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    adapter: MultistreamConfig = field(default_factory=MultistreamConfig)
+    loss: MultistreamLoss = field(default_factory=MultistreamLoss)
+    plan: StreamPlan = field(default_factory=StreamPlan)
+    """Shape of the draft, saved with the weights."""
+    tokens_per_batch: int = 2048
+    longest: int = 512
+    """Rows with more tokens are left out."""
+    held_back: int = 256
+    """Rows that choose the best weights and time the result."""
+    regenerate: int = 0
+    """Prompts whose answers the base writes anew first: it will draft for what it says itself."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.plan.check_fits(self.adapter)
+        if self.held_back < 1 or self.regenerate < 0 or self.longest < 8:
+            raise ConfigError(
+                f"held_back must be >= 1, regenerate >= 0 and longest >= 8, found {self.held_back}, "
+                f"{self.regenerate} and {self.longest}"
+            )
+
+
+AnyRecipe = AdapterRecipe | ExitRecipe | StreamRecipe
+
+
 def train_adapter(
     recipe: AdapterRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
 ) -> list[Run]:
@@ -157,6 +192,43 @@ def _new_accelerator(recipe: AdapterRecipe, model: Decoder, lessons: Lessons, re
     for reach in accelerator.reaches():
         reach.start_from(model)
     return accelerator
+
+
+def train_streams(
+    recipe: StreamRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+) -> list[Run]:
+    """Train, save and time speculative streams.
+
+    Args:
+        recipe: what to train and how.
+        engine: the frozen base, with torch's kernels.
+        prompts: rows with references (those that are regenerated need none).
+        out: folder of the adapter; a run that was killed there goes on.
+        report: hears about it.
+
+    Returns:
+        Plain decoding and the new method on held-back prompts.
+
+    Raises:
+        ConfigError: too few rows, a recipe that does not fit the base, or ``out`` is the base's own folder.
+        CapacityError: not enough memory.
+        UnsupportedError: the base's weights are packed.
+    """
+    held_back, learnt = _split(recipe, engine, prompts, out, report)
+    torch.manual_seed(recipe.seed)
+    streams = Streams(recipe.adapter, engine.model.config)
+    objective = MultistreamObjective(streams, recipe.loss)
+    depth = (engine.model.config.num_layers - recipe.adapter.insertion) * recipe.adapter.streams
+    _check_memory(recipe, engine, objective, depth, report)
+    base = base_hash(engine.folder)
+    course = Course(recipe.loop, recipe.optimiser, recipe.seed, _plan_text(recipe, base, held_back, learnt))
+    fit(engine.model, objective, _lessons(recipe, engine, learnt, held_back), course, folder=out / "run", report=report)
+    tensors = {name: value.to(engine.model.dtype) for name, value in streams.tensors().items()}
+    save_adapter(out, recipe.kind, base, asdict(recipe.plan), asdict(recipe.adapter), tensors)
+    own = recipe.adapter.num_paper_parameters(engine.model.config.width)
+    count = sum(t.numel() for t in tensors.values())
+    report.note(f"saved {own:,} weights of embeddings and pruner and {count - own:,} of adapters to {out}")
+    return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in held_back[:NUM_MEASURED]])
 
 
 def train_exits(recipe: ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Run]:
@@ -230,7 +302,7 @@ def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[st
 
 
 def _split(
-    recipe: AdapterRecipe | ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+    recipe: AnyRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
 ) -> tuple[list[Pair], list[Pair]]:
     """Rows held back, and rows to learn from."""
     if out.resolve() == engine.folder.resolve():
@@ -244,9 +316,7 @@ def _split(
     return pairs[: recipe.held_back], pairs[recipe.held_back :]
 
 
-def _lessons(
-    recipe: AdapterRecipe | ExitRecipe, engine: Engine, learnt: Sequence[Pair], held_back: Sequence[Pair]
-) -> Lessons:
+def _lessons(recipe: AnyRecipe, engine: Engine, learnt: Sequence[Pair], held_back: Sequence[Pair]) -> Lessons:
     rows = Rows(engine.tokenizer, recipe.longest)
     return Lessons(
         Batches(lambda rng, number: learnt, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
@@ -254,15 +324,13 @@ def _lessons(
     )
 
 
-def _plan_text(recipe: AdapterRecipe | ExitRecipe, base: str, held_back: Sequence[Pair], learnt: Sequence[Pair]) -> str:
+def _plan_text(recipe: AnyRecipe, base: str, held_back: Sequence[Pair], learnt: Sequence[Pair]) -> str:
     """What a resumed run must repeat."""
     rows = len(held_back) + len(learnt)
     return json.dumps({"recipe": asdict(recipe), "base": base, "rows": rows}, sort_keys=True)
 
 
-def _pairs(
-    recipe: AdapterRecipe | ExitRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
-) -> list[Pair]:
+def _pairs(recipe: AnyRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
     if not recipe.regenerate:
         return pairs_of(prompts)
     texts = sorted(set(texts_of(prompts)))
@@ -318,9 +386,7 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _check_memory(
-    recipe: AdapterRecipe | ExitRecipe, engine: Engine, objective: Objective, top: int, report: Report
-) -> None:
+def _check_memory(recipe: AnyRecipe, engine: Engine, objective: Objective, top: int, report: Report) -> None:
     """Refuse what would not fit; layers above the last gate, ``top``, run without gradients."""
     optimiser = Optimiser(objective.groups(), recipe.optimiser)
     weights = [*engine.model.parameters(), *optimiser.params]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-KINDS = ("decoder", "multirate", "dynamic")
+KINDS = ("decoder", "multirate", "multistream", "dynamic")
 """What a recipe can be for."""
 
 
@@ -72,8 +72,12 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
-    from vivace.training import AdapterRecipe, ExitRecipe, train_adapter, train_exits
+    from vivace.training import AdapterRecipe, ExitRecipe, StreamRecipe, train_adapter, train_exits, train_streams
 
+    if values["kind"] == "multistream":
+        streams = build(StreamRecipe, values)
+        prompts = [row for path in data for row in load_prompts(path)]
+        return train_streams(streams, open_engine(choice), prompts, out, _report(curves))
     if values["kind"] == "dynamic":
         exits = build(ExitRecipe, values)
         prompts = [row for path in data for row in load_prompts(path)]

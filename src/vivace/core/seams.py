@@ -154,6 +154,25 @@ class Draft:
         )
         return grown, rows
 
+    def only(self, rows: Sequence[int]) -> Draft:
+        """The draft without its other rows; with a row stays what is above it, and nodes keep their numbers.
+
+        Args:
+            rows: which stay, in order.
+        """
+        place = {row: index for index, row in enumerate(rows)}
+        parents = [place[p] if p >= 0 else -1 for p in (self.lists.parent[row] for row in rows)]
+        kept = torch.tensor(rows)
+        return replace(
+            self,
+            tokens=self.tokens[kept],
+            slot=self.slot[kept],
+            node=self.node[kept],
+            parent=torch.tensor(parents),
+            probs=None if self.probs is None else self.probs[kept],
+            hidden=None if self.hidden is None else self.hidden[kept],
+        )
+
     def path(self, row: int) -> list[int]:
         """Rows from the slot's first given token down to this one."""
         rows = []

@@ -21,7 +21,7 @@ class Step:
     """One call: T rows of any slots, packed.
 
     Rows 0..num_write-1 store keys and values; later rows only read what others stored (an accelerated
-    residual, a speculative stream). Everything a layer derives from these fields is cached here, so it is
+    residual). Everything a layer derives from these fields is cached here, so it is
     computed once per call and not once per layer.
     """
 
@@ -140,7 +140,6 @@ class Step:
             fed: the new rows pass the feed-forward; False leaves them its "mlp" deltas only.
         """
         count = len(of)
-        present = tuple(d.extended(count) for d in self.deltas)
         dense = None
         if self.grid is not None:
             assert count == self.num_rows, "a dense call takes readers of all its rows"
@@ -153,10 +152,58 @@ class Step:
             tail=None if self.tail is None else torch.cat((self.tail, self.tail[of])),
             extent=None if self.extent is None else torch.cat((self.extent, self.extent[of])),
             num_feed=self.num_rows + count if fed else self.num_feed,
-            deltas=present if deltas is None else (*present, deltas),
+            deltas=self._extended(count, deltas),
             grid=dense,
             chunk=None,
         )
+
+    def branched(self, count: int, deltas: Deltas | None = None) -> Step:
+        """Append below every row a chain of ``count`` rows for this call only.
+
+        The chains are stored behind everything else the call writes, at entries that nobody commits; each row
+        reads what the row it hangs from reads, and its own chain up to itself.
+
+        Args:
+            count: rows of a chain, at the positions after the row they hang from.
+            deltas: terms of the whole new call (T + T * count rows), usually -1 on the rows that are there.
+        """
+        assert self.num_write == self.num_rows, "branch before readers are added"
+        assert isinstance(self.memory, KVCache), "branches are stored in a cache"
+        slots, seen, entries = self.slot.tolist(), self.seen.tolist(), self.entry.tolist()
+        tails = [[]] * len(slots) if self.tail is None else [[e for e in row if e >= 0] for row in self.tail.tolist()]
+        free = {slot: entry + 1 for entry, slot in sorted(zip(entries, slots, strict=True))}
+        paths: list[list[int]] = []
+        stored: list[int] = []
+        for slot, tail in zip(slots, tails, strict=True):
+            own = list(range(free[slot], free[slot] + count))
+            free[slot] += count
+            stored += own
+            paths += [tail + own[: place + 1] for place in range(count)]
+        below = [row for row in range(len(slots)) for _ in range(count)]
+        self.memory.reserve([slots[row] for row in below], stored)
+        of = torch.tensor(below)
+        ahead = torch.arange(1, count + 1).repeat(len(slots))
+        paths = tails + paths
+        longest = max(len(path) for path in paths)
+        total = len(paths)
+        return replace(
+            self,
+            slot=torch.cat((self.slot, self.slot[of])),
+            position=torch.cat((self.position, self.position[of] + ahead)),
+            entry=torch.tensor(entries + stored),
+            seen=torch.tensor(seen + [seen[row] for row in below]),
+            tail=torch.tensor([path + [-1] * (longest - len(path)) for path in paths]),
+            num_write=total,
+            num_feed=total,
+            deltas=self._extended(total - len(slots), deltas),
+            extent=None if self.extent is None else torch.cat((self.extent, self.extent[of])),
+            chunk=None,
+        )
+
+    def _extended(self, count: int, deltas: Deltas | None) -> tuple[Deltas, ...]:
+        """Terms of a call with ``count`` further rows."""
+        present = tuple(d.extended(count) for d in self.deltas)
+        return present if deltas is None else (*present, deltas)
 
     def addresses(self, num_heads: int, capacity: int) -> Tensor:
         """Flat places of the writing rows in a (slots, K, capacity) layout, (num_write * K,)."""

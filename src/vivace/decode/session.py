@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -236,6 +236,9 @@ class Session:
         drafted = time.perf_counter()
         passed = drafter.traversal.run(self.model, draft, self.cache)
         self.num_target_passes += 1
+        if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
+            draft = draft.only(passed.rows.tolist())
+            passed = replace(passed, rows=torch.arange(len(draft.tokens)))
         verdict, logprobs = self._verify(draft, passed, context, sequences)
         drafter.observe(draft, passed, verdict)
         if passed.depth is not None:

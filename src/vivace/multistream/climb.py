@@ -1,0 +1,88 @@
+"""One pass that verifies a draft and makes the next: streams ride on its nodes through the upper layers.
+
+To the layers a stream is one more branch of the tree: it is stored behind the draft, where only later streams of
+the same node find it, and is forgotten when the kept path is committed. So both kernels run it as they are, a
+row's bits do not depend on its streams, and no mask over streams is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.deltas import Deltas
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft, TargetPass
+from vivace.core.step import Step
+from vivace.multistream.config import StreamPlan
+from vivace.multistream.streams import Streams
+
+
+@dataclass(frozen=True)
+class StreamPass(TargetPass):
+    """What came out at the top, and what the next draft is made from."""
+
+    streams: Tensor | None = None
+    """(n, streams, E) at the top; None where streams follow the kept node in a pass of their own."""
+    entering: Tensor | None = None
+    """(n, E) residuals entering the insertion layer, for such a pass."""
+
+
+class StreamClimb:
+    """Fills ``Traversal``: main rows to the insertion layer, pruning there, main rows and streams to the top."""
+
+    def __init__(self, streams: Streams, plan: StreamPlan) -> None:
+        self.streams = streams
+        self.plan = plan
+        self._terms: dict[tuple[int, int], Deltas] = {}
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
+        """One pass for all slots, whatever each of them drafted."""
+        insertion, count = self.streams.config.insertion, len(self.plan.widths)
+        step = Step.of(draft, cache, chunk=chunk)
+        main = model.run(model.embed(draft.tokens, step), step, 0, insertion)
+        rows = torch.arange(len(draft.tokens))
+        if self.plan.threshold and len(rows) > len(draft.slots):
+            rows = torch.tensor(self.surviving(model, draft, main))
+            if len(rows) < len(main):
+                step, main = step.take(rows), main[rows]
+        if self.plan.attach == "kept":
+            return StreamPass(model.run(main, step, insertion), rows, entering=main)
+        num_main = len(rows)
+        start = self.streams.start(main, count).flatten(0, 1)
+        both = step.branched(count, self.terms(num_main, len(start)))
+        top = model.run(torch.cat((main, start)), both, insertion)
+        return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
+
+    def follow(self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache) -> Tensor:
+        """Streams of the last committed position of each slot, (n, E) -> (n, streams, E) at the top."""
+        count = len(self.plan.widths)
+        positions = [cache.lengths[slot] + place for slot in slots for place in range(count)]
+        step = Step.at(cache, [slot for slot in slots for _ in range(count)], positions)
+        start = self.streams.start(entering, count).flatten(0, 1)
+        step = replace(step, deltas=(self.terms(0, len(start)),))
+        return model.run(start, step, self.streams.config.insertion).view(len(slots), count, -1)
+
+    def surviving(self, model: Decoder, draft: Draft, main: Tensor) -> list[int]:
+        """Rows whose every edge is likely enough: ``Z_parent[token] >= threshold``, roots always."""
+        assert self.streams.pruner is not None, "checked by the plan"
+        law = self.streams.pruner.law(main, model)
+        parents, tokens, depths = draft.lists.parent, draft.lists.tokens, draft.depths
+        chances = law[torch.tensor(parents).clamp(min=0), draft.tokens].tolist()
+        kept: set[int] = set()
+        for row in range(len(tokens)):
+            if depths[row] == 0 or (parents[row] in kept and chances[row] >= self.plan.threshold):
+                kept.add(row)
+        return sorted(kept)
+
+    def terms(self, num_main: int, num_streams: int) -> Deltas:
+        """Adapters of a call, the same object for calls of the same shape."""
+        if (num_main, num_streams) not in self._terms:
+            which = torch.full((num_main + num_streams,), -1, dtype=torch.int64)
+            which[num_main:] = 0
+            self._terms[num_main, num_streams] = self.streams.terms(which)
+        return self._terms[num_main, num_streams]

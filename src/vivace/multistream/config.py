@@ -1,0 +1,93 @@
+"""What speculative streams are, saved next to their weights, and how they draft."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from vivace.errors import ConfigError
+
+MAX_ROWS = 48
+"""Draft nodes and streams of one slot in one pass, the root left out; a slot has spare entries for a few more."""
+
+
+@dataclass(frozen=True)
+class MultistreamConfig:
+    """Streams, the layer they start at, and their adapters."""
+
+    streams: int = 4
+    """gamma: stream j of a row guesses the token 1 + j behind it."""
+    insertion: int = 12
+    """Layers that only the main stream goes through; streams start where the next one does."""
+    rank: int = 16
+    """Of the query, key, value and output deltas of stream rows; 0 leaves the projections as they are."""
+    bottleneck: int = 64
+    """Width of a silu bottleneck beside the feed-forward of stream rows; 0 leaves it out. Ours, not the paper's."""
+    pruner_rank: int = 8
+    """Of the early-exit layer that drops unlikely branches; 0 trains none."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.streams <= 8:
+            raise ConfigError(f"streams must be between 1 and 8, found {self.streams}")
+        if self.insertion < 1:
+            raise ConfigError(f"insertion must be at least 1, found {self.insertion}")
+        if min(self.rank, self.bottleneck, self.pruner_rank) < 0:
+            raise ConfigError(
+                f"rank, bottleneck and pruner_rank must be >= 0, found {self.rank}, {self.bottleneck} "
+                f"and {self.pruner_rank}"
+            )
+
+    def check_fits(self, num_layers: int) -> None:
+        """Refuse an insertion layer that is not inside the model."""
+        if self.insertion >= num_layers:
+            raise ConfigError(f"insertion {self.insertion} must lie below the top of a model of {num_layers} layers")
+
+    def num_paper_parameters(self, width: int) -> int:
+        """Embeddings and pruner, the paper's count: ``gamma E + 2 r E``; adapters are counted apart."""
+        return (self.streams + 2 * self.pruner_rank) * width
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Shape of a draft."""
+
+    widths: tuple[int, ...] = (1, 1, 1)
+    """Likeliest tokens of each stream that are tried; every one stands below every one of the stream before."""
+    attach: Literal["every", "kept"] = "every"
+    """``every`` node carries streams through the pass that verifies it (the paper); or streams follow the last
+    node that was ``kept``, in a short pass of their own: fewer rows, one more reading of the upper weights."""
+    threshold: float = 0.0
+    """Branches that the early-exit layer finds less likely than this go no further than the insertion layer."""
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
+        if self.num_rows > MAX_ROWS:
+            raise ConfigError(
+                f"draft widths {list(self.widths)} make {self.num_rows} rows with streams attached to {self.attach} "
+                f"node; a pass has at most {MAX_ROWS}"
+            )
+        if not 0 <= self.threshold < 1:
+            raise ConfigError(f"threshold must be in [0, 1), found {self.threshold}")
+
+    @property
+    def num_nodes(self) -> int:
+        """Guesses of the whole tree."""
+        return sum(accumulate(self.widths, operator.mul))
+
+    @property
+    def num_rows(self) -> int:
+        """Guesses, and streams of every node that carries them."""
+        carriers = self.num_nodes + 1 if self.attach == "every" else 1
+        return self.num_nodes + carriers * len(self.widths)
+
+    def check_fits(self, config: MultistreamConfig) -> None:
+        """Refuse a draft that is deeper than there are streams, or a threshold nothing was trained for."""
+        if len(self.widths) > config.streams:
+            raise ConfigError(
+                f"draft widths {list(self.widths)} go deeper than the {config.streams} streams that exist"
+            )
+        if self.threshold and not config.pruner_rank:
+            raise ConfigError(f"threshold is {self.threshold:g}, but these streams were trained without a pruner")

@@ -1,0 +1,118 @@
+"""Drafts from streams: the tokens each stream finds likeliest, every one below every one of the stream before.
+
+Guesses are the streams' likeliest tokens and not drawn from a law, so sampling stays exact as it is for any such
+draft (``decode/verify.py``): a token is drawn from the model's own law and the path goes on where a child has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.multistream.climb import StreamClimb, StreamPass
+from vivace.multistream.config import StreamPlan
+from vivace.multistream.streams import Streams
+
+
+class StreamDrafter:
+    """Fills ``Drafter``: remembers the streams of each slot's last kept node."""
+
+    name = "multistream"
+
+    def __init__(self, model: Decoder, streams: Streams, plan: StreamPlan) -> None:
+        """Draft for ``model``.
+
+        Args:
+            model: the target.
+            streams: trained on it.
+            plan: shape of the draft.
+
+        Raises:
+            ConfigError: a plan that these streams cannot fill.
+        """
+        plan.check_fits(streams.config)
+        if model.span is None:
+            streams.widen()
+        self.model = model
+        self.plan = plan
+        self.climb = StreamClimb(streams, plan)
+        self.traversal: Traversal = self.climb
+        self._kept: dict[int, Tensor] = {}
+        """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens, and a tree below the root of every slot whose streams are known."""
+        draft = context.given()
+        room = {
+            slot: min(context.max_nodes.get(slot, len(self.plan.widths)), len(self.plan.widths)) for slot in draft.slots
+        }
+        guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
+        if not guessing:
+            return draft
+        kept = torch.stack([self._kept[slot] for slot in guessing])
+        if self.plan.attach == "kept":
+            kept = self.climb.follow(self.model, guessing, kept, context.cache)
+        guesses = dict(zip(guessing, self._guesses(kept), strict=True))
+        return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
+
+    def _guesses(self, streams: Tensor) -> list[list[list[int]]]:
+        """Tokens to try, likeliest first, by slot and stream; the head reads the streams of kept nodes only."""
+        rows, widths = streams.flatten(0, 1), self.plan.widths
+        if max(widths) == 1:
+            chosen = self.model.greedy(rows)[:, None]
+        else:
+            chosen = self.model.head(rows).topk(max(widths)).indices
+        levels: list[list[list[int]]] = chosen.view(len(streams), len(widths), -1).tolist()
+        return [[tokens[:width] for tokens, width in zip(slot, widths, strict=True)] for slot in levels]
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Keep what the last kept node of each slot left; prompt chunks carry no streams."""
+        if verdict is None:
+            return
+        assert isinstance(passed, StreamPass), "streams ride on this drafter's own passes"
+        left = passed.entering if passed.streams is None else passed.streams
+        assert left is not None
+        for slot, path in zip(draft.slots, verdict.paths, strict=True):
+            self._kept[slot] = left[path[-1]]
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Entries live in the target's own cache."""
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget streams of a text that was shortened."""
+        self.release(slots)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Copies draft from their second pass on."""
+        self.release(targets)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these slots."""
+        for slot in slots:
+            self._kept.pop(slot, None)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Complete after every pass."""
+
+
+def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
+    """Below each root all paths through its levels of tokens."""
+    tokens, slot, node, parent = (list(column) for column in draft.lists)
+    for index, root, given in zip(draft.slots, draft.root_rows, draft.given, strict=True):
+        leaves, number = [root], given
+        for level in guesses.get(index, ()):
+            above, leaves = leaves, []
+            for leaf in above:
+                for token in level:
+                    leaves.append(len(tokens))
+                    tokens.append(token)
+                    slot.append(index)
+                    node.append(number)
+                    parent.append(leaf)
+                    number += 1
+    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
+    return Draft(draft.slots, draft.given, rows, slots, nodes, parents)

@@ -1,0 +1,111 @@
+"""The streams: guesses about later tokens that travel beside the main stream (arXiv:2402.11131, section 3.1).
+
+Stream j = 1..gamma of a row at position t starts at layer N - Ns, the insertion layer, and ends at the top:
+
+    S_tj = M_t + P_j                               P_j: stream-identifier embedding
+    S_tj <- layer_n(S_tj; K, V of M_<=t and of S_t1..S_tj)
+    head(norm(S_tj)) = law of the token 1 + j behind t
+
+The main stream never sees a stream, so its numbers are those of the model without them. A stream's own keys
+and values are read by the later streams of its row and forgotten after the pass. Stream j stands at position t + j:
+to the layers, streams are tokens that have not been said yet.
+
+The paper's lossless mode freezes the model and gives stream rows adapters; their form is not known to us. Ours:
+low-rank terms on q, k, v and o and a silu bottleneck beside the feed-forward, on stream rows alone, up factors
+zero at first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas, Site
+from vivace.core.model import Decoder
+from vivace.multistream.config import MultistreamConfig
+
+
+class Streams(nn.Module):
+    """Trained weights: embeddings, adapters of stream rows, and the early-exit layer that prunes drafts."""
+
+    def __init__(self, config: MultistreamConfig, model: ModelConfig) -> None:
+        """Make untrained streams.
+
+        Raises:
+            ConfigError: the insertion layer is not inside the model.
+        """
+        super().__init__()
+        config.check_fits(model.num_layers)
+        self.config = config
+        self.embeddings = nn.Parameter(torch.randn(config.streams, model.width) * 0.02)
+        """P, (streams, E)."""
+        shapes = _shapes(config, model)
+        self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
+        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
+        self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
+        self.pruner = Pruner(model.width, config.pruner_rank) if config.pruner_rank else None
+
+    def start(self, main: Tensor, count: int) -> Tensor:
+        """The first ``count`` streams of rows entering the insertion layer, (n, E) -> (n, count, E)."""
+        return (main[:, None] + self.embeddings[:count]).to(main.dtype)
+
+    def terms(self, which: Tensor) -> Deltas:
+        """The adapters as data for a call; ``which`` (T,) is 0 on stream rows and -1 elsewhere."""
+        down, up = self._by_site
+        return Deltas(which, down, up)
+
+    def widen(self) -> None:
+        """Terms in float32: on a CPU, PyTorch multiplies matrices this small several times faster than in bfloat16."""
+        self.down.float()
+        self.up.float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+
+class Pruner(nn.Module):
+    """The early-exit layer: what comes after a row, guessed at the insertion layer (arXiv:2402.11131, section 3.2.3).
+
+    ``Z = softmax(head(norm(x + B A x)))`` with A (rank, E), B (E, rank).
+    """
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(_kaiming(rank, width)[0].detach().clone())
+        self.up = nn.Parameter(torch.zeros(width, rank))
+
+    def forward(self, main: Tensor) -> Tensor:
+        """Rows entering the insertion layer, as the head shall read them, (n, E) -> (n, E)."""
+        return main + main @ self.down.to(main.dtype).mT @ self.up.to(main.dtype).mT
+
+    def law(self, main: Tensor, model: Decoder) -> Tensor:
+        """Z, (n, E) -> (n, V) float32."""
+        return torch.softmax(model.head(self(main)), -1)
+
+
+def _shapes(config: MultistreamConfig, model: ModelConfig) -> dict[Site, tuple[int, int, int]]:
+    """(in, rank, out) of every adapter."""
+    heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    shapes: dict[Site, tuple[int, int, int]] = {}
+    for layer in range(config.insertion, model.num_layers):
+        if config.rank:
+            for site, wide, out in (
+                ("q", model.width, heads),
+                ("k", model.width, keys),
+                ("v", model.width, keys),
+                ("o", heads, model.width),
+            ):
+                shapes[layer, site] = (wide, config.rank, out)
+        if config.bottleneck:
+            shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
+    return shapes
+
+
+def _kaiming(inner: int, wide: int) -> nn.Parameter:
+    weight = torch.empty(1, inner, wide)
+    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
+    return nn.Parameter(weight)
