@@ -161,7 +161,7 @@ class ShallowDrafter:
             done.append(hidden)
             if len(leaves) == 0:
                 break
-            draft, leaves = self._extend(draft, context, leaves, at_gate, width)
+            draft, leaves = guess_below(self.model, self.plan, context, draft, leaves, at_gate, width)
         return replace(draft, hidden=torch.cat(done), entry_layer=self.guess.gate)
 
     def _width(self, depth: int) -> int:
@@ -185,29 +185,6 @@ class ShallowDrafter:
             step = step.take(fresh)
         h = self.model.embed(draft.tokens[fresh], step)
         return self.guess.climb(self.model, h, step, leaves - fresh[0], depth)
-
-    def _extend(
-        self, draft: Draft, context: Context, leaves: Tensor, at_gate: Tensor, width: int
-    ) -> tuple[Draft, Tensor]:
-        """Guess below each leaf; sure enough guesses are the next leaves."""
-        sure: Tensor | None = None
-        probs: Tensor | None = None
-        if context.law.is_greedy(context.slots) and not self.plan.min_confidence:
-            tokens = self.model.greedy(at_gate)[:, None] if width == 1 else self.model.head(at_gate).topk(width).indices
-        else:
-            logits = self.model.head(at_gate)
-            bare, law = torch.softmax(logits, -1), context.law(logits, draft, leaves)
-            if self.plan.is_chain:
-                slots = draft.slot.tolist()
-                drawn = [
-                    sample(q, context.generators[slots[leaf]]) for q, leaf in zip(law, leaves.tolist(), strict=True)
-                ]
-                tokens, probs = torch.tensor(drawn)[:, None], law
-            else:
-                tokens = (law + bare).topk(width).indices  # a greedy law names one token: the others by the model's
-            sure = bare.gather(1, tokens) >= self.plan.min_confidence
-        draft, rows = draft.grow(leaves, tokens, probs)
-        return draft, rows if sure is None else rows[sure.reshape(-1)]
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Pass on what the target showed."""
@@ -233,6 +210,41 @@ class ShallowDrafter:
 
     def settle(self, slots: Sequence[int]) -> None:
         """Complete after every verification."""
+
+
+def guess_below(
+    model: Decoder, plan: DraftPlan, context: Context, draft: Draft, leaves: Tensor, at_gate: Tensor, width: int
+) -> tuple[Draft, Tensor]:
+    """Guess below each leaf.
+
+    Args:
+        model: whose head reads the guesses.
+        plan: shape of the draft; chains are drawn from their law where a request samples.
+        context: of the step.
+        draft: so far.
+        leaves: (n,) rows of the draft.
+        at_gate: (n, E) what the head reads for each.
+        width: guesses below each.
+
+    Returns:
+        The draft with the guesses, and the rows of those that are sure enough to be guessed on from.
+    """
+    sure: Tensor | None = None
+    probs: Tensor | None = None
+    if context.law.is_greedy(context.slots) and not plan.min_confidence:
+        tokens = model.greedy(at_gate)[:, None] if width == 1 else model.head(at_gate).topk(width).indices
+    else:
+        logits = model.head(at_gate)
+        bare, law = torch.softmax(logits, -1), context.law(logits, draft, leaves)
+        if plan.is_chain:
+            slots = draft.slot.tolist()
+            drawn = [sample(q, context.generators[slots[leaf]]) for q, leaf in zip(law, leaves.tolist(), strict=True)]
+            tokens, probs = torch.tensor(drawn)[:, None], law
+        else:
+            tokens = (law + bare).topk(width).indices  # a greedy law names one token: the others by the model's
+        sure = bare.gather(1, tokens) >= plan.min_confidence
+    draft, rows = draft.grow(leaves, tokens, probs)
+    return draft, rows if sure is None else rows[sure.reshape(-1)]
 
 
 MAX_NODES = 32

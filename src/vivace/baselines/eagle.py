@@ -1,0 +1,220 @@
+"""EAGLE: a one-layer decoder that guesses the model's own final residuals (Li et al. 2024, arXiv:2401.15077).
+
+With f_t the normed final residual at position t and e the embedding,
+
+    g_t = layer(C [f_{t-1}; e(x_t)])        x_{t+1} ~ head(g_t)        f_t := norm(g_t) while drafting
+
+The layer is of the model's own kind and keeps keys and values of its own; the head and its norm are the model's,
+frozen. Positions that were verified are taken up again with the model's own residuals, those of a draft are forgotten.
+
+Where we differ: features are normed (as Hugging Face's ``last_hidden_state``, which the authors take, is); the shape of
+the tree is the plan's, not a fixed one; the layer may have a narrower feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig, RopeConfig
+from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.decode.shallow import DraftPlan, guess_below
+from vivace.errors import ConfigError
+
+CHUNK = 256
+"""Positions that are taken up at once where many are missing (a prompt)."""
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The drafter's own layer."""
+
+    ffn_width: int = 0
+    """Width of its feed-forward; 0 is the model's."""
+
+    def __post_init__(self) -> None:
+        if self.ffn_width < 0:
+            raise ConfigError(f"ffn_width must be >= 0, found {self.ffn_width}")
+
+
+class EagleLayer(nn.Module):
+    """Trained weights: the map that joins feature and embedding, and a layer."""
+
+    def __init__(self, config: EagleConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.join = nn.Parameter(torch.empty(model.width, 2 * model.width))
+        """C."""
+        self.body = Decoder(_one_layer(config, model))
+        """Its embedding and final norm are not used."""
+        with torch.no_grad():
+            nn.init.kaiming_uniform_(self.join, a=5**0.5)
+            self.join[:, : model.width] += torch.eye(model.width)
+            for name, weight in self.body.named_parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1.0 if "norm" in name else 0.0)
+                else:
+                    writes = name.endswith(("o.weight", "down.weight"))
+                    weight.normal_(std=0.0 if writes else 0.5 * weight.shape[1] ** -0.5)
+
+    def forward(self, features: Tensor, embedded: Tensor, step: Step) -> Tensor:
+        """Guessed residuals (T, E) from normed features and embeddings (T, E)."""
+        return self.body.run(F.linear(torch.cat((features, embedded), -1), self.join), step)
+
+    def learnt(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [self.join, *self.body.layers.parameters()]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        layers = {f"body.layers.{name}": value.detach() for name, value in self.body.layers.state_dict().items()}
+        return {"join": self.join.detach(), **layers}
+
+
+def _one_layer(config: EagleConfig, model: ModelConfig) -> ModelConfig:
+    return replace(
+        model,
+        vocab_size=2,
+        num_layers=1,
+        ffn_width=config.ffn_width or model.ffn_width,
+        tied_head=True,
+        rope_of_layer=(),
+        ropes=(RopeConfig(model.ropes[0].theta, width=model.ropes[0].width),),
+        windows=(),
+        moe=None,
+        moe_layers=(),
+        embedding_scale=1.0,
+        logit_softcap=None,
+    )
+
+
+class Eagle:
+    """Fills ``Drafter``: a cache of its own, and the residuals of positions it has not taken up yet."""
+
+    name = "eagle"
+
+    def __init__(self, model: Decoder, layer: EagleLayer, plan: DraftPlan) -> None:
+        """Draft for ``model``, on the kernels its layers run on; the layer is used up: its weights are packed."""
+        self.traversal: Traversal = Climb()
+        self.model = model
+        self.plan = plan
+        self._join: Callable[[Tensor], Tensor] = model.projection(layer.join.contiguous())
+        self._body = layer.body
+        body = getattr(model.span, "body", None)
+        if body is not None and layer.body.span is None:
+            pack_decoder(layer.body, body)
+        self._pending: dict[int, list[Tensor]] = {}
+        """Normed residuals (n, E) of the last positions of each slot, not taken up yet."""
+        self._cache: KVCache | None = None
+        self._target: KVCache | None = None
+
+    def propose(self, context: Context) -> Draft:
+        """A chain or tree per slot whose last position was seen, one small pass per depth for all of them."""
+        draft = context.given()
+        room = {slot: context.max_nodes.get(slot, len(self.plan.widths)) for slot in context.slots}
+        growing = [slot for slot in context.slots if self._pending.get(slot) and room[slot] > 0]
+        if not growing:
+            return draft
+        cache = self._cache_beside(context.cache)
+        own, hidden = self._catch_up(context.tokens, growing, cache)
+        above = dict(zip(draft.slots, draft.root_rows, strict=True))
+        leaves, mine = torch.tensor([above[slot] for slot in growing]), own.roots()
+        known = hidden[mine]
+        for depth, width in enumerate(self.plan.widths):
+            draft, own, rows, origin = self._guess(context, (draft, own), (leaves, mine), known, width)
+            wanted = [place for place, row in enumerate(rows[0].tolist()) if room[draft.lists.slot[row]] > depth + 1]
+            if depth + 1 == len(self.plan.widths) or not wanted:
+                break
+            keep = torch.tensor(wanted)
+            leaves, mine = rows[0][keep], rows[1][keep]
+            known = self._run(own, mine, self.model.norm(known[origin[keep]]), cache)
+        cache.commit(own.slots, [range(given) for given in own.given])
+        return draft
+
+    def _guess(
+        self, context: Context, drafts: tuple[Draft, Draft], leaves: tuple[Tensor, Tensor], known: Tensor, width: int
+    ) -> tuple[Draft, Draft, tuple[Tensor, Tensor], Tensor]:
+        """Guesses below the leaves in the target's draft and in the drafter's own, and the leaf place of each."""
+        before = len(drafts[0].tokens)
+        draft, rows = guess_below(self.model, self.plan, context, drafts[0], leaves[0], known, width)
+        own, fresh = drafts[1].grow(leaves[1], draft.tokens[before:].view(-1, width))
+        places = rows - before
+        return draft, own, (rows, fresh[places]), places // width
+
+    def _catch_up(
+        self, tokens: Mapping[int, Sequence[int]], slots: Sequence[int], cache: KVCache
+    ) -> tuple[Draft, Tensor]:
+        """Take up what is pending; the rows of the last stretch are the own draft's given ones, with residuals."""
+        features = {slot: torch.cat(self._pending.pop(slot)) for slot in slots}
+        for slot in slots:
+            if cache.lengths[slot] == 0:  # nothing is known before the first position
+                features[slot] = F.pad(features[slot], (0, 0, 1, 0))
+        while far := [slot for slot in slots if len(features[slot]) > CHUNK]:
+            rows = {slot: self._tail(tokens[slot], len(features[slot]))[:CHUNK] for slot in far}
+            taken = Draft.given_only(rows)
+            self._run(taken, None, torch.cat([features[slot][:CHUNK] for slot in far]), cache, chunk=True)
+            cache.commit(taken.slots, [range(count) for count in taken.given])
+            features.update((slot, features[slot][CHUNK:]) for slot in far)
+        own = Draft.given_only({slot: self._tail(tokens[slot], len(features[slot])) for slot in slots})
+        return own, self._run(own, None, torch.cat([features[slot] for slot in slots]), cache)
+
+    @staticmethod
+    def _tail(tokens: Sequence[int], count: int) -> Sequence[int]:
+        return tokens[len(tokens) - count :]
+
+    def _run(self, own: Draft, rows: Tensor | None, features: Tensor, cache: KVCache, *, chunk: bool = False) -> Tensor:
+        """Rows of the own draft (None: all) through the layer, (n, E)."""
+        step = Step.of(own, cache, chunk=chunk)
+        tokens = own.tokens
+        if rows is not None:
+            step, tokens = step.take(rows), tokens[rows]
+        embedded = self.model.embed(tokens, step)
+        return self._body.run(self._join(torch.cat((features, embedded), -1)), step)
+
+    def _cache_beside(self, target: KVCache) -> KVCache:
+        """The own cache, as many slots and entries as the target's; a drafter follows one session at a time."""
+        if self._cache is None or self._target is not target:
+            self._target = target
+            self._cache = self._body.new_cache(target.num_slots, target.capacity)
+        return self._cache
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Keep the residuals of every position that stays, prompt chunks too."""
+        normed = self.model.norm(passed.hidden)
+        if verdict is None:
+            slots = torch.tensor(draft.lists.slot)
+            paths = [(slots == slot).nonzero()[:, 0] for slot in draft.slots]
+        else:
+            paths = [torch.tensor(path) for path in verdict.paths]
+        for slot, path in zip(draft.slots, paths, strict=True):
+            self._pending.setdefault(slot, []).append(normed[path])
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """The own cache is told when the next draft is made."""
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget what may be gone: the drafter starts afresh, with what it sees from now on."""
+        self.release(slots)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Copies draft with what they see from now on."""
+        self.release(targets)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these slots."""
+        for slot in slots:
+            self._pending.pop(slot, None)
+        if self._cache is not None:
+            self._cache.release(slots)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """What is missing is taken up when the next draft is made."""

@@ -1,0 +1,194 @@
+"""Medusa: further heads on the last residual, each for a token further on (Cai et al. 2024, arXiv:2401.10774).
+
+With x the normed final residual of the last kept position t, head i = 0, 1, ... guesses the token t + 2 + i (the
+model's own head has given t + 1):
+
+    x_i = x + silu(W_i x)          logits_i = U_i x_i
+
+W_i starts at zero and U_i at the model's own head, the model is frozen (Medusa-1), and all heads read the same
+position, so their guesses make a tree: every likely token of one below every likely token of the one before.
+Verification keeps the text what it is, greedy or sampled (``decode/verify.py``); the paper's typical acceptance, which
+does not, is left out.
+
+Where we differ: instead of one tree fixed by calibration the plan says how many guesses of each head are tried
+(``widths``), and optionally that only the ``nodes`` likeliest of these paths are, by the heads' own probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.baselines.tree import Node, every_path, grown, likeliest_paths
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.climb import Climb
+from vivace.decode.shallow import MAX_NODES, DraftPlan
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """How many heads, and whether each has an output matrix of its own."""
+
+    heads: int = 4
+    own_output: bool = True
+    """The paper's: V x E weights for each head; without, all read the model's own output matrix."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.heads <= 8:
+            raise ConfigError(f"heads must be between 1 and 8, found {self.heads}")
+
+
+@dataclass(frozen=True)
+class MedusaPlan:
+    """Shape of a draft."""
+
+    widths: tuple[int, ...] = (3, 2, 1, 1)
+    """Likeliest tokens of each head that are tried."""
+    nodes: int = 0
+    """Of all paths through them only this many nodes, the likeliest; 0 takes all."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 0 or self.nodes > MAX_NODES:
+            raise ConfigError(f"nodes must be between 0 and {MAX_NODES}, found {self.nodes}")
+        if not self.widths or min(self.widths) < 1:
+            raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
+        if not self.nodes:
+            DraftPlan(self.widths)  # refuses what is too large
+
+    @property
+    def is_chain(self) -> bool:
+        """One guess per depth."""
+        return set(self.widths) == {1}
+
+
+class MedusaHeads(nn.Module):
+    """Trained weights."""
+
+    def __init__(self, config: MedusaConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mix = nn.Parameter(torch.zeros(config.heads, model.width, model.width))
+        """W."""
+        own = torch.zeros(config.heads, model.vocab_size, model.width) if config.own_output else None
+        self.output = None if own is None else nn.Parameter(own)
+        """U."""
+
+    @torch.no_grad()
+    def start_from(self, model: Decoder) -> None:
+        """Every head says at first what the model's own says."""
+        if self.output is not None:
+            self.output.copy_(model.embedding if model.lm_head is None else model.lm_head.get_parameter("weight"))
+
+    def logits(self, head: int, x: Tensor, model: Decoder) -> Tensor:
+        """Of one head, for normed residuals (n, E) -> (n, V) float32; with gradients."""
+        inner = x + F.silu(F.linear(x, self.mix[head]))
+        if self.output is not None:
+            return F.linear(inner, self.output[head]).float()
+        return _output(model, inner)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+
+def _output(model: Decoder, x: Tensor) -> Tensor:
+    """The model's own output matrix on normed rows, (n, E) -> (n, V) float32; order is what counts, so no cap."""
+    logits: Tensor = F.linear(x, model.embedding) if model.lm_head is None else model.lm_head(x)
+    return logits.float()
+
+
+class Medusa:
+    """Fills ``Drafter``: remembers the normed final residual of each slot's last kept position."""
+
+    name = "medusa"
+
+    def __init__(self, model: Decoder, heads: MedusaHeads, plan: MedusaPlan) -> None:
+        """Draft for ``model`` with trained heads, on the kernels its layers run on.
+
+        Raises:
+            ConfigError: the plan goes deeper than there are heads.
+        """
+        count = heads.config.heads
+        if len(plan.widths) > count:
+            raise ConfigError(f"draft widths {list(plan.widths)} go deeper than the {count} heads that exist")
+        self.traversal: Traversal = Climb()
+        self.model = model
+        self.plan = plan
+        self._depth = len(plan.widths)
+        self._mix: Callable[[Tensor], Tensor] = model.projection(heads.mix[: self._depth].flatten(0, 1).contiguous())
+        self._outputs: list[Callable[[Tensor], Tensor]] = []
+        if heads.output is not None:
+            self._outputs = [model.projection(weight.contiguous()) for weight in heads.output[: self._depth]]
+        self._kept: dict[int, Tensor] = {}
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens, and a tree below the root of every slot whose last position was seen."""
+        draft = context.given()
+        room = {slot: min(context.max_nodes.get(slot, self._depth), self._depth) for slot in draft.slots}
+        guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
+        if not guessing:
+            return draft
+        trees = self._trees(torch.stack([self._kept[slot] for slot in guessing]), [room[slot] for slot in guessing])
+        return grown(draft, dict(zip(guessing, trees, strict=True)))
+
+    def _trees(self, x: Tensor, room: Sequence[int]) -> list[list[Node]]:
+        inner = F.silu(self._mix(x)).view(len(x), self._depth, -1) + x[:, None]
+        tokens: list[list[list[int]]] = [[] for _ in room]
+        chances: list[list[list[float]]] = [[] for _ in room]
+        for head, width in enumerate(self.plan.widths):
+            found, likely = self._likeliest(head, inner[:, head].contiguous(), width)
+            for place in range(len(room)):
+                tokens[place].append(found[place])
+                chances[place].append(likely[place])
+        if not self.plan.nodes:
+            return [every_path(levels[:deep]) for levels, deep in zip(tokens, room, strict=True)]
+        return [
+            likeliest_paths(levels[:deep], shares[:deep], self.plan.nodes)
+            for levels, shares, deep in zip(tokens, chances, room, strict=True)
+        ]
+
+    def _likeliest(self, head: int, x: Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens of a head for each row, likeliest first, and their chances where the plan asks for them."""
+        if width == 1 and not self.plan.nodes:
+            choose = getattr(self._outputs[head] if self._outputs else self.model.lm_head, "greedy", None)
+            best: Tensor = choose(x) if choose is not None else self._logits(head, x).argmax(-1)
+            return best[:, None].tolist(), [[1.0]] * len(x)
+        logits = self._logits(head, x)
+        values, tokens = logits.topk(width)
+        if not self.plan.nodes:
+            return tokens.tolist(), values.tolist()
+        return tokens.tolist(), (values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
+
+    def _logits(self, head: int, x: Tensor) -> Tensor:
+        return self._outputs[head](x).float() if self._outputs else _output(self.model, x)
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Keep the last kept position of each slot, prompt chunks too."""
+        last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        self._kept.update(zip(draft.slots, self.model.norm(passed.hidden[last]), strict=True))
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Entries live in the target's own cache."""
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget a position that may be gone."""
+        self.release(slots)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Copies draft from their second pass on."""
+        self.release(targets)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these slots."""
+        for slot in slots:
+            self._kept.pop(slot, None)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Always complete."""

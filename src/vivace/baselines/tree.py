@@ -1,0 +1,73 @@
+"""Trees of guesses that are known before any of them has been run."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vivace.core.seams import Draft
+
+
+class Node(NamedTuple):
+    """A guess below another, or below the root."""
+
+    parent: int
+    """Place of the node above in its list, -1 for the root."""
+    token: int
+
+
+def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
+    """The draft with a tree below the root of each slot named; a node's parent stands before it."""
+    tokens, slot, node, parent = (list(column) for column in draft.lists)
+    for index, root, given in zip(draft.slots, draft.root_rows, draft.given, strict=True):
+        first = len(tokens)
+        for place, guess in enumerate(trees.get(index, ())):
+            tokens.append(guess.token)
+            slot.append(index)
+            node.append(given + place)
+            parent.append(root if guess.parent < 0 else first + guess.parent)
+    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
+    return Draft(draft.slots, draft.given, rows, slots, nodes, parents)
+
+
+def every_path(levels: Sequence[Sequence[int]]) -> list[Node]:
+    """Every token of a level below every one of the level above, level by level."""
+    nodes: list[Node] = []
+    leaves = [-1]
+    for level in levels:
+        above, leaves = leaves, []
+        for leaf in above:
+            for token in level:
+                leaves.append(len(nodes))
+                nodes.append(Node(leaf, token))
+    return nodes
+
+
+def likeliest_paths(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], count: int) -> list[Node]:
+    """The ``count`` likeliest nodes of ``every_path``, a path's chance being the product of its guesses'.
+
+    Args:
+        levels: tokens of each depth, likeliest first.
+        chances: theirs, whatever stands above them.
+        count: nodes at most.
+    """
+    nodes: list[Node] = []
+    waiting = [(-math.log(max(chances[0][0], 1e-30)), 0, 0, -1, 0)] if levels and levels[0] else []
+    turn = 0
+    while waiting and len(nodes) < count:
+        cost, _, depth, parent, rank = heapq.heappop(waiting)
+        nodes.append(Node(parent, levels[depth][rank]))
+        own = -math.log(max(chances[depth][rank], 1e-30))
+        if rank + 1 < len(levels[depth]):  # its next sibling
+            turn += 1
+            sibling = cost - own - math.log(max(chances[depth][rank + 1], 1e-30))
+            heapq.heappush(waiting, (sibling, turn, depth, parent, rank + 1))
+        if depth + 1 < len(levels):  # its likeliest child
+            turn += 1
+            child = cost - math.log(max(chances[depth + 1][0], 1e-30))
+            heapq.heappush(waiting, (child, turn, depth + 1, len(nodes) - 1, 0))
+    return nodes
