@@ -92,9 +92,9 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 
 
 def test_every_recipe_that_ships_is_read() -> None:
-    from vivace.training import AdapterRecipe
+    from vivace.training.multirate import MultirateRecipe
 
     adapters = [read_recipe(path) for path in sorted(RECIPES.glob("multirate*.yaml"))]
     assert len(adapters) >= 1
     for values in adapters:
-        assert build(AdapterRecipe, values).kind == "multirate"
+        assert build(MultirateRecipe, values).kind == "multirate"

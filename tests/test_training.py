@@ -12,6 +12,7 @@ import torch
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
+from vivace.cli.train import KINDS
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.multirate.config import MultirateConfig
@@ -21,10 +22,13 @@ from vivace.multirate.gates import GateConfig, GatesConfig
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
-from vivace.training import AdapterRecipe, ExitRecipe, regenerated, train_adapter, train_exits
+from vivace.training.dynamic import DynamicRecipe
+from vivace.training.multirate import MultirateRecipe
+from vivace.training.regenerate import regenerated
+from vivace.training.run import RECIPES, train_adapter
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
-RECIPE = AdapterRecipe(
+RECIPE = MultirateRecipe(
     kind="multirate",
     loop=LoopConfig(steps=8, warmup_steps=2, report_steps=4),
     adapter=MultirateConfig(gate=2, rank=4, bottleneck=8),
@@ -40,6 +44,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     yield make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
     torch.set_num_threads(threads)
+
+
+def test_the_command_line_names_every_kind() -> None:
+    assert set(KINDS) == {"decoder", *RECIPES}
 
 
 def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
         train_adapter(RECIPE, vivace.load(checkpoint), WORDS[:8], tmp_path / "x", Lines(lambda _: None))
 
 
-EXITS = ExitRecipe(
+EXITS = DynamicRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
     lesson=RouterLesson(epochs=2, positions=64),
@@ -117,7 +125,7 @@ EXITS = ExitRecipe(
 
 def test_trained_exits_decode_and_say_how_often_they_left(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    runs = train_exits(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(notes.append))
+    runs = train_adapter(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "dynamic"]
     assert sum("of the tokens leave at the gates" in note for note in notes) == 4
     written, tensors = load_adapter(tmp_path / "early")
@@ -136,7 +144,7 @@ def test_a_finished_exit_training_ends_with_the_same_weights(checkpoint: Path, t
     """Gates come from their snapshot; what the router learns depends on nothing else."""
     found = []
     for _ in range(2):
-        train_exits(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(lambda _: None))
+        train_adapter(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(lambda _: None))
         found.append({name: value.clone() for name, value in load_adapter(tmp_path / "early")[1].items()})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
@@ -147,5 +155,5 @@ def test_exits_refuse_what_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
         engine.generate("aka", method="dynamic")
     with pytest.raises(ConfigError, match="router_rows"):
         replace(EXITS, router_rows=0)
-    with pytest.raises(ConfigError, match="leave the gates none"):
-        train_exits(replace(EXITS, held_back=63), engine, WORDS, tmp_path / "early", Lines(lambda _: None))
+    with pytest.raises(ConfigError, match="nothing to train on with held_back 63 and 10 aside"):
+        train_adapter(replace(EXITS, held_back=63), engine, WORDS, tmp_path / "early", Lines(lambda _: None))

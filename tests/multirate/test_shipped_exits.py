@@ -18,9 +18,11 @@ from vivace.train.config import LoopConfig
 from vivace.train.data import Rows, collate, grouped
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
-from vivace.training import ExitRecipe, regenerated, train_exits
+from vivace.training.dynamic import DynamicRecipe
+from vivace.training.regenerate import regenerated
+from vivace.training.run import train_adapter
 
-RECIPE = ExitRecipe(
+RECIPE = DynamicRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=40, warmup_steps=5, hold=0.1, autocast=True, report_steps=10),
     optimiser=OptimiserConfig(adamw_rate=0.004),
@@ -37,7 +39,7 @@ RECIPE = ExitRecipe(
 def test_a_minute_brings_every_gate_nearer_than_the_slow_stream(tmp_path: Path) -> None:
     engine, notes = vivace.load(kernels="torch"), list[str]()
     prompts = packaged_prompts("e2e")[: RECIPE.regenerate]
-    runs = train_exits(RECIPE, engine, prompts, tmp_path / "early", Lines(notes.append))
+    runs = train_adapter(RECIPE, engine, prompts, tmp_path / "early", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "dynamic"]
     written, tensors = load_adapter(tmp_path / "early")
     weights = DynamicWeights(build(DynamicConfig, written["config"]), engine.model.config)

@@ -72,17 +72,9 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
-    from vivace.training import AdapterRecipe, ExitRecipe, StreamRecipe, train_adapter, train_exits, train_streams
+    from vivace.training.run import RECIPES, train_adapter
 
-    if values["kind"] == "multistream":
-        streams = build(StreamRecipe, values)
-        prompts = [row for path in data for row in load_prompts(path)]
-        return train_streams(streams, open_engine(choice), prompts, out, _report(curves))
-    if values["kind"] == "dynamic":
-        exits = build(ExitRecipe, values)
-        prompts = [row for path in data for row in load_prompts(path)]
-        return train_exits(exits, open_engine(choice), prompts, out, _report(curves))
-    recipe = build(AdapterRecipe, values)
+    recipe = build(RECIPES[values["kind"]], values)
     prompts = [row for path in data for row in load_prompts(path)]
     return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
 

@@ -1,0 +1,85 @@
+"""Training dynamic depth (``multirate/dynamic.py``): gates, then the router that opens them, then thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vivace.decode.depth import Missing
+from vivace.errors import ConfigError
+from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.multirate.exits import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
+from vivace.multirate.thresholds import QUALITIES, calibrate, exit_shares, score_all
+from vivace.train.variation import Pair
+from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRecipe(FrozenRecipe):
+    """How to train gates and the router that opens them on a frozen base; the loop is the gates'."""
+
+    kind: Literal["dynamic"] = "dynamic"
+    lesson: RouterLesson = field(default_factory=RouterLesson)
+    """Of the router, after the gates."""
+    adapter: DynamicConfig = field(default_factory=DynamicConfig)
+    loss: GatesLoss = field(default_factory=GatesLoss)
+    missing: Missing = "deferred"
+    """What stands for the entries above an exit when decoding: ``deferred``, ``propagate`` or ``mask``."""
+    max_late: int = 8
+    """Tokens of a sequence that may wait for their upper layers."""
+    router_rows: int = 2000
+    """Further rows that only the router learns from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.router_rows < 1:
+            raise ConfigError(f"router_rows must be >= 1, found {self.router_rows}")
+
+    @property
+    def num_aside(self) -> int:
+        """The router's rows: the gates are surer of what they have seen."""
+        return self.router_rows
+
+    def begin(self, ground: Ground) -> ExitTraining:
+        """Gates that are the slow stream, and a router that knows nothing."""
+        return ExitTraining(self, ground)
+
+
+class ExitTraining:
+    """Fills ``Trainee``."""
+
+    def __init__(self, recipe: DynamicRecipe, ground: Ground) -> None:
+        self.recipe = recipe
+        self.ground = ground
+        self.weights = DynamicWeights(recipe.adapter, ground.engine.model.config)
+        self.objective = GatesObjective(self.weights.gates, recipe.loss)
+        self.depth = recipe.adapter.gates.layers[-1]
+
+    def finish(self) -> Outcome:
+        """Train the router on the finished gates, then set the thresholds for every stated agreement."""
+        model, weights, recipe = self.ground.engine.model, self.weights, self.recipe
+        weights.gates.to(model.dtype)  # the router judges what will decode
+        trails = self._trails(self.ground.aside)
+        self.ground.report.note(f"the router learns from {trails.num_positions} positions")
+        fit_router(model, weights.router, trails, recipe.lesson, seed=recipe.seed)
+        tensors = {name: value.to(model.dtype) for name, value in weights.tensors().items()}
+        weights.load(tensors)  # thresholds belong to the weights as they are stored
+        return Outcome(self._calibrated(), recipe.adapter, tensors)
+
+    def _trails(self, pairs: Sequence[Pair]) -> Trails:
+        """What the router sees of some rows."""
+        model, router = self.ground.engine.model, self.recipe.adapter.router
+        batches = self.ground.batches(pairs)
+        return Trails.join([trails_of(model, self.weights.gates, router, batch) for batch in batches])
+
+    def _calibrated(self) -> DynamicPlan:
+        """Thresholds; says how many tokens would leave."""
+        model = self.ground.engine.model
+        scores = score_all(model, self.weights.router, self._trails(self.ground.held_back))
+        worthwhile = self.recipe.adapter.gates.worthwhile(model.config.num_layers)
+        plans = tuple(calibrate(scores, quality, worthwhile=worthwhile) for quality in QUALITIES)
+        for plan in plans:
+            shares = ", ".join(f"{share:.0%}" for share in exit_shares(scores, plan))
+            self.ground.report.note(f"at agreement {plan.quality:g}: {shares} of the tokens leave at the gates")
+        return DynamicPlan(plans, self.recipe.missing, self.recipe.max_late)

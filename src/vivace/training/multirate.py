@@ -1,0 +1,55 @@
+"""Training the accelerated residual of one gate (``multirate/``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from vivace.decode.shallow import DraftPlan
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.objective import MultirateLoss, MultirateObjective
+from vivace.multirate.reach import copying_layers
+from vivace.multirate.residual import Accelerator
+from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+
+PROBED = 8
+"""Held-back batches in which layers that copy are looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultirateRecipe(FrozenRecipe):
+    """How to train an accelerated residual on a frozen base."""
+
+    kind: Literal["multirate"] = "multirate"
+    adapter: MultirateConfig = field(default_factory=MultirateConfig)
+    find_reach: int = 0
+    """Layers to find for ``adapter.reach`` where it names none: those that copy; 0 leaves it empty."""
+    loss: MultirateLoss = field(default_factory=MultirateLoss)
+    plan: DraftPlan = field(default_factory=DraftPlan)
+    """Shape of the draft, saved with the weights."""
+
+    def begin(self, ground: Ground) -> AcceleratorTraining:
+        """An accelerator that is the slow stream; its deep layers are found here unless they are named."""
+        model, config = ground.engine.model, self.adapter
+        if self.find_reach and not config.reach:
+            found = copying_layers(model, ground.batches(ground.held_back)[:PROBED], config.gate, self.find_reach)
+            ground.report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
+            config = replace(config, reach=found)
+        accelerator = Accelerator(config, model.config)
+        for reach in accelerator.reaches():
+            reach.start_from(model)
+        return AcceleratorTraining(self, accelerator)
+
+
+class AcceleratorTraining:
+    """Fills ``Trainee``."""
+
+    def __init__(self, recipe: MultirateRecipe, accelerator: Accelerator) -> None:
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.objective = MultirateObjective(accelerator, recipe.loss)
+        self.depth = accelerator.config.gate
+
+    def finish(self) -> Outcome:
+        """The weights, with the draft that the recipe gives."""
+        return Outcome(self.recipe.plan, self.accelerator.config, self.accelerator.tensors())

@@ -1,0 +1,58 @@
+"""The base's own answers as training text: acceptance on what the model really says is what counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vivace.engine import Engine, load
+from vivace.files import write_text
+from vivace.train.variation import Pair
+
+
+def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
+    """The base with the kernels that decode fastest here; its own, for learning, are PyTorch's."""
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    return load(engine.folder, device=str(engine.model.device), dtype=dtype, adapters=adapters)
+
+
+def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None]) -> list[Pair]:
+    """The base's own greedy answers, appended to a file so that a killed run keeps what it has.
+
+    Args:
+        engine: the base.
+        prompts: texts, in a fixed order.
+        path: one JSON line per answer; a last line that was cut off is written again.
+        note: told how far it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = _complete_lines(path)
+    if done:
+        note(f"{len(done)} of {len(prompts)} answers were regenerated before")
+    with path.open("a", encoding="utf-8") as file:
+        for first in range(len(done), len(prompts), 64):
+            asked = prompts[first : first + 64]
+            for prompt, result in zip(asked, _answers(engine, asked), strict=True):
+                done.append({"prompt": prompt, "reference": result})
+                file.write(json.dumps(done[-1], ensure_ascii=False) + "\n")
+            file.flush()
+            note(f"regenerated {len(done)} of {len(prompts)} answers")
+    return [(row["prompt"], row["reference"]) for row in done[: len(prompts)] if row["reference"]]
+
+
+def _answers(engine: Engine, prompts: Sequence[str]) -> list[str]:
+    results = engine.generate(list(prompts), method="plain", do_sample=False, max_new_tokens=96, logprobs=False)
+    return [result.text if result.finish_reason == "stop" else "" for result in results]
+
+
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file whose writer may have been killed; an unfinished last line is cut off."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_text(path, whole)
+    return [json.loads(line) for line in whole.splitlines()]

@@ -1,0 +1,74 @@
+"""From a recipe to an adapter that decodes: train, save, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.engine import Engine
+from vivace.evaluate.contest import Question, Run, hold, summarise
+from vivace.evaluate.entrants import Entrant
+from vivace.prompts import Prompt
+from vivace.train.loop import Course, fit
+from vivace.train.report import Report
+from vivace.training.dynamic import DynamicRecipe
+from vivace.training.frozen import FrozenRecipe, Ground
+from vivace.training.multirate import MultirateRecipe
+from vivace.training.multistream import MultistreamRecipe
+from vivace.training.regenerate import as_it_decodes
+
+RECIPES: dict[str, type[FrozenRecipe]] = {
+    "multirate": MultirateRecipe,
+    "dynamic": DynamicRecipe,
+    "multistream": MultistreamRecipe,
+}
+"""Every kind of adapter there is a training for."""
+NUM_MEASURED = 24
+"""Held-back prompts that the trained method is timed on."""
+
+
+def train_adapter(
+    recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+) -> list[Run]:
+    """Train, save and time an adapter.
+
+    Args:
+        recipe: what to train and how.
+        engine: the frozen base, with torch's kernels.
+        prompts: rows with references (those that are regenerated need none).
+        out: folder of the adapter; a run that was killed there goes on. Snapshots, regenerated answers and whatever
+            else it needs for that are in ``<out>/run``.
+        report: hears about it.
+
+    Returns:
+        Plain decoding and the new method on held-back prompts.
+
+    Raises:
+        ConfigError: too few rows, a recipe that does not fit the base, or ``out`` is the base's own folder.
+        CapacityError: not enough memory.
+        UnsupportedError: the base's weights are packed.
+    """
+    ground = Ground.of(recipe, engine, prompts, out, report)
+    torch.manual_seed(recipe.seed)
+    trainee = recipe.begin(ground)
+    ground.require_memory(trainee)
+    base = base_hash(engine.folder)
+    course = Course(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base))
+    fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
+    outcome = trainee.finish()
+    tensors = {name: value.to(engine.model.dtype) for name, value in outcome.tensors.items()}
+    save_adapter(out, recipe.kind, base, asdict(outcome.plan), asdict(outcome.config), tensors)
+    report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}{outcome.note}")
+    return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in ground.held_back[:NUM_MEASURED]])
+
+
+def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:
+    """Plain decoding beside a method with the adapter in ``folder``, by the decoding code and kernels themselves."""
+    ready = as_it_decodes(engine, {method: folder})
+    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in prompts]
+    entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
+    return summarise(hold(entrants, questions, repeats=1), "plain")
