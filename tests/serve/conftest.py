@@ -105,11 +105,23 @@ def serving(folder: Path, log: Path, *words: str) -> Iterator[Running]:
         process.wait()
 
 
+TEMPLATE = """\
+{%- if tools %}<|system|>Answer, or write
+<tool_call>
+{"name": ..., "arguments": {...}}
+</tool_call>
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}
+{%- for call in m['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose answers go on to their limit more often than not, and two adapters."""
     place = tmp_path_factory.mktemp("served")
     make_checkpoint(place / "tiny", context=1024)
+    (place / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
     make_adapter(place / "alpha", place / "tiny", gate=1)
     make_adapter(place / "beta", place / "tiny", gate=1)
     return place

@@ -177,7 +177,7 @@ def test_what_drafts_gave_is_counted(client: OpenAI) -> None:
         ({"max_tokens": 5000}, openai.BadRequestError, None),
         ({"extra_body": {"method": "medusa"}}, openai.BadRequestError, "method"),
         ({"extra_body": {"draft_model": "/etc"}}, openai.BadRequestError, "draft_model"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}, "a": 1}]}, openai.BadRequestError, "tools.0.a"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}},
          openai.BadRequestError, "response_format"),

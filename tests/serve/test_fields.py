@@ -13,7 +13,9 @@ from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody
 
 CHAT = {"messages": [{"role": "user", "content": "Describe: name[Cotto]"}], "max_tokens": 12}
 DRAWN = {"temperature": 1.0, "seed": 7, "max_tokens": 24}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+FORCED = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 150}
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 SHARED: dict[str, Case] = {
@@ -55,7 +57,8 @@ CHATS: dict[str, Case] = {
     "logprobs": ({}, {"logprobs": True}),
     "top_logprobs": ({"logprobs": True}, {"logprobs": True, "top_logprobs": 2}),
     "tools": ({}, {"tools": [TOOL]}),
-    "tool_choice": ({}, {"tools": [TOOL], "tool_choice": "required"}),
+    "tool_choice": ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "required"}),
+    "parallel_tool_calls": (FORCED, {**FORCED, "parallel_tool_calls": False}),
     "chat_template_kwargs": ({}, {"chat_template_kwargs": {"thinking": True}}),
     "continue_final_message": (
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -93,6 +96,10 @@ def outcome(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
     for part in found:
         for name in ("id", "created"):
             part.pop(name)
+        for call in [
+            call for choice in part["choices"] for call in (choice.get("message") or {}).get("tool_calls", [])
+        ]:
+            call.pop("id")
         part["metrics"] = {"method": part["metrics"]["method"]} if "metrics" in part else None
         (part.get("prompt_progress") or {}).pop("time_ms", None)
         if part.get("usage"):

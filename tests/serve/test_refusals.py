@@ -17,6 +17,8 @@ from vivace.errors import ConfigError
 from vivace.serve.bodies import REFUSED
 from vivace.serve.config import ServeConfig
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+ODD = {"type": "function", "function": {"name": "f", "parameters": {"type": "odd"}}}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 
 
@@ -80,11 +82,19 @@ def test_limits(locked: Reached) -> None:
         ({**CHAT, "logit_bias": {"99999": 1}}, "logit_bias", "99999"),
         ({**CHAT, "stop_token_ids": [99999]}, "stop_token_ids", "99999"),
         ({**CHAT, "stop": [""]}, "stop", ""),
-        ({**CHAT, "stop": ["a"] * 17}, None, "at most 16"),
-        ({**CHAT, "top_logprobs": 2}, None, "needs logprobs"),
-        ({**CHAT, "stream_options": {"include_usage": True}}, None, "only with stream"),
-        ({**CHAT, "return_progress": True}, None, "only with stream"),
-        ({**CHAT, "tool_choice": "required"}, None, "cannot force"),
+        ({**CHAT, "stop": ["a"] * 17}, "stop", "at most 16"),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({**CHAT, "stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+        ({**CHAT, "return_progress": True}, "return_progress", "only with stream"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({**CHAT, "parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
+        ({**CHAT, "tools": [TOOL, TOOL]}, "tools", "one name"),
+        ({**CHAT, "tools": [{**TOOL, "extra": 1}]}, "tools.0.extra", "not supported"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "required"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format", "exclude"),
+        ({**CHAT, "tools": [ODD], "tool_choice": "required"}, "tools", "schema"),
         ({**CHAT, "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "does not read 'thinking'"),
         ({**CHAT, "num_draft_tokens": 3}, "num_draft_tokens", "takes no number"),
         ({**CHAT, "min_tokens": 9}, None, "min_new_tokens"),
@@ -92,7 +102,7 @@ def test_limits(locked: Reached) -> None:
         ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, None, "Unicode"),
         ({**CHAT, "cache_salt": "\ud800"}, None, "Unicode"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_body_is_one_sentence(http: httpx2.Client, body: Any, param: str | None, says: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     reply = http.post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})

@@ -18,7 +18,7 @@ from vivace.decode.request import Emitted
 from vivace.serve.asking import Ask
 from vivace.serve.bodies import GenerationBody
 from vivace.serve.call import Call, Calls
-from vivace.serve.choice import Choice, TokenInfo
+from vivace.serve.choice import Choice, Fresh, TokenInfo
 from vivace.serve.meters import Meters
 from vivace.serve.refusal import Refusal
 from vivace.serve.replies import Extras, Head, Shape
@@ -67,7 +67,8 @@ class Reply:
         self.ask, self.body, self.shape, self.head, self.extras = ask, body, shape, head, extras
         spells = extras.logprobs or extras.trace
         self.choices = [
-            Choice(index, request, ask.tokenizer, ask.method, spells) for index, request in enumerate(ask.requests)
+            Choice(index, request, ask.tokenizer, ask.method, spells, ask.reader())
+            for index, request in enumerate(ask.requests)
         ]
         for choice in self.choices if echoes else ():
             echo = echoes[choice.index // body.n]
@@ -98,19 +99,20 @@ class Reply:
         """In the end."""
         return metrics(self.choices, self.arrived_at, self.queue_s)
 
-    def take(self, index: int, emitted: Emitted, meters: Meters) -> tuple[str, list[TokenInfo]]:
+    def take(self, index: int, emitted: Emitted, meters: Meters) -> Fresh:
         """Add a step to a choice and to the metrics."""
         choice = self.choices[index]
         before = choice.last_at
-        text, tokens = choice.take(emitted)
-        meters.count("generation_tokens", len(tokens))
+        fresh = choice.take(emitted)
+        count = len(fresh.tokens)
+        meters.count("generation_tokens", count)
         if before:
-            meters.observe("inter_token_latency_seconds", [(choice.last_at - before) / len(tokens)] * len(tokens))
+            meters.observe("inter_token_latency_seconds", [(choice.last_at - before) / count] * count)
         else:
             meters.observe("time_to_first_token_seconds", [choice.last_at - self.arrived_at])
         if choice.finish_reason is not None:
             meters.finished(choice, self.arrived_at, self.queue_s)
-        return text, tokens
+        return fresh
 
     async def whole(self, call: Call, meters: Meters) -> dict[str, Any]:
         """Run to the end; one object."""
@@ -147,19 +149,18 @@ class Reply:
         opening = self.shape.opening(choice.index)
         parts = [] if opening is None else [opening]
         if self.extras.token_ids and choice.index == 0:
-            opening = parts[0] if parts else self.shape.piece(0, "", (), Extras())
+            opening = parts[0] if parts else self.shape.piece(0, Fresh(""), Extras())
             parts = [{**opening, "prompt_token_ids": list(self.ask.prompts[0])}]
         if choice.echo_text:
-            parts.append(self.shape.piece(choice.index, choice.echo_text, choice.echo, self.extras))
+            parts.append(self.shape.piece(choice.index, Fresh(choice.echo_text, choice.echo), self.extras))
         if choice.finish_reason and (closing := self.shape.closing(choice.index, choice.finish_reason)):
             parts.append(closing)
         return parts
 
     def _step(self, index: int, emitted: Emitted, meters: Meters) -> str:
-        text, tokens = self.take(index, emitted, meters)
-        lines = self._event([self.shape.piece(index, text, tokens, self.extras)])
-        if emitted.finish_reason is not None:
-            closing = self.shape.closing(index, emitted.finish_reason)
+        lines = self._event([self.shape.piece(index, self.take(index, emitted, meters), self.extras)])
+        if (reason := self.choices[index].reason) is not None:
+            closing = self.shape.closing(index, reason)
             lines += "" if closing is None else self._event([closing])
         return lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from vivace.serve.grammar import Grammars
 from vivace.serve.prefix import PrefixCache
 from vivace.serve.processors import Bias, Penalties
 from vivace.serve.refusal import Refusal
+from vivace.serve.tool_reader import ToolReader
+from vivace.serve.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Ask:
     """Prompt by prompt, choice by choice."""
     tokenizer: Tokenizer
     """Writes the text."""
+    reader: Callable[[], ToolReader | None] = lambda: None
+    """Makes what finds calls of tools in an answer."""
 
 
 class Verbatim(Tokenizer):
@@ -52,6 +56,7 @@ class Asking:
         self._prefix = prefix
         self._grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size)
         self._verbatim = Verbatim(engine.tokenizer.inner, engine.tokenizer.eos_ids)
+        self._tools = Tools(engine.tokenizer, self._grammars)
         self._template_words = template_words(engine.tokenizer)
 
     def chat(self, body: ChatBody) -> Ask:
@@ -61,8 +66,8 @@ class Asking:
             UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
         """
         template = dict(body.chat_template_kwargs)
-        if body.tools and body.tool_choice != "none":
-            template["tools"] = body.tools
+        if body.reads_calls:
+            template["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         self._check_template(template, body)
         if body.continue_final_message:
             template["continue_final_message"] = True
@@ -70,7 +75,19 @@ class Asking:
             body.messages, add_generation_prompt=not body.continue_final_message, template=template
         )
         num_top = body.top_logprobs if body.logprobs else 0
-        return self._ask(body, [tokens], body.limit, wants_logprobs=body.logprobs, num_top=num_top)
+        ask = self._ask(body, [tokens], body.limit, wants_logprobs=body.logprobs, num_top=num_top)
+        return self._with_tools(ask, body) if body.reads_calls else ask
+
+    def _with_tools(self, ask: Ask, body: ChatBody) -> Ask:
+        """The same, its answers read for calls, and bound to them where one is forced."""
+        form = self._tools.form()
+        only_one = not body.parallel_tool_calls
+        return replace(
+            ask,
+            requests=self._tools.bound(ask.requests, form, body),
+            tokenizer=self._tools.tokenizer if body.skip_special_tokens else self._verbatim,
+            reader=lambda: ToolReader(form, only_one=only_one),
+        )
 
     def completion(self, body: CompletionBody) -> Ask:
         """Requests for prompts that are taken as they are.

@@ -26,7 +26,6 @@ REFUSED: Mapping[str, str] = {
     "draft_model": "models and adapters are named when the server starts; choose one with `model`",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
-    "parallel_tool_calls": "tools are passed to the chat template; calls are not read out of the answer",
     "audio": "this server writes text",
     "modalities": "this server writes text",
     "prediction": "drafts come from the server's own methods; see `method`",
@@ -86,6 +85,40 @@ class ResponseFormat(Strict):
         return self
 
 
+class Function(Strict):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """JSON schema of the arguments; a function without parameters takes none."""
+        return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Tool(Strict):
+    """Something the model may ask for."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class TextPart(Strict):
     """A piece of a message."""
 
@@ -105,7 +138,24 @@ class Message(Strict):
         """As chat templates read it."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text, **(self.model_extra or {})}
+        more = dict(self.model_extra or {})
+        if isinstance(more.get("tool_calls"), list):
+            more["tool_calls"] = [_with_values(call) for call in more["tool_calls"]]
+        return {"role": self.role, "content": text, **more}
+
+
+def _with_values(call: Any) -> Any:
+    """A call as templates read it: arguments are values there, and text in OpenAI's messages."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        values = json.loads(arguments)
+    except ValueError:  # an answer that was cut off; the template shows what there is
+        return call
+    return {**call, "function": {**call["function"], "arguments": values}}
 
 
 class Body(Strict):
@@ -213,10 +263,15 @@ class ChatBody(GenerationBody):
     max_tokens: int | None = Field(None, ge=1, description="Older name of `max_completion_tokens`.")
     logprobs: bool = Field(False, description="log p of every token under the model, before penalties and temperature.")
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP, description="The likeliest tokens of each place, this many.")
-    tools: list[dict[str, Any]] = Field(
-        [], description="Given to the chat template; refused where the template does not read them."
+    tools: list[Tool] = Field(
+        [],
+        max_length=128,
+        description="Functions the model may call (`tool_calls`); refused where its template teaches no known way.",
     )
-    tool_choice: str | dict[str, Any] | None = Field(None, description="`auto` or `none`; anything else is refused.")
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
+        None, description="`required`, or a function: the answer is bound to calls whose arguments fit their schema."
+    )
+    parallel_tool_calls: bool = Field(True, description="False: one call at most.")
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="Given to the chat template; refused where it does not read them."
     )
@@ -228,11 +283,35 @@ class ChatBody(GenerationBody):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ValueError("tool_choice must be 'auto' or 'none'; this server cannot force a call")
-        if self.tool_choice is not None and not self.tools:
-            raise ValueError("tool_choice needs tools")
+        self._tools_fit_together()
         return self
+
+    def _tools_fit_together(self) -> None:
+        names = [tool.function.name for tool in self.tools]
+        for field in ("tool_choice", "parallel_tool_calls"):
+            if field in self.model_fields_set and not names:
+                raise ValueError(f"{field} needs tools")
+        if len(set(names)) < len(names):
+            raise ValueError("tools has two functions of one name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(
+                f"tool_choice names {self.tool_choice.function.name[:100]!r}, which is not among the tools"
+            )
+        if self.forced and self.response_format is not None:
+            raise ValueError("response_format and a tool_choice that forces a call exclude each other")
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the answer may hold calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forced(self) -> list[Function]:
+        """Functions one of which has to be called; none when the model is free."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool.function for tool in self.tools if tool.function.name == name]
+        return [tool.function for tool in self.tools] if self.tool_choice == "required" else []
 
     @property
     def limit(self) -> int | None:

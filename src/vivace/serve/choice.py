@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 from vivace.engine import Answer
+from vivace.serve.tool_reader import ToolReader
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class TokenInfo:
     step: int
     guesses: tuple[tuple[int, str], ...] | None
     """What was drafted for this place."""
+    layer: int | None = None
+    """Layers below it, for a method whose tokens may leave early."""
 
     @property
     def trace(self) -> dict[str, Any]:
@@ -35,7 +39,18 @@ class TokenInfo:
             "step": self.step,
             "accepted": any(guess == self.id for guess, _ in guesses),
             "guesses": [{"id": guess, "text": text} for guess, text in guesses],
+            "layer": self.layer,
         }
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What a step added to an answer."""
+
+    text: str
+    tokens: Sequence[TokenInfo] = ()
+    calls: Sequence[dict[str, Any]] = ()
+    """Parts of calls of tools, as streams carry them."""
 
 
 @dataclass
@@ -48,6 +63,8 @@ class Choice:
     method: str
     spells: bool = True
     """Whether the text of each token by itself is wanted."""
+    reader: ToolReader | None = None
+    """Finds calls of tools in the text, where there are tools."""
     tokens: list[TokenInfo] = field(default_factory=list)
     text: str = ""
     echo: list[TokenInfo] = field(default_factory=list)
@@ -64,11 +81,20 @@ class Choice:
     def __post_init__(self) -> None:
         self._answer = Answer(self.tokenizer, self.request, self.method)
 
-    def take(self, emitted: Emitted) -> tuple[str, list[TokenInfo]]:
-        """Add a step's tokens; returns the text that is certain now, and what is known of the tokens."""
+    @property
+    def reason(self) -> str | None:
+        """Why the answer ended, as OpenAI says it."""
+        return (
+            "tool_calls" if self.reader and self.reader.calls and self.finish_reason == "stop" else self.finish_reason
+        )
+
+    def take(self, emitted: Emitted) -> Fresh:
+        """Add a step's tokens; returns what is certain now."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         text = self._answer.take(emitted)
+        read = self.reader.push(text, is_last=emitted.finish_reason is not None) if self.reader else None
+        text = text if read is None else read.text
         fresh = [self._info(emitted, place) for place in range(len(emitted.tokens))]
         self.num_steps += 1
         self.tokens += fresh
@@ -77,13 +103,14 @@ class Choice:
             self.finish_reason = emitted.finish_reason
             self.stats = emitted.stats
             self.auto_choice = self._answer.result().choice
-        return text, fresh
+        return Fresh(text, fresh, () if read is None else read.deltas)
 
     def _info(self, emitted: Emitted, place: int) -> TokenInfo:
         token = emitted.tokens[place]
         if not self.spells:
             return TokenInfo(token, "", None, (), self.num_steps, None)
         top = () if emitted.top_logprobs is None else emitted.top_logprobs[place]
+        exits, at = emitted.stats.exit_layers, len(self.tokens) + place
         return TokenInfo(
             id=token,
             text=piece(self.tokenizer, token),
@@ -93,6 +120,7 @@ class Choice:
             guesses=None
             if emitted.guesses is None
             else tuple((guess, piece(self.tokenizer, guess)) for guess in emitted.guesses[place]),
+            layer=exits[at] if exits else None,
         )
 
 

@@ -24,6 +24,8 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     if error["type"] == "missing":
         return Refusal(400, f"{param or 'the body'} is missing", param=param)
     message = str(error["msg"]).removeprefix("Value error, ")
+    if param is None and message.split(" ")[0] in _KNOWN:
+        param = message.split(" ")[0]
     found = repr(error.get("input"))
     shown = "" if error["type"] == "value_error" else f", found {found[:80] + '...' if len(found) > 80 else found}"
     return Refusal(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}{shown}", param=param)

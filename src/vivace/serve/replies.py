@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vivace.serve.choice import Choice, TokenInfo
+from vivace.serve.choice import Choice, Fresh, TokenInfo
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Shape(Protocol):
         """What a choice's stream begins with."""
         ...
 
-    def piece(self, index: int, text: str, tokens: Sequence[TokenInfo], extras: Extras) -> dict[str, Any]:
+    def piece(self, index: int, fresh: Fresh, extras: Extras) -> dict[str, Any]:
         """A step of a choice."""
         ...
 
@@ -83,25 +83,36 @@ class ChatShape:
         """A finished choice."""
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": self._message(choice),
             "logprobs": self._logprobs(choice.tokens) if extras.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.reason,
             **extras.of(choice.tokens),
         }
+
+    @staticmethod
+    def _message(choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reader is not None and choice.reader.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [call.whole for call in choice.reader.calls]
+        return message
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, index: int, text: str, tokens: Sequence[TokenInfo], extras: Extras) -> dict[str, Any]:
+    def piece(self, index: int, fresh: Fresh, extras: Extras) -> dict[str, Any]:
         """A step of a choice."""
+        delta: dict[str, Any] = {"content": fresh.text} if fresh.text or not fresh.calls else {}
+        if fresh.calls:
+            delta["tool_calls"] = list(fresh.calls)
         return {
             "index": index,
-            "delta": {"content": text},
-            "logprobs": self._logprobs(tokens) if extras.logprobs else None,
+            "delta": delta,
+            "logprobs": self._logprobs(fresh.tokens) if extras.logprobs else None,
             "finish_reason": None,
-            **extras.of(tokens),
+            **extras.of(fresh.tokens),
         }
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
@@ -134,23 +145,21 @@ class TextShape:
 
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
         """A finished choice."""
-        return {
-            **self.piece(choice.index, choice.echo_text + choice.text, [*choice.echo, *choice.tokens], extras),
-            "finish_reason": choice.finish_reason,
-        }
+        everything = Fresh(choice.echo_text + choice.text, [*choice.echo, *choice.tokens])
+        return {**self.piece(choice.index, everything, extras), "finish_reason": choice.reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Nothing."""
         return None
 
-    def piece(self, index: int, text: str, tokens: Sequence[TokenInfo], extras: Extras) -> dict[str, Any]:
+    def piece(self, index: int, fresh: Fresh, extras: Extras) -> dict[str, Any]:
         """A step of a choice."""
         return {
             "index": index,
-            "text": text,
-            "logprobs": self._logprobs(index, tokens) if extras.logprobs else None,
+            "text": fresh.text,
+            "logprobs": self._logprobs(index, fresh.tokens) if extras.logprobs else None,
             "finish_reason": None,
-            **extras.of(tokens),
+            **extras.of(fresh.tokens),
         }
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:

@@ -1,0 +1,220 @@
+"""Calls of tools are read out of an answer while it is written.
+
+What is not a call stays text, also what looked like one and turned out not to be: nothing a model wrote is lost.
+Arguments are passed on as the model wrote them, piece by piece, as soon as the name is known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vivace.serve.tool_format import ToolFormat
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+PYTHON_TAG = "<|python_tag|>"
+"""What Llama 3 may write before calls."""
+
+
+@dataclass
+class ToolCall:
+    """One call, as far as it is written."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """As messages carry it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass
+class Read:
+    """What a piece of an answer brought."""
+
+    text: str = ""
+    deltas: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of calls, as streams carry them."""
+
+
+class ToolReader:
+    """Divides one answer into text and calls."""
+
+    def __init__(self, form: ToolFormat, *, only_one: bool = False) -> None:
+        """Begin with nothing.
+
+        Args:
+            form: how the model writes calls.
+            only_one: leave out whatever follows the first call.
+        """
+        self.calls: list[ToolCall] = []
+        self._form = form
+        self._only_one = only_one
+        self._left = ""
+        """Text that is not yet understood."""
+        self._depth = 0
+        self._is_string = self._is_escaped = False
+        self._state: Callable[[bool], bool] = self._say if form.tag else self._begin
+        self._read = Read()
+
+    def push(self, text: str, *, is_last: bool = False) -> Read:
+        """Take more of the answer; returns what is certain now."""
+        self._read = Read()
+        self._left += text
+        while self._state(is_last):
+            pass
+        return self._read
+
+    # Every state takes what it understands off ``_left`` and says whether another one can go on.
+
+    def _begin(self, is_last: bool) -> bool:
+        """An answer that is calls throughout, or text throughout."""
+        start = self._left.lstrip()
+        if not is_last and PYTHON_TAG.startswith(start):
+            return False
+        if start.removeprefix(PYTHON_TAG).lstrip().startswith("{"):
+            self._left = start.removeprefix(PYTHON_TAG)
+            self._state = self._head
+        else:
+            self._state = self._say
+        return True
+
+    def _say(self, is_last: bool) -> bool:
+        """Text, up to the next tag."""
+        tag = self._form.tag
+        at = self._left.find(tag) if tag else -1
+        if at < 0:
+            held = 0 if is_last else _overlap(self._left, tag)
+            if self.calls and not self._left[: len(self._left) - held].strip():
+                return False  # space between calls and behind them is layout
+            self._read.text += self._left[: len(self._left) - held]
+            self._left = self._left[len(self._left) - held :]
+            return False
+        before, self._left = self._left[:at], self._left[at + len(tag) :]
+        self._read.text += before if before.strip() else ""
+        self._state = self._head_of_list if self._form.is_list else self._head
+        return True
+
+    def _head_of_list(self, is_last: bool) -> bool:
+        start = self._left.lstrip()
+        if not start and not is_last:
+            return False
+        self._left = start.removeprefix("[")
+        self._state = self._head
+        return True
+
+    def _head(self, is_last: bool) -> bool:
+        """The name."""
+        if match := _HEAD.match(self._left):
+            self._open(json.loads(match[1]))
+            self._left = self._left[match.end() :]
+            self._depth, self._is_string, self._is_escaped = 0, False, False
+            self._state = self._arguments
+            return True
+        close = self._form.close
+        end = self._left.find(close) if close else _end_of_json(self._left)
+        if end < 0 and not is_last:
+            return False
+        body = self._left if end < 0 else self._left[:end]
+        self._left = "" if end < 0 else self._left[end + len(close) :]
+        if self._take_whole(body):
+            self._state = self._drop if self._only_one else self._say if close else self._next
+        else:
+            self._read.text += self._form.tag + body + (close if end >= 0 else "")
+            self._state = self._say
+        return bool(self._left)
+
+    def _take_whole(self, body: str) -> bool:
+        """A call whose parts stand in another order."""
+        try:
+            said = json.loads(body)
+        except ValueError:
+            return False
+        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+            return False
+        given = said.get("arguments", said.get("parameters", {}))
+        self._open(said["name"])
+        self._argue(given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+        return True
+
+    def _arguments(self, is_last: bool) -> bool:
+        """The arguments, up to the brace that ends them."""
+        for place, char in enumerate(self._left):
+            if self._is_string:
+                self._is_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._is_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+            if self._depth == 0:
+                self._argue(self._left[: place + 1])
+                self._left = self._left[place + 1 :]
+                self._state = self._drop if self._only_one else self._tail
+                return True
+        self._argue(self._left)
+        self._left = ""
+        return False
+
+    def _tail(self, is_last: bool) -> bool:
+        """What is left of a call behind its arguments."""
+        if not self._form.close:
+            start = self._left.lstrip()
+            if not start:
+                return False
+            self._left = start.removeprefix("}")
+            self._state = self._next
+            return True
+        at = self._left.find(self._form.close)
+        if at < 0:
+            return False
+        self._left = self._left[at + len(self._form.close) :]
+        self._state = self._say
+        return True
+
+    def _next(self, is_last: bool) -> bool:
+        """Another call, or the end of them."""
+        start = self._left.lstrip()
+        if not start:
+            return False
+        goes_on = start[0] in ",;"
+        self._left = start[1:] if goes_on or (self._form.is_list and start[0] == "]") else start
+        self._state = self._head if goes_on else self._say
+        return True
+
+    def _drop(self, is_last: bool) -> bool:
+        """Whatever follows the only call."""
+        self._left = ""
+        return False
+
+    def _open(self, name: str) -> None:
+        call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", name)
+        self._read.deltas.append({"index": len(self.calls), **call.whole})
+        self.calls.append(call)
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self.calls[-1].arguments += text
+            self._read.deltas.append({"index": len(self.calls) - 1, "function": {"arguments": text}})
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of the tag."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0)
+
+
+def _end_of_json(text: str) -> int:
+    """Where the JSON that a text begins with ends; -1 while it does not."""
+    start = len(text) - len(text.lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except ValueError:
+        return -1

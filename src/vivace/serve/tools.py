@@ -1,0 +1,104 @@
+"""Tools of a request: which way of writing calls the model knows, and what binds its answers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.decode.request import Request
+from vivace.serve.bodies import ChatBody
+from vivace.serve.grammar import Grammars
+from vivace.serve.refusal import Refusal
+from vivace.serve.tool_format import FORMATS, ToolFormat, format_of, grammar, rest_grammar
+from vivace.serve.tool_reader import PYTHON_TAG
+
+
+class Keeping(Tokenizer):
+    """Leaves special tokens out, except those that begin calls of tools."""
+
+    def __init__(self, inner: Any, eos_ids: Sequence[int] = ()) -> None:
+        super().__init__(inner, eos_ids)
+        kept = {form.tag for form in FORMATS} | {PYTHON_TAG}
+        special = zip(inner.all_special_ids, inner.all_special_tokens, strict=True)
+        self._dropped = frozenset(index for index, text in special if text not in kept)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        kept = [index for index in ids if index not in self._dropped]
+        text: str = self.inner.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+class Tools:
+    """Prepares requests whose answers may hold calls."""
+
+    def __init__(self, tokenizer: Tokenizer, grammars: Grammars) -> None:
+        self.tokenizer = Keeping(tokenizer.inner, tokenizer.eos_ids)
+        """Writes answers so that calls can be found."""
+        self._grammars = grammars
+
+    def form(self) -> ToolFormat:
+        """The way this model writes calls.
+
+        Raises:
+            Refusal: it is none of those that are known.
+        """
+        form = format_of(str(self.tokenizer.inner.chat_template))
+        if form is None:
+            known = ", ".join(known.name for known in FORMATS)
+            raise Refusal(
+                400,
+                f"tools: the chat template of this model teaches a way to write calls that is none of {known}; "
+                "leave them out",
+                param="tools",
+            )
+        return form
+
+    def bound(self, requests: Iterable[Request], form: ToolFormat, body: ChatBody) -> tuple[Request, ...]:
+        """Requests whose answers keep to what the body says about its tools.
+
+        Raises:
+            Refusal: the schema of a function cannot be kept to, or not without forcing a call.
+        """
+        made = []
+        for request in requests:
+            if body.forced:
+                request = self._forced(request, form, body)
+            elif any(tool.function.strict for tool in body.tools):
+                request = self._strict(request, form, body)
+            if not body.forced and not body.parallel_tool_calls and form.close:
+                request = replace(request, stop=replace(request.stop, criterion=self._ends(form)))
+            made.append(request)
+        return tuple(made)
+
+    def _forced(self, request: Request, form: ToolFormat, body: ChatBody) -> Request:
+        """An answer that is calls and nothing else."""
+        functions = [(function.name, function.schema_of_arguments) for function in body.forced]
+        lark = grammar(form, functions, is_parallel=body.parallel_tool_calls, token_of=self._special_token)
+        bound = self._grammars.calls(lark, len(request.tokens))
+        return replace(request, processors=(*request.processors, bound))
+
+    def _strict(self, request: Request, form: ToolFormat, body: ChatBody) -> Request:
+        """Calls of a model that is free to make none; those of functions that are not strict are any object."""
+        if not form.close:
+            raise Refusal(
+                400,
+                f"tools: strict needs a closing tag behind calls, which the {form.name} way has not; leave strict out, "
+                "or force a call with tool_choice",
+                param="tools",
+            )
+        functions = [tool.function for tool in body.tools]
+        schemas = [(one.name, one.schema_of_arguments if one.strict else {"type": "object"}) for one in functions]
+        bound = self._grammars.calls_within(rest_grammar(form, schemas), form, len(request.tokens))
+        return replace(request, processors=(*request.processors, bound))
+
+    def _ends(self, form: ToolFormat) -> Callable[[Sequence[int]], bool]:
+        """Whether a call has just ended: its closing tag is a handful of tokens at most."""
+        return lambda tokens: form.close in self.tokenizer.decode(tokens[-len(form.close) :])
+
+    def _special_token(self, text: str) -> int | None:
+        inner = self.tokenizer.inner
+        found: int = inner.convert_tokens_to_ids(text)
+        return found if found in inner.all_special_ids and inner.convert_ids_to_tokens(found) == text else None
