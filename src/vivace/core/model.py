@@ -192,6 +192,8 @@ class Decoder(nn.Module):
         """Executes several layers at once where it can; the layers one by one give the same bits."""
         self.chain: Chain | None = None
         """Drafts whole chains at once where it can; steps one by one give the same bits."""
+        self.owned: Sequence[SlotState] = ()
+        """State of parts that remember sequences (windows of neurons)."""
         self.projection: Callable[[Tensor], nn.Module] = Linear.of
         """(out, in) weights that are not the model's own, as a module that runs on the kernels of its layers."""
 
@@ -272,4 +274,4 @@ class Decoder(nn.Module):
 
     def states(self) -> Sequence[SlotState]:
         """Per-sequence state owned by parts of the model."""
-        return ()
+        return self.owned

@@ -28,6 +28,10 @@ Kind = Literal["direct", "buffered", "mmap"]
 PAGE = 4096
 CHUNK_BYTES = 1 << 20
 NUM_THREADS = 4
+SMALL_BYTES = 128 << 10
+"""Reads shorter than this go to a thread several at a time ..."""
+GROUPS = 4
+"""... so that each thread has about this many turns."""
 PROBE_BYTES = 32 << 20
 """What is read to compare readers."""
 
@@ -151,8 +155,11 @@ READERS: dict[str, Callable[[Path], Reader]] = {
 
 
 def aligned(num_bytes: int) -> memoryview:
-    """Writable memory that begins on a page."""
-    return memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+    """Writable memory that begins on a page; the process's own, so that it counts as such (RssAnon)."""
+    size = max(num_bytes, 1)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:num_bytes]
+    return memoryview(mmap.mmap(-1, size))[:num_bytes]
 
 
 def _address(memory: memoryview) -> int:
@@ -292,10 +299,14 @@ class Ticket:
             CheckpointError: the device fails.
         """
         begun = time.perf_counter()
-        errors = [error for future in self._futures if (error := future.exception()) is not None]
+        errors = self.settle()
         self._traffic.wait_s += time.perf_counter() - begun
         if errors:
             raise errors[0]
+
+    def settle(self) -> list[BaseException]:
+        """Until nothing is under way any more; what went wrong is returned, for whoever wants to know."""
+        return [error for future in self._futures if (error := future.exception()) is not None]
 
 
 class ReadPool:
@@ -312,6 +323,7 @@ class ReadPool:
         assert chunk_bytes % PAGE == 0, chunk_bytes
         self.reader = reader
         self.chunk_bytes = chunk_bytes
+        self.num_threads = num_threads
         self.traffic = Traffic()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vivace-read")
         self._lock = threading.Lock()
@@ -320,24 +332,29 @@ class ReadPool:
 
     def submit(self, extents: Sequence[tuple[int, memoryview]]) -> Ticket:
         """Begin to read (offset, memory) pairs; the memory is good after ``wait``."""
+        if not extents:
+            return Ticket((), self.traffic)
         chunks = [chunk for offset, into in extents for chunk in self._cut(offset, into)]
-        return Ticket([self._threads.submit(self._read, *chunk) for chunk in chunks], self.traffic)
+        group = -(-len(chunks) // (GROUPS * self.num_threads)) if len(chunks[0][1]) < SMALL_BYTES else 1
+        groups = [chunks[first : first + group] for first in range(0, len(chunks), group)]
+        return Ticket([self._threads.submit(self._read, some) for some in groups], self.traffic)
 
     def _cut(self, offset: int, into: memoryview) -> list[tuple[int, memoryview]]:
         starts = range(0, len(into), self.chunk_bytes)
         return [(offset + first, into[first : first + self.chunk_bytes]) for first in starts]
 
-    def _read(self, offset: int, into: memoryview) -> None:
+    def _read(self, chunks: Sequence[tuple[int, memoryview]]) -> None:
         with self._lock:
             self._since = self._since if self._running else time.perf_counter()
             self._running += 1
         try:
-            self.reader.read(offset, into)
+            for offset, into in chunks:
+                self.reader.read(offset, into)
         finally:
             with self._lock:
                 self._running -= 1
-                self.traffic.num_reads += 1
-                self.traffic.num_bytes += len(into)
+                self.traffic.num_reads += len(chunks)
+                self.traffic.num_bytes += sum(len(into) for _, into in chunks)
                 if not self._running:
                     self.traffic.busy_s += time.perf_counter() - self._since
 

@@ -1,0 +1,195 @@
+"""What stays in memory and what is read again, decided before anything is loaded.
+
+A budget holds weights, buffers and the key/value cache of the longest text together. What cannot be done without comes
+first; then, by kind of store:
+
+* layers: two buffers as large as the largest streamed bundle, and as many whole bundles as fit beside them, spread
+  over the depth so that reading one overlaps computing its neighbours;
+* neurons and selected: attention and selectors, then equal room for the neurons of each layer;
+* experts: attention, then slots for experts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from vivace.errors import CapacityError
+from vivace.storage.store import Store
+from vivace.units import format_bytes
+
+NUM_BUFFERS = 2
+BLOCK_BYTES = 4 << 20
+"""Neurons are read so many bytes at a time where all of them are wanted."""
+LEAST_SHARE = 32
+"""A layer has room for at least one in so many of its neurons."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where every byte goes."""
+
+    budget_bytes: int | None
+    """None: all of the model stays in memory."""
+    resident: tuple[str, ...]
+    """Bundles that stay in memory."""
+    streamed: tuple[str, ...]
+    """Bundles that are read whenever they are wanted, in the order of their use."""
+    resident_bytes: int
+    buffer_bytes: int
+    cache_bytes: int
+    """Keys and values of ``num_tokens``."""
+    num_tokens: int
+    total_bytes: int
+    """Of the whole store's weights."""
+    neurons_per_layer: int = 0
+    num_experts: int = 0
+    """Slots for experts of all layers together."""
+    pool_bytes: int = 0
+    """Of the neurons or experts in memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All together."""
+        return self.resident_bytes + self.buffer_bytes + self.cache_bytes + self.pool_bytes
+
+    def pass_bytes(self, store: Store) -> int:
+        """Bytes read for a token where nothing is known of what it needs: the streamed part, or every expert chosen."""
+        if self.num_experts and store.config.moe is not None:
+            chosen = store.config.moe.top_k * sum(map(store.config.is_moe, range(store.config.num_layers)))
+            missing = 1 - self.num_experts / max(1, len(self.streamed))
+            return int(chosen * missing * store[self.streamed[0]].num_bytes)
+        if self.neurons_per_layer:
+            kept = self.neurons_per_layer / store.config.ffn_width
+            return int((1 - kept) * sum(store[name].num_bytes for name in self.streamed))
+        return sum(store[name].num_pages_bytes for name in self.streamed)
+
+    def expected(self, store: Store, read_gb_per_s: float, compute_gb_per_s: float) -> float:
+        """Tokens/s that the plan promises: a pass reads and computes at the same time, and ends with the slower.
+
+        Args:
+            store: what is read.
+            read_gb_per_s: of the reader, 10^9 bytes a second.
+            compute_gb_per_s: of the memory, as every weight in it is read once a token.
+        """
+        seconds = self.pass_bytes(store) / read_gb_per_s / 1e9
+        return 1 / max(seconds, self.total_bytes / compute_gb_per_s / 1e9)
+
+
+def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> MemoryPlan:
+    """Divide a budget.
+
+    Args:
+        store: the model.
+        budget_bytes: None keeps everything in memory.
+        num_tokens: longest text, prompt and answer together.
+
+    Raises:
+        CapacityError: the budget is too small; says what it would take.
+    """
+    c = store.config
+    cache = num_tokens * c.num_layers * c.num_kv_heads * c.head_dim * 2 * store.dtype.itemsize
+    neurons = [name for name in store.bundles if name.endswith(".neurons")]
+    experts = [name for name in store.bundles if ".experts." in name]
+    pooled = {*neurons, *experts}
+    units = [name for name in store.bundles if name != "resident" and name not in pooled]
+    total = sum(bundle.num_bytes for bundle in store.bundles.values())
+    fixed = store["resident"].num_bytes
+    plan = MemoryPlan(budget_bytes, (), (), fixed, 0, cache, num_tokens, total)
+    if pooled:
+        plan = replace(plan, resident=tuple(units), resident_bytes=fixed + sum(store[u].num_bytes for u in units))
+        return _with_neurons(plan, store, neurons) if neurons else _with_experts(plan, store, experts)
+    return _with_units(plan, store, units)
+
+
+def _with_units(plan: MemoryPlan, store: Store, units: list[str]) -> MemoryPlan:
+    fixed = plan.num_bytes
+    everything = replace(
+        plan, resident=tuple(units), resident_bytes=plan.resident_bytes + sum(store[unit].num_bytes for unit in units)
+    )
+    if plan.budget_bytes is None or everything.num_bytes <= plan.budget_bytes:
+        return everything
+    buffers = NUM_BUFFERS * max(store[unit].num_pages_bytes for unit in units)
+    room = _room(plan, store, fixed + buffers, f"{NUM_BUFFERS} buffers of a layer's matrices {format_bytes(buffers)}")
+    kept = set(_spread(units, {unit: store[unit].num_bytes for unit in units}, room))
+    return replace(
+        plan,
+        resident=tuple(unit for unit in units if unit in kept),
+        streamed=tuple(unit for unit in units if unit not in kept),
+        resident_bytes=plan.resident_bytes + sum(store[unit].num_bytes for unit in kept),
+        buffer_bytes=buffers,
+    )
+
+
+def _spread(units: list[str], sizes: dict[str, int], room: int) -> list[str]:
+    """Units that fit, at even distances: the order is that of the bits of their places, reversed."""
+    width = max(1, (len(units) - 1).bit_length())
+    order = sorted(range(len(units)), key=lambda place: int(f"{place:0{width}b}"[::-1], 2))
+    kept = []
+    for place in order:
+        if sizes[units[place]] <= room:
+            kept.append(units[place])
+            room -= sizes[units[place]]
+    return kept
+
+
+def _with_neurons(plan: MemoryPlan, store: Store, neurons: list[str]) -> MemoryPlan:
+    bundle = store[neurons[0]]
+    stride, width = bundle.stride, bundle.count
+    buffers = NUM_BUFFERS * block_of(width, stride) * stride
+    least = -(-width // LEAST_SHARE)
+    needed = plan.num_bytes + buffers + least * stride * len(neurons)
+    room = width * stride * len(neurons)
+    if plan.budget_bytes is not None:
+        what = f"{least} of {width} neurons a layer {format_bytes(least * stride * len(neurons))}, "
+        what += f"{NUM_BUFFERS} buffers {format_bytes(buffers)}"
+        room = _room(plan, store, needed, what) + least * stride * len(neurons)
+    count = min(width, room // (stride * len(neurons)))
+    pool = count * stride * len(neurons)
+    return replace(plan, streamed=tuple(neurons), buffer_bytes=buffers, neurons_per_layer=count, pool_bytes=pool)
+
+
+def block_of(count: int, stride: int) -> int:
+    """Neurons, of ``count`` with records of ``stride`` bytes, that are read together where all of them are wanted."""
+    return min(count, max(1, BLOCK_BYTES // stride))
+
+
+def _with_experts(plan: MemoryPlan, store: Store, experts: list[str]) -> MemoryPlan:
+    moe = store.config.moe
+    assert moe is not None
+    size = store[experts[0]].num_pages_bytes
+    count = len(experts)
+    if plan.budget_bytes is not None:
+        needed = plan.num_bytes + moe.top_k * size
+        what = f"{moe.top_k} experts {format_bytes(moe.top_k * size)}"
+        count = min(count, moe.top_k + _room(plan, store, needed, what) // size)
+    return replace(plan, streamed=tuple(experts), num_experts=count, pool_bytes=count * size)
+
+
+def _room(plan: MemoryPlan, store: Store, needed: int, what: str) -> int:
+    """What is left of the budget.
+
+    Raises:
+        CapacityError: less than nothing.
+    """
+    assert plan.budget_bytes is not None
+    if needed > plan.budget_bytes:
+        raise CapacityError(
+            f"{format_bytes(plan.budget_bytes)} of memory are too few for {store.folder.name}: what always stays there "
+            f"takes {format_bytes(plan.resident_bytes)}, {what}, the cache of {plan.num_tokens} tokens "
+            f"{format_bytes(plan.cache_bytes)}; give at least {format_bytes(needed * 21 // 20)}"
+        )
+    return plan.budget_bytes - needed
+
+
+def memory_gb_per_s(num_bytes: int = 32 << 20, repeats: int = 4) -> float:
+    """10^9 bytes a second that this process reads from memory, the best of a few."""
+    numbers = torch.ones(num_bytes // 4)
+    best = 0.0
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        numbers.sum()
+        best = max(best, num_bytes / (time.perf_counter() - begun) / 1e9)
+    return best

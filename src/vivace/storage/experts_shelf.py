@@ -1,0 +1,57 @@
+"""Experts of a store (``store.py``) as a shelf: bundles of whole pages, so that direct reads go straight into slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig, MoeConfig
+from vivace.core.layers import FeedForward, Linear
+from vivace.errors import UnsupportedError
+from vivace.storage.policies import Key
+from vivace.storage.readers import Reader
+from vivace.storage.store import Store, view
+
+
+class StoreShelf:
+    """Fills ``Shelf``."""
+
+    def __init__(self, store: Store, reader: Reader) -> None:
+        """Find the experts.
+
+        Raises:
+            UnsupportedError: the model has none.
+        """
+        moe = store.config.moe
+        if moe is None:
+            raise UnsupportedError(f"{store.folder} holds a dense model: it has no experts to load ahead of time")
+        self.store = store
+        self.reader = reader
+        self.moe: MoeConfig = moe
+        layers = [index for index in range(store.config.num_layers) if store.config.is_moe(index)]
+        self._bundles = {(i, x): store[f"layers.{i}.experts.{x}"] for i in layers for x in range(moe.num_experts)}
+        self._sample = next(iter(self._bundles.values()))
+        self.bundle_bytes = self._sample.num_pages_bytes
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers."""
+        return len(self._bundles)
+
+    def read(self, key: Key, first: int, into: memoryview) -> None:
+        """Bytes ``first ..`` of an expert's pages; raises as ``Reader``."""
+        self.reader.read(self._bundles[key].offset + first, into)
+
+    def expert(self, layer_bytes: Tensor) -> FeedForward:
+        """The feed-forward over a slot's bytes."""
+        up, down = (view(layer_bytes, part, self.store.dtype) for part in self._sample.parts)
+        return feed_forward_over(self.store.config, up, down)
+
+
+def feed_forward_over(config: ModelConfig, up: Tensor, down: Tensor) -> FeedForward:
+    """The feed-forward whose weights are these tensors, whatever is written into them later."""
+    with torch.device("meta"):
+        modules = [Linear(weight.shape[1], weight.shape[0]) for weight in (up, down)]
+    for module, weight in zip(modules, (up, down), strict=True):
+        module.weight = nn.Parameter(weight, requires_grad=False)
+    return FeedForward(config, 0, *modules)

@@ -1,0 +1,163 @@
+"""A store and a budget in, a decoder out: what is resident is read now, the rest when its layer runs."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vivace.checkpoint.load import put
+from vivace.core.model import Decoder
+from vivace.core.parts import DenseParts
+from vivace.errors import CorruptError
+from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
+from vivace.storage.experts import ExpertCache
+from vivace.storage.experts_parts import CachedParts
+from vivace.storage.experts_shelf import StoreShelf
+from vivace.storage.neurons import NeuronParts, Neurons
+from vivace.storage.policies import LeastRecent
+from vivace.storage.readers import Choice, ReadPool, aligned, device_bytes, open_reader
+from vivace.storage.store import Store, open_store
+from vivace.storage.streaming import Stream, StreamedParts
+from vivace.units import format_bytes
+
+MAX_TOKENS = 4096
+"""Longest text a plan makes room for, where the model would take a longer one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """What stands behind a decoder whose weights are not all in memory."""
+
+    store: Store
+    plan: MemoryPlan
+    reader: Choice
+    pool: ReadPool
+    read_gb_per_s: float | None
+    stream: Stream | None = None
+    neurons: Neurons | None = None
+    experts: ExpertCache | None = None
+    expected_tokens_per_s: float | None = None
+
+    @property
+    def report(self) -> str:
+        """The plan in a sentence."""
+        plan = self.plan
+        parts = [f"{format_bytes(plan.num_bytes)} of {format_bytes(plan.budget_bytes or plan.num_bytes)}"]
+        if self.stream is not None:
+            parts.append(f"{format_bytes(plan.pass_bytes(self.store))} read a pass, ahead of use")
+        if self.neurons is not None:
+            parts.append(f"{plan.neurons_per_layer} of {self.store.config.ffn_width} neurons a layer in memory")
+        if self.experts is not None:
+            parts.append(f"{plan.num_experts} of {len(plan.streamed)} experts in memory")
+        if self.expected_tokens_per_s is not None:
+            parts.append(f"{self.expected_tokens_per_s:.2f} tokens/s expected")
+        return f"{', '.join(parts)}; reader {self.reader.reader.name}: {self.reader.why}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What was planned, and what was read so far, as our counters and the kernel's have it."""
+        traffic = self.pool.traffic
+        return {
+            "budget_bytes": self.plan.budget_bytes,
+            "planned_bytes": self.plan.num_bytes,
+            "bytes_per_pass": self.plan.pass_bytes(self.store),
+            "reader": self.reader.reader.name,
+            "reader_why": self.reader.why,
+            "device_gb_per_s": self.read_gb_per_s,
+            "gb_per_s": traffic.gb_per_s,
+            "bytes_read": traffic.num_bytes,
+            "device_bytes": device_bytes(),
+            "wait_s": traffic.wait_s,
+            "expected_tokens_per_s": self.expected_tokens_per_s,
+        }
+
+    def close(self) -> None:
+        """Stop reading and let go of the file; the decoder cannot be used any more."""
+        if self.stream is not None:
+            self.stream.close()
+        if self.experts is not None:
+            self.experts.close()
+        self.pool.close()
+        self.reader.reader.close()
+
+
+def load_stored(
+    folder: str | Path,
+    budget_bytes: int | None = None,
+    *,
+    reader: str = "auto",
+    num_tokens: int | None = None,
+    threshold: float = 0.0,
+) -> tuple[Decoder, Storage]:
+    """The decoder of a store, frozen.
+
+    Args:
+        folder: the store.
+        budget_bytes: weights, buffers and cache together; None is all in memory.
+        reader: "auto", "direct", "buffered" or "mmap".
+        num_tokens: longest text, prompt and answer together; None is the model's context, 4096 at most.
+        threshold: neurons whose activation is not larger in size are left out, in a store of layout ``selected``.
+
+    Raises:
+        CheckpointError: the store is missing, broken or foreign.
+        CapacityError: the budget is too small.
+        UsageError: no such reader, or it does not work here.
+    """
+    store = open_store(folder)
+    tokens = min(store.config.max_positions, MAX_TOKENS) if num_tokens is None else num_tokens
+    plan = plan_memory(store, budget_bytes, tokens)
+    choice = open_reader(store.path, reader)
+    pool = ReadPool(choice.reader)
+    stream, neurons, experts = None, None, None
+    parts: DenseParts = DenseParts(store.config)
+    if plan.num_experts:
+        experts = ExpertCache(
+            StoreShelf(store, choice.reader), LeastRecent(), store.config.num_layers, plan.num_experts
+        )
+        parts = CachedParts(store.config, experts)
+    elif plan.neurons_per_layer:
+        neurons = Neurons.of(store, pool, plan, threshold)
+        parts = NeuronParts(store.config, neurons)
+    elif plan.streamed:
+        stream = Stream(store, pool, plan.streamed)
+        parts = StreamedParts(store.config, stream)
+    with torch.device("meta"):
+        decoder = Decoder(store.config, parts)
+    for name in ("resident", *plan.resident):
+        for parameter, values in read_bundle(store, pool, name).items():
+            if parameter == "selector":
+                assert neurons is not None
+                neurons.select_by(name, values)
+            else:
+                put(decoder, parameter, values)
+    left = [name for name, parameter in decoder.named_parameters() if parameter.is_meta]
+    assert not left, left
+    if neurons is not None:
+        decoder.owned = (neurons,)
+    speed = choice.gb_per_s
+    expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
+    storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected)
+    return decoder.requires_grad_(False).eval(), storage
+
+
+def read_bundle(store: Store, pool: ReadPool, name: str) -> dict[str, nn.Parameter]:
+    """The tensors of a bundle, in memory of their own.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    bundle = store[name]
+    memory = aligned(bundle.num_pages_bytes)
+    pool.submit([(bundle.offset, memory)]).wait()
+    checksum = zlib.crc32(memory[: bundle.num_bytes])
+    if checksum != bundle.checksum:
+        raise CorruptError(
+            f"{store.path}: bundle {name} has checksum {checksum:08x}, its index says {bundle.checksum:08x}; "
+            "convert the model again"
+        )
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return {part: nn.Parameter(values, requires_grad=False) for part, values in store.tensors(name, whole).items()}

@@ -1,0 +1,121 @@
+"""The neurons of one layer that are in memory: those of the last few tokens (Alizadeh et al. 2023, arXiv:2312.11514).
+
+Memory is taken once. Records lie side by side in its first ``num_used`` rows in any order, so that the feed-forward
+runs over one block: what leaves is overwritten by the last rows, what comes is appended (section 3.3 of the paper).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vivace.storage.readers import aligned
+
+
+class Run(NamedTuple):
+    """Neighbouring records of the file that belong into neighbouring rows."""
+
+    neuron: int
+    row: int
+    length: int
+
+
+class NeuronCache:
+    """Rows for ``room`` of ``count`` neurons, and a window over the last ``window`` sets that were active."""
+
+    def __init__(self, count: int, room: int, stride: int, window: int) -> None:
+        """Allocate.
+
+        Args:
+            count: neurons of the layer, F.
+            room: of them in memory at most.
+            stride: bytes of a record.
+            window: active sets that stay in memory; the oldest leave earlier where room is short.
+        """
+        self.room = room
+        self.window = window
+        self.stride = stride
+        self.memory = aligned(room * stride)
+        self.rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(room, stride)
+        """(room, stride) uint8."""
+        self.pointer = torch.zeros(room, dtype=torch.int64)
+        """(room,) neuron of each row; only the first ``num_used`` mean something."""
+        self.row_of = torch.full((count,), -1, dtype=torch.int64)
+        """(F,) row of each neuron, -1 for those not in memory."""
+        self.uses = torch.zeros(count, dtype=torch.int32)
+        """(F,) active sets of the window that hold a neuron."""
+        self.num_used = 0
+        self.num_moved = 0
+        """Rows copied to fill holes, since the beginning."""
+        self._recent: deque[Tensor] = deque()
+
+    @property
+    def recent(self) -> tuple[Tensor, ...]:
+        """The active sets of the window, the oldest first."""
+        return tuple(self._recent)
+
+    def turn(self, active: Tensor) -> list[Run]:
+        """Move the window on.
+
+        Args:
+            active: (n,) neurons, ascending; n <= room.
+
+        Returns:
+            What must be read into ``memory``; if that fails, ``forget`` says so.
+        """
+        assert len(active) <= self.room, (len(active), self.room)
+        self._recent.append(active)
+        self.uses[active] += 1
+        while len(self._recent) > self.window:
+            self._drop_oldest()
+        fresh = active[self.row_of[active] < 0]
+        alive = self.uses[self.pointer[: self.num_used]] > 0
+        while int(alive.sum()) + len(fresh) > self.room:
+            self._drop_oldest()
+            alive = self.uses[self.pointer[: self.num_used]] > 0
+        self._compact(alive)
+        first = self.num_used
+        self.num_used += len(fresh)
+        rows = torch.arange(first, self.num_used)
+        self.pointer[rows] = fresh
+        self.row_of[fresh] = rows
+        return runs(fresh, first)
+
+    def _drop_oldest(self) -> None:
+        self.uses[self._recent.popleft()] -= 1
+
+    def _compact(self, alive: Tensor) -> None:
+        """Rows that are not alive go; the last rows fill the holes."""
+        kept = int(alive.sum())
+        if kept == self.num_used:
+            return
+        self.row_of[self.pointer[: self.num_used][~alive]] = -1
+        holes = (~alive[:kept]).nonzero()[:, 0]
+        movers = alive[kept:].nonzero()[:, 0] + kept
+        self.rows[holes] = self.rows[movers]
+        self.pointer[holes] = self.pointer[movers]
+        self.row_of[self.pointer[holes]] = holes
+        self.num_moved += len(holes)
+        self.num_used = kept
+
+    def forget(self) -> None:
+        """Nothing is in memory any more: another sequence begins, or a read failed."""
+        self.row_of.fill_(-1)
+        self.uses.zero_()
+        self._recent.clear()
+        self.num_used = 0
+
+
+def runs(neurons: Tensor, first_row: int) -> list[Run]:
+    """Ascending neurons (n,) that go into rows from ``first_row`` on, neighbours together."""
+    if not len(neurons):
+        return []
+    breaks = (neurons.diff() != 1).nonzero()[:, 0] + 1
+    edges = [0, *breaks.tolist(), len(neurons)]
+    starts = neurons[torch.tensor(edges[:-1])].tolist()
+    spans = pairwise(edges)
+    return [Run(neuron, first_row + a, b - a) for neuron, (a, b) in zip(starts, spans, strict=True)]

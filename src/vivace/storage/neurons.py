@@ -1,0 +1,292 @@
+"""Feed-forwards of which only the active neurons are read (Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514).
+
+Who is active is decided by one of two:
+
+* ``selected``: the gate's matrix (or, without a gate, up's) stays in memory and is computed exactly; neurons whose
+  activation is larger in size than a threshold are active (Lee et al. 2024, CATS, arXiv:2404.08763). With ReLU and
+  threshold 0 nothing is left out. The others count as zero, so the answer does not depend on what happens to be in
+  memory.
+* ``neurons``: low-rank predictors guess it from the input (``predictors.py``). What was not guessed but is in memory
+  is computed too: a longer window misses less.
+
+Where the paper differs: it leaves prompts out. Prompt chunks need nearly all neurons, so here they read a layer's
+records once, in large blocks, and are computed with all of them. Windows are forgotten when no sequence is left, so
+that an answer does not depend on those before it. Drafts of several rows read what any of their rows needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.layers import activate
+from vivace.core.parts import DenseParts
+from vivace.core.step import Step
+from vivace.errors import UnsupportedError, VivaceError
+from vivace.kernels import reference as kernels
+from vivace.storage.budget import MemoryPlan, block_of
+from vivace.storage.neuron_cache import NeuronCache
+from vivace.storage.predictors import Predictor, load_predictors
+from vivace.storage.readers import ReadPool, Ticket, aligned
+from vivace.storage.store import Store
+
+WINDOW = 4
+"""Tokens whose neurons stay in memory, where the budget has room for them."""
+
+
+@dataclass
+class NeuronCounts:
+    """What happened since the beginning."""
+
+    passes: int = 0
+    """Layers run with a part of their neurons."""
+    dense: int = 0
+    """Layers run with all of them."""
+    active: int = 0
+    """Neurons that were asked for."""
+    read: int = 0
+    """Neurons that had to be read for them."""
+    manage_s: float = 0.0
+    """Seconds spent on bookkeeping and moving rows."""
+
+
+class Neurons:
+    """The caches of all layers; a ``SlotState``, as windows belong to sequences."""
+
+    def __init__(
+        self, store: Store, pool: ReadPool, room: int, *, threshold: float, predictors: Sequence[Predictor], window: int
+    ) -> None:
+        """Allocate.
+
+        Args:
+            store: layout ``neurons`` or ``selected``.
+            pool: reads it.
+            room: neurons of a layer in memory.
+            threshold: of the layout ``selected``.
+            predictors: one a layer, for the layout ``neurons``.
+            window: tokens whose neurons stay in memory.
+        """
+        self.store = store
+        self.pool = pool
+        self.threshold = threshold
+        self.predictors = predictors
+        self.counts = NeuronCounts()
+        self.selectors: dict[int, Tensor] = {}
+        bundle = store["layers.0.neurons"]
+        layers = range(store.config.num_layers)
+        self.caches = [NeuronCache(bundle.count, room, bundle.stride, window) for _ in layers]
+        self.block = block_of(bundle.count, bundle.stride)
+        """Neurons in a block of a dense pass."""
+        self._blocks = [aligned(self.block * bundle.stride) for _ in range(2)]
+        self._live: set[int] = set()
+
+    @staticmethod
+    def of(store: Store, pool: ReadPool, plan: MemoryPlan, threshold: float = 0.0, window: int = WINDOW) -> Neurons:
+        """For a plan.
+
+        Raises:
+            NotFoundError: layout ``neurons`` without predictors.
+        """
+        predictors: Sequence[Predictor] = ()
+        if store.layout == "neurons":
+            predictors = load_predictors(store)
+        room = plan.neurons_per_layer
+        return Neurons(store, pool, room, threshold=threshold, predictors=predictors, window=window)
+
+    def select_by(self, bundle: str, matrix: Tensor) -> None:
+        """Take a selector (F, E), by the name of its bundle."""
+        self.selectors[int(bundle.split(".")[1])] = matrix
+
+    def bring(self, layer: int, active: Tensor) -> dict[str, Tensor] | None:
+        """Records in memory with these neurons among them, each part (n, E); None where they do not fit.
+
+        Raises:
+            CheckpointError: they cannot be read; the layer's window begins anew.
+        """
+        cache, bundle = self.caches[layer], self.store[f"layers.{layer}.neurons"]
+        if len(active) > cache.room:
+            return None
+        begun = time.perf_counter()
+        wanted = cache.turn(active)
+        stride = bundle.stride
+        extents = [
+            (bundle.start(neuron), cache.memory[row * stride : (row + count) * stride]) for neuron, row, count in wanted
+        ]
+        self.counts.passes += 1
+        self.counts.active += len(active)
+        self.counts.read += sum(count for *_, count in wanted)
+        self.counts.manage_s += time.perf_counter() - begun
+        try:
+            self.pool.submit(extents).wait()
+        except VivaceError:
+            cache.forget()
+            raise
+        return self.store.records(bundle.name, cache.rows[: cache.num_used])
+
+    def every(self, layer: int) -> NeuronBlocks:
+        """All records of a layer, block by block."""
+        self.counts.dense += 1
+        return NeuronBlocks(self.store, self.pool, f"layers.{layer}.neurons", self.block, self._blocks)
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """These sequences live."""
+        self._live.update(slots)
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """What is in memory is right whatever the text is."""
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """The windows are shared."""
+        self._live.update(targets)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the windows when nobody is left."""
+        self._live.difference_update(slots)
+        if not self._live:
+            for cache in self.caches:
+                cache.forget()
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """There are no holes."""
+
+
+class NeuronBlocks:
+    """Iterates over (first neuron, parts (n, E)) of a layer; a block is good until the next is asked for."""
+
+    def __init__(self, store: Store, pool: ReadPool, name: str, block: int, buffers: Sequence[memoryview]) -> None:
+        self._store = store
+        self._pool = pool
+        self._name = name
+        self._starts = list(range(0, store[name].count, block))
+        self._block = block
+        self._buffers = buffers
+        self._ticket: Ticket | None = None
+        self._next = 0
+
+    def __iter__(self) -> NeuronBlocks:
+        self._ticket = self._begin(0)
+        return self
+
+    def __next__(self) -> tuple[int, dict[str, Tensor]]:
+        place = self._next
+        if place == len(self._starts):
+            raise StopIteration
+        assert self._ticket is not None
+        self._next += 1
+        ticket = self._ticket
+        try:
+            ticket.wait()
+        finally:
+            if self._next < len(self._starts):
+                self._ticket = self._begin(self._next)
+        first = self._starts[place]
+        memory = torch.frombuffer(self._view(place), dtype=torch.uint8).view(-1, self._store[self._name].stride)
+        return first, self._store.records(self._name, memory)
+
+    def _view(self, place: int) -> memoryview:
+        bundle = self._store[self._name]
+        count = min(self._block, bundle.count - self._starts[place])
+        return self._buffers[place % 2][: count * bundle.stride]
+
+    def _begin(self, place: int) -> Ticket:
+        return self._pool.submit([(self._store[self._name].start(self._starts[place]), self._view(place))])
+
+
+class Bias(nn.Module):
+    """The bias of a matrix that is not in memory."""
+
+    def __init__(self, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+
+class NeuronFeedForward(nn.Module):
+    """``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))`` over the neurons that are active."""
+
+    def __init__(self, config: ModelConfig, layer: int, neurons: Neurons) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.neurons = neurons
+        self.up = Bias(config.ffn_width * (2 if config.gated else 1), bias=config.ffn_bias)
+        self.down = Bias(config.width, bias=config.ffn_bias)
+
+    def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
+        """(T, E) -> (T, E).
+
+        Raises:
+            UnsupportedError: a call with low-rank terms inside the feed-forward.
+            CheckpointError: neurons cannot be read.
+        """
+        sites = [(self.layer, site) for site in ("gate", "up", "down")]
+        if any(site in deltas.down for deltas in step.deltas for site in sites):
+            raise UnsupportedError("adapters on feed-forwards need them whole; convert the model with layout layers")
+        is_prompt = step.chunk is not None or step.grid is not None
+        y = None if is_prompt else self._some(x)
+        y = self._all(x) if y is None else y
+        if self.down.bias is not None:
+            y = y + self.down.bias
+        y = y.to(x.dtype)
+        return y if add is None else add + y
+
+    def _some(self, x: Tensor) -> Tensor | None:
+        """With the active neurons, without the last bias; None where they do not fit."""
+        neurons = self.neurons
+        gate = self._gate(x)
+        if gate is None:
+            active = neurons.predictors[self.layer].active(x)
+        else:
+            gate = torch.where(gate.abs() > neurons.threshold, gate, 0.0)
+            active = (gate != 0).any(0).nonzero()[:, 0]
+        found = neurons.bring(self.layer, active)
+        if found is None:
+            return None
+        which = neurons.caches[self.layer].pointer[: len(found["down"])]
+        return self._inner(x, found, which, gate) @ found["down"]
+
+    def _all(self, x: Tensor) -> Tensor:
+        """With all neurons, block by block, without the last bias."""
+        gate = self._gate(x)
+        y = x.new_zeros(x.shape, dtype=torch.float32)
+        for first, found in self.neurons.every(self.layer):
+            which = torch.arange(first, first + len(found["down"]))
+            y += self._inner(x, found, which, gate) @ found["down"]
+        return y
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        """Activations of the selector, (T, F); None where there is none."""
+        if self.layer not in self.neurons.selectors:
+            return None
+        bias = None if self.up.bias is None else self.up.bias[: self.config.ffn_width]
+        return activate(kernels.linear(x, self.neurons.selectors[self.layer], bias), self.config.activation)
+
+    def _inner(self, x: Tensor, found: dict[str, Tensor], which: Tensor, gate: Tensor | None) -> Tensor:
+        """What these neurons, ``which`` (n,), send down, (T, n)."""
+        if gate is not None and not self.config.gated:
+            return gate[:, which]
+        width = self.config.ffn_width
+        last = width if self.config.gated else 0
+        biases = (None, None) if self.up.bias is None else (self.up.bias[which], self.up.bias[which + last])
+        if not self.config.gated:
+            return activate(kernels.linear(x, found["up"], biases[0]), self.config.activation)
+        up = kernels.linear(x, found["up"], biases[1])
+        if gate is None:
+            return activate(kernels.linear(x, found["gate"], biases[0]), self.config.activation) * up
+        return gate[:, which] * up
+
+
+class NeuronParts(DenseParts):
+    """All matrices resident but those of feed-forwards."""
+
+    def __init__(self, config: ModelConfig, neurons: Neurons) -> None:
+        super().__init__(config)
+        self.neurons = neurons
+
+    def feed_forward(self, layer: int) -> nn.Module:
+        """A feed-forward over neurons."""
+        return NeuronFeedForward(self.config, layer, self.neurons)
