@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.storage.experts import ExpertCache
-from vivace.storage.experts_parts import CachedParts, bundle_bytes, expert_over
+from vivace.storage.experts_parts import CachedParts
+from vivace.storage.experts_shelf import feed_forward_over
 from vivace.storage.policies import Key, LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe")
@@ -33,7 +35,10 @@ class MemoryShelf:
 
     def __init__(self, model: Decoder, delay_s: Callable[[], float] | None = None) -> None:
         self.config, self.dtype = model.config, model.dtype
-        self.bundle_bytes = bundle_bytes(model.config, model.dtype)
+        assert model.config.moe is not None
+        width = model.config.moe.expert_width
+        self.shapes = (2 * width, model.config.width), (model.config.width, width)
+        self.bundle_bytes = 3 * width * model.config.width * model.dtype.itemsize
         self.delay_s = delay_s
         self.broken: set[Key] = set()
         self.reads: list[tuple[Key, int, int]] = []
@@ -54,7 +59,11 @@ class MemoryShelf:
         into[:] = self.bundles[key][first : first + len(into)]
 
     def expert(self, layer_bytes: Tensor) -> FeedForward:
-        return expert_over(self.config, layer_bytes, self.dtype)
+        split = prod(self.shapes[0])
+        parts = layer_bytes.view(self.dtype).split([split, prod(self.shapes[1])])
+        return feed_forward_over(
+            self.config, *(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+        )
 
     @property
     def num_bytes(self) -> int:

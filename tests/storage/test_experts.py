@@ -15,10 +15,14 @@ from tests.parity.families import make
 from tests.storage.mixtures import FAMILIES, PROMPTS, MemoryShelf, answers, jitter, policies, streamed
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
-from vivace.errors import CapacityError, CheckpointError
+from vivace.errors import CapacityError, CheckpointError, CorruptError
+from vivace.storage.convert import write_store
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_guess import GuessingClimb
+from vivace.storage.experts_parts import load_around
+from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Trace
+from vivace.storage.readers import open_reader
 
 POLICIES = 5
 
@@ -189,3 +193,30 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_prompts_differ() -> None:
     assert len(set(map(len, PROMPTS))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["direct", "buffered", "mmap"])
+def test_a_store_gives_the_resident_bits_through_every_reader(mixture: Mixture, kind: str, tmp_path: Path) -> None:
+    store = write_store(mixture.folder, tmp_path / "store")
+    reader = open_reader(store.path, kind).reader
+    shelf = StoreShelf(store, reader)
+    with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, 5, chunk_bytes=4096) as cache:
+        model = load_around(store, reader, cache)
+        assert same(answers(model, GuessingClimb(2)), mixture.plain)
+    reader.close()
+
+
+def test_a_store_that_ends_early_is_an_error_and_the_cache_goes_on(mixture: Mixture, tmp_path: Path) -> None:
+    store = write_store(mixture.folder, tmp_path / "store")
+    reader = open_reader(store.path, "buffered").reader
+    whole = store.path.read_bytes()
+    with ExpertCache(StoreShelf(store, reader), LeastRecent(), mixture.num_layers, 5) as cache:
+        model = load_around(store, reader, cache)
+        with store.path.open("r+b") as file:
+            file.truncate(store["layers.2.experts.0"].offset)
+        with pytest.raises(CorruptError, match="ends early"):
+            answers(model)
+        with store.path.open("r+b") as file:
+            file.write(whole)
+        assert same(answers(model), mixture.plain)
+    reader.close()

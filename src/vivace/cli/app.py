@@ -29,6 +29,7 @@ from vivace.cli import (
     serve,
     train,
     tune,
+    upcycle,
     widen,
 )
 from vivace.cli.console import console
@@ -58,6 +59,7 @@ def build() -> typer.Typer:
     app.command("doctor")(doctor.doctor)
     app.command("inspect")(inspect.inspect)
     app.command("widen")(widen.widen)
+    app.command("upcycle")(upcycle.upcycle)
     app.command("convert")(convert.convert)
     app.command("demo")(demo.demo)
     app.callback()(_root)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from vivace.checkpoint.load import put
 from vivace.core.config import ModelConfig
-from vivace.core.layers import FeedForward, Linear
+from vivace.core.layers import Linear
+from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts
 from vivace.storage.experts import ExpertCache
+from vivace.storage.readers import Reader, aligned
+from vivace.storage.store import Store
 
 
 class CachedParts(DenseParts):
@@ -28,20 +32,22 @@ class CachedParts(DenseParts):
         return MixtureOfExperts(c.moe, Linear(c.width, c.moe.num_experts), self.cache.layer(layer))
 
 
-def bundle_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one expert: gate and up (2F, E), then down (E, F)."""
-    assert config.moe is not None
-    return 3 * config.moe.expert_width * config.width * dtype.itemsize
+def load_around(store: Store, reader: Reader, cache: ExpertCache) -> Decoder:
+    """The decoder of a store over an expert cache: everything but experts is read into memory now.
 
-
-def expert_over(config: ModelConfig, memory: Tensor, dtype: torch.dtype) -> FeedForward:
-    """The feed-forward whose weights are these bytes, (bundle_bytes,) uint8, wherever they come from."""
-    assert config.moe is not None
-    width = config.moe.expert_width
+    Raises:
+        CheckpointError: a bundle could not be read.
+    """
     with torch.device("meta"):
-        up, down = Linear(config.width, 2 * width), Linear(width, config.width)
-    numbers = memory.view(dtype)
-    split = 2 * width * config.width
-    up.weight = nn.Parameter(numbers[:split].view(2 * width, config.width), requires_grad=False)
-    down.weight = nn.Parameter(numbers[split:].view(config.width, width), requires_grad=False)
-    return FeedForward(config, 0, up, down)
+        decoder = Decoder(store.config, CachedParts(store.config, cache))
+    wanted = {name for name, _ in decoder.named_parameters()}
+    for name, bundle in store.bundles.items():
+        if not any(part.name in wanted for part in bundle.parts):
+            continue
+        memory = aligned(bundle.num_pages_bytes)
+        reader.read(bundle.offset, memory)
+        for part, values in store.tensors(name, torch.frombuffer(memory, dtype=torch.uint8)).items():
+            put(decoder, part, values)
+            wanted.discard(part)
+    assert not wanted, wanted
+    return decoder.requires_grad_(False).eval()

@@ -31,7 +31,7 @@ from vivace.train.config import LoopConfig
 from vivace.train.data import Batches, Rows, collate, grouped, pairs_of
 from vivace.train.loop import Course, Lessons, Outcome, fit
 from vivace.train.memory import estimate_memory, require_memory
-from vivace.train.objective import NextToken
+from vivace.train.objective import BalancedNextToken, NextToken
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.scratch import ShapeConfig, deepen, start_decoder
@@ -79,6 +79,8 @@ class DecoderRecipe:
     """Rows that choose the best weights."""
     recompute: bool = False
     """Keep only what enters each layer: less memory, a third more time."""
+    balance: float = 0.0
+    """Weight of the term that keeps experts of a mixture equally busy."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,6 +90,10 @@ class DecoderRecipe:
             raise ConfigError(
                 f"held_back must be >= 1, longest >= 8 and exercises >= 0, found {self.held_back}, {self.longest} and "
                 f"{self.exercises}"
+            )
+        if self.balance < 0 or (self.balance and (self.shape is not None or self.recompute)):
+            raise ConfigError(
+                f"balance is for mixtures that are fine-tuned without recompute and at least 0, found {self.balance}"
             )
         if self.shape is None:
             if any(stage.depth is not None for stage in self.stages):
@@ -130,7 +136,8 @@ def train_decoder(
     random.Random(recipe.seed).shuffle(pairs)
     if len(pairs) <= recipe.held_back:
         raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
-    respelled = [Variation(recipe.variation, pairs).respelled(pair) for pair in pairs]
+    variation = Variation(recipe.variation, pairs)
+    respelled = [variation.respelled(pair) for pair in pairs]
     tasks = {new: tasks[pair] for new, pair in zip(respelled, pairs, strict=True)}
     pairs = respelled
     tokenizer, source = _tokenizer(recipe, pairs, out, base)
@@ -145,7 +152,7 @@ def train_decoder(
         batches = _batches(recipe, tokenizer, learnt, tasks, number)
         plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
         course = Course(stage.loop, stage.optimiser, recipe.seed + number, plan)
-        objective = NextToken(model, recompute=recipe.recompute)
+        objective = _objective(recipe, model)
         _check_memory(recipe, model, objective, stage, report)
         report.note(f"stage {number + 1} of {len(recipe.stages)}: {model.config.num_layers} layers")
         folder = out / "run" / f"stage-{number + 1}"
@@ -180,6 +187,14 @@ def _first_model(recipe: DecoderRecipe, tokenizer: Tokenizer, base: str | Path |
     pieces = [spelled.get(index, "") for index in range(recipe.shape.vocab_size)]
     depth = recipe.stages[0].depth or recipe.shape.num_layers
     return start_decoder(recipe.shape, depth, pieces, recipe.seed).to(torch.bfloat16)
+
+
+def _objective(recipe: DecoderRecipe, model: Decoder) -> NextToken:
+    if not recipe.balance:
+        return NextToken(model, recompute=recipe.recompute)
+    if model.config.moe is None:
+        raise ConfigError("the recipe balances experts and the model has none; make them first with `vivace upcycle`")
+    return BalancedNextToken(model, weight=recipe.balance)
 
 
 def _own(model: Decoder) -> Decoder:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vivace.core.layers import FeedForward
 from vivace.core.model import Decoder, Layer
+from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Batch
 from vivace.core.step import Step
 
@@ -78,6 +79,48 @@ class NextToken:
         for index in range(model.config.num_layers):
             h = checkpoint(model.run, h, step, index, index + 1, use_reentrant=False)
         return h
+
+
+class BalancedNextToken(NextToken):
+    """``NextToken`` for mixtures of experts, plus what keeps their experts equally busy.
+
+    The term is ``weight * X sum_e f_e P_e``, averaged over mixtures, with f_e the share of choices that fell on expert
+    e and P_e its mean probability (Fedus et al. 2022, Switch Transformers, arXiv:2101.03961, equation 4); it is 1 times
+    the weight when all are equally busy.
+    """
+
+    def __init__(self, model: Decoder, *, weight: float, rows: int = 1024) -> None:
+        """Prepare; other arguments as for ``NextToken``."""
+        super().__init__(model, rows=rows)
+        self.weight = weight
+        self._uneven: list[Tensor] = []
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """As ``NextToken``, the balance beside the last part."""
+        for loss, seen in super().losses(model, batch):
+            if seen:
+                yield loss, seen
+            else:
+                uneven = torch.stack(self._uneven).mean()
+                yield loss + self.weight * uneven, {"uneven": float(uneven.detach())}
+
+    def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
+        self._uneven = []
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            u = layer.attend(h, step)
+            if isinstance(layer.feed_forward, MixtureOfExperts):
+                self._uneven.append(_unevenness(layer.route(u), layer.feed_forward.top_k))
+            h = layer.feed(u, step)
+        return h
+
+
+def _unevenness(logits: Tensor, top_k: int) -> Tensor:
+    """``X sum_e f_e P_e`` of router logits (T, X)."""
+    probs = torch.softmax(logits.float(), -1)
+    count = probs.shape[1]
+    chosen = torch.bincount(probs.topk(top_k, -1)[1].reshape(-1), minlength=count)
+    return count * (chosen / chosen.sum() * probs.mean(0)).sum()
 
 
 def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:

@@ -1,0 +1,126 @@
+"""A dense model as a mixture of experts: every feed-forward copied into several, and a router before them.
+
+Sparse upcycling (Komatsuzaki et al. 2023, arXiv:2212.05055). The chosen experts' probabilities sum to one, so without
+noise the mixture computes what the dense model does, whatever its router says; noise lets the copies grow apart when
+they are trained (``vivace train upcycle``). What is written is a Mixtral checkpoint, which transformers reads.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.families import translate
+from vivace.checkpoint.files import INDEX, read_json, resolve, staged, tensor_paths
+from vivace.checkpoint.load import load_decoder, put
+from vivace.checkpoint.save import forget_shards, write_decoder
+from vivace.core.config import ModelConfig, MoeConfig
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError, UnsupportedError
+
+_EXPERT = re.compile(r"(layers\.\d+\.feed_forward\.)experts\.\d+\.(.*)")
+_DENSE_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
+"""Keys of the dense family that a mixture's configuration does not have; those that would matter are refused."""
+ROUTER_STD = 0.02
+
+
+def upcycle_checkpoint(
+    source: str | Path, out: str | Path, *, num_experts: int = 16, top_k: int = 2, noise: float = 0.1, seed: int = 0
+) -> Path:
+    """Write the mixture that a dense checkpoint becomes.
+
+    Args:
+        source: directory or Hub id of a Llama or Mistral model.
+        out: directory to write.
+        num_experts: copies of each feed-forward.
+        top_k: of them that each token goes through.
+        noise: standard deviation of what is added to each copy, beside that of its weights.
+        seed: of routers and noise.
+
+    Raises:
+        ConfigError: numbers that make no mixture, or ``out`` is the source.
+        UnsupportedError: a model that Mixtral's configuration cannot describe.
+        CheckpointError: the disk is full; what was there is as it was.
+    """
+    folder, target = resolve(source), Path(out)
+    if not 1 <= top_k < num_experts or noise < 0:
+        raise ConfigError(
+            f"a mixture needs 1 <= top_k < num_experts and noise >= 0, found {top_k}, {num_experts} and {noise:g}"
+        )
+    if target.resolve() == folder.resolve():
+        raise ConfigError(f"{out} is the model itself; name another folder for the mixture")
+    raw = _mixtral(read_json(folder / "config.json"), num_experts, top_k)
+    dense = load_decoder(folder, device="cpu")
+    mixture = upcycle(dense, num_experts, top_k, noise, seed)
+    if translate(raw) != mixture.config:
+        raise UnsupportedError("this model has parts that no Mixtral has (biases, other norms); it cannot be upcycled")
+    with staged(target) as place:
+        write_decoder(mixture, place, raw)
+        _copy_extras(folder, place)
+    forget_shards(target)
+    return target
+
+
+def upcycle(dense: Decoder, num_experts: int, top_k: int, noise: float, seed: int = 0) -> Decoder:
+    """The mixture a decoder becomes, in its dtype."""
+    config = dense.config
+    moe = MoeConfig(num_experts, top_k, config.ffn_width, normalise=True)
+    with torch.device("meta"):
+        mixture = Decoder(replace(config, moe=moe))
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in _parameters(dense, mixture, noise, generator):
+        put(mixture, name, value)
+    return mixture.requires_grad_(False).eval()
+
+
+def _parameters(
+    dense: Decoder, mixture: Decoder, noise: float, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor]]:
+    known = dict(dense.named_parameters())
+    for name, empty in list(mixture.named_parameters()):
+        found = _EXPERT.fullmatch(name)
+        if found:
+            value = known[found[1] + found[2]].detach()
+            added = torch.randn(value.shape, generator=generator) * (noise * float(value.float().std()))
+            yield name, (value + added).to(value.dtype)
+        elif name.endswith("router.weight"):
+            yield name, (torch.randn(empty.shape, generator=generator) * ROUTER_STD).to(dense.dtype)
+        else:
+            yield name, known[name].detach().clone()
+
+
+def _mixtral(raw: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
+    """The configuration of the mixture.
+
+    Raises:
+        UnsupportedError: a family whose layers are not Mixtral's.
+    """
+    if raw.get("model_type") not in ("llama", "mistral"):
+        raise UnsupportedError(f"only Llama and Mistral models can be upcycled, found {raw.get('model_type')!r}")
+    config: ModelConfig = translate(raw)
+    kept = {key: value for key, value in raw.items() if key not in _DENSE_ONLY}
+    return kept | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "head_dim": config.head_dim,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+        "router_jitter_noise": 0.0,
+    }
+
+
+def _copy_extras(source: Path, target: Path) -> None:
+    """Tokenizer, templates, generation settings; adapters belong to the dense model and stay there."""
+    rewritten = {"config.json", INDEX, *(path.name for path in tensor_paths(source).values())}
+    for path in source.iterdir():
+        if path.is_file() and path.name not in rewritten and path.name != "README.md":
+            shutil.copyfile(path, target / path.name)
