@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx2
@@ -22,7 +22,12 @@ from openai import OpenAI
 
 import vivace
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.checkpoint.load import load_config
 from vivace.engine import Engine
+from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights, QualityPlan
+from vivace.multirate.gates import GateConfig, GatesConfig
+from vivace.multirate.router import RouterConfig
 from vivace.serve.app import Server, build
 from vivace.serve.config import ServeConfig
 
@@ -124,12 +129,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
     make_adapter(place / "alpha", place / "tiny", gate=1)
     make_adapter(place / "beta", place / "tiny", gate=1)
+    make_exits(place / "early", place / "tiny")
     return place
+
+
+def make_exits(folder: Path, checkpoint: Path) -> None:
+    """Gates that everything passes at one quality, but for every ninth token, and nothing at another."""
+    config = DynamicConfig(GatesConfig((GateConfig(1),), rank=2, bottleneck=4), RouterConfig(latent=4))
+    plan = DynamicPlan((QualityPlan(0.9, (None,)), QualityPlan(0.98, (-1.0,))))
+    torch.manual_seed(3)
+    tensors = DynamicWeights(config, load_config(checkpoint)).tensors()
+    save_adapter(folder, "dynamic", base_hash(checkpoint), asdict(plan), asdict(config), tensors)
 
 
 @pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Running]:
-    adapters = [f"--adapter={name}={folder / name}" for name in ("alpha", "beta")]
+    adapters = [f"--adapter={name}={folder / name}" for name in ("alpha", "beta", "early")]
     with serving(folder / "tiny", folder / "log", *adapters, "--metrics-compat", "vllm") as running:
         yield running
 

@@ -23,7 +23,7 @@ SCHEMA = {
 
 def test_models(client: OpenAI) -> None:
     cards = {card.id: card for card in client.models.list()}
-    assert list(cards) == ["tiny", "alpha", "beta"]
+    assert list(cards) == ["tiny", "alpha", "beta", "early"]
     assert cards["alpha"].parent == "tiny"
     assert client.models.retrieve("beta").max_model_len == 1024
 
@@ -170,11 +170,28 @@ def test_what_drafts_gave_is_counted(client: OpenAI) -> None:
     )
 
 
+def test_where_tokens_left_is_told(client: OpenAI) -> None:
+    settings = {"model": "early", "messages": MESSAGES, "max_tokens": 20}
+    reply = client.chat.completions.create(
+        **settings, extra_body={"method": "dynamic", "return_trace": True, "ignore_eos": True}
+    )
+    layers = [token["layer"] for token in reply.choices[0].trace]
+    assert set(layers) == {1, 2}, "most left at the gate, some went to the top"
+    exits = reply.metrics["early_exits"]
+    assert exits["share"] == layers.count(1) / len(layers)
+    assert exits["mean_exit_layer"] == sum(layers) / len(layers)
+    whole = client.chat.completions.create(**settings, extra_body={"method": "plain", "return_trace": True})
+    assert {token["layer"] for token in whole.choices[0].trace} == {None}
+    assert whole.metrics["early_exits"] is None
+
+
 @pytest.mark.parametrize(
     ("settings", "kind", "param"),
     [
         ({"model": "tinny"}, openai.NotFoundError, "model"),
         ({"max_tokens": 5000}, openai.BadRequestError, None),
+        ({"extra_body": {"method": "dynamic", "model": "early", "quality": 0.5}}, openai.BadRequestError, "quality"),
+        ({"extra_body": {"method": "plain", "quality": 0.9}}, openai.BadRequestError, "quality"),
         ({"extra_body": {"method": "medusa"}}, openai.BadRequestError, "method"),
         ({"extra_body": {"draft_model": "/etc"}}, openai.BadRequestError, "draft_model"),
         ({"tools": [{"type": "function", "function": {"name": "f"}, "a": 1}]}, openai.BadRequestError, "tools.0.a"),

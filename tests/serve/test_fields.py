@@ -45,6 +45,10 @@ SHARED: dict[str, Case] = {
     "return_progress": ({"stream": True}, {"stream": True, "return_progress": True}),
     "return_trace": ({}, {"return_trace": True}),
     "method": ({"method": "plain"}, {"method": "lookup"}),
+    "quality": (
+        {"model": "early", "method": "dynamic", "max_tokens": 30, "return_trace": True},
+        {"model": "early", "method": "dynamic", "max_tokens": 30, "return_trace": True, "quality": 0.9},
+    ),
     "num_draft_tokens": (
         {"model": "alpha", "method": "multirate", "max_tokens": 30},
         {"model": "alpha", "method": "multirate", "max_tokens": 30, "num_draft_tokens": 9},

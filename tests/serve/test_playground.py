@@ -73,6 +73,24 @@ def test_tokens_stream_and_are_tinted_by_step(page: playwright.Page) -> None:
     assert "%" in page.locator("#card").inner_text()
 
 
+def test_tokens_are_tinted_by_the_layer_they_left_at(page: playwright.Page) -> None:
+    page.select_option("#model", "early")
+    page.select_option("#method", "dynamic")
+    page.locator("#limit").fill("30")
+    say(page, PROMPT)
+    page.locator(".answer[data-done]").wait_for()
+    seen = page.evaluate(
+        "[...document.querySelectorAll('.token')].map(t => [t.info.layer, getComputedStyle(t).backgroundColor])"
+    )
+    tints = {layer: {color for other, color in seen if other == layer} for layer, _ in seen}
+    assert set(tints) == {1, 2}
+    assert all(len(colors) == 1 for colors in tints.values()), "one tint for a layer"
+    assert tints[1] != tints[2]
+    page.locator(".token").nth([layer for layer, _ in seen].index(1)).hover()
+    assert "Left after layer 1 of 2" in page.locator("#card").inner_text()
+    assert "left early" in page.locator(".facts").inner_text()
+
+
 def test_two_methods_side_by_side_say_the_same(page: playwright.Page) -> None:
     page.check("#compare")
     page.select_option("#method", "lookup")

@@ -138,7 +138,7 @@ class Asking:
         options = self._options(body, limit, wants_logprobs)
         draws = not self.engine.sampling(options).is_greedy
         method = self.catalog.method(model, body.method, is_seeded=draws and body.seed is not None)
-        drafter = self.catalog.drafter(model, method, body.num_draft_tokens)
+        drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed = random.getrandbits(62) if body.seed is None else body.seed
         prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt)
         requests = []

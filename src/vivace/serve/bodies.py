@@ -221,6 +221,9 @@ class GenerationBody(Body):
         None, description="How to decode, by vivace's names; left out: as the server was started."
     )
     num_draft_tokens: int | None = Field(None, ge=1, le=16, description="Guesses per step, for methods that take it.")
+    quality: float | None = Field(
+        None, gt=0, lt=1, description="Agreement of tokens that leave early, for method dynamic: one its adapter knows."
+    )
     priority: int = Field(0, ge=-1000, le=1000, description="Lower ones leave the queue first.")
     cache_salt: str | None = Field(
         None,

@@ -38,6 +38,7 @@ class Catalog:
         """
         self.base = base
         self.created = int(time.time())
+        self.num_layers = engine.model.config.num_layers
         self._methods: dict[str, Methods] = {base: engine.methods}
         self._defaults: dict[str, str] = {base: method}
         for name, folder in adapters.items():
@@ -96,13 +97,18 @@ class Catalog:
             )
         return SEEDED if chosen == "auto" and is_seeded else chosen
 
-    def drafter(self, model: str, method: str, num_draft_tokens: int | None) -> Drafter:
+    def drafter(self, model: str, method: str, num_draft_tokens: int | None, quality: float | None) -> Drafter:
         """The drafter of a method.
 
         Raises:
-            Refusal: a number of guesses for a method that does not take one.
+            Refusal: a number of guesses, or a quality, for a method that does not take one.
         """
-        if num_draft_tokens is not None and method in ("auto", "plain", "draft"):
+        if quality is not None:
+            try:
+                return self._methods[model].drafter(method, num_draft_tokens, quality)
+            except ConfigError as exc:
+                raise Refusal(400, str(exc), param="quality") from None
+        if num_draft_tokens is not None and method in ("auto", "plain", "draft", "dynamic"):
             raise Refusal(
                 400,
                 f"num_draft_tokens is {num_draft_tokens}, and method {method} takes no number; leave it out, or choose "
@@ -122,6 +128,7 @@ class Catalog:
                 "root": self.base,
                 "parent": None if name == self.base else self.base,
                 "max_model_len": max_model_len,
+                "num_layers": self.num_layers,
                 "methods": self.methods(name),
                 "default_method": self._defaults[name],
             }

@@ -51,6 +51,20 @@ def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dic
         "method": choices[0].stats.method if choices and choices[0].stats else None,
         "auto_choice": next((choice.auto_choice for choice in choices if choice.auto_choice), None),
         "speculative_decoding": speculation(choices),
+        "early_exits": early_exits(choices),
+    }
+
+
+def early_exits(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """Where tokens left, for a method whose tokens may leave before the top; None for all others."""
+    layers = [layer for choice in choices if choice.stats for layer in choice.stats.exit_layers]
+    if not layers:
+        return None
+    done = [choice.stats for choice in choices if choice.stats is not None]
+    return {
+        "share": sum(stats.num_early_exits for stats in done) / len(layers),
+        "mean_exit_layer": sum(layers) / len(layers),
+        "layer_passes_per_token": sum(stats.num_layer_passes for stats in done) / len(layers),
     }
 
 
