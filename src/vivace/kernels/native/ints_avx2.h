@@ -5,7 +5,6 @@
 namespace {
 
 constexpr int64_t MAX_INT_ROWS = 4;
-constexpr int64_t MAX_INT_SUMS = 3;
 
 inline float max_of(Vec a) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -46,7 +45,8 @@ struct Ints {
     __m256i low, high;
 #if defined(__AVXVNNI__)
     explicit Ints(int32_t shift) : low(_mm256_set1_epi32(shift)), high(low) {}
-    void step(const Codes& w, const Four& x) {
+    void step(const Codes& w, const int8_t* p) {
+        const Four x(p);
         low = _mm256_dpbusd_avx_epi32(low, w.low, x.bytes);
         high = _mm256_dpbusd_avx_epi32(high, w.high, x.bytes);
     }
@@ -57,7 +57,8 @@ struct Ints {
         const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(w, x));
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
-    void step(const Codes& w, const Four& x) {
+    void step(const Codes& w, const int8_t* p) {
+        const Four x(p);
         const __m256i size = _mm256_abs_epi8(x.bytes);
         low = dot(low, w.low, x.bytes, size);
         high = dot(high, w.high, x.bytes, size);

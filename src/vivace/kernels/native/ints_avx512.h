@@ -4,8 +4,7 @@
 
 namespace {
 
-constexpr int64_t MAX_INT_ROWS = 12;  // rows whose integer and float sums fit the registers
-constexpr int64_t MAX_INT_SUMS = 12;  // tile sums held in registers, each as an integer and as a float
+constexpr int64_t MAX_INT_ROWS = 12;  // rows whose sums fit the registers
 
 inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
 
@@ -14,15 +13,6 @@ inline void store_bytes(int8_t* p, Vec whole) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
 }
 
-// Four neighbouring inputs of a row, for all sixteen outputs.
-struct Four {
-    __m512i bytes;
-    explicit Four(const int8_t* p) {
-        int32_t bits;
-        __builtin_memcpy(&bits, p, 4);
-        bytes = _mm512_set1_epi32(bits);
-    }
-};
 // Four inputs' weights of each of sixteen outputs, 128 added: the dot product takes one factor without a sign.
 struct Codes {
     __m512i bytes;
@@ -34,7 +24,11 @@ struct Ints {
     __m512i value;
     // `shift` is what takes the added 128 back: -128 times the sum of the row's inputs.
     explicit Ints(int32_t shift) : value(_mm512_set1_epi32(shift)) {}
-    void step(const Codes& w, const Four& x) { value = _mm512_dpbusd_epi32(value, w.bytes, x.bytes); }
+    // Four neighbouring inputs of a row, for all sixteen outputs. Written out, since compilers move sums back and forth
+    // around the intrinsic, and read inputs apart.
+    void step(const Codes& w, const int8_t* x) {
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(value) : "v"(w.bytes), "m"(*(const int8_t(*)[4])x));
+    }
     Vec part(int) const { return _mm512_cvtepi32_ps(value); }
 };
 // Sixteen bytes to choose from, and sixty-four chosen by the low and high halves of bytes.

@@ -23,9 +23,9 @@ inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, i
             for (int i = 0; i < count; ++i) sum_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
             return;
         case INT8:
-            return sum_int8_tiles(m, tile, count, x, stride, rows, sums);
+            return sum_int_tiles<Int8Tiles>(m, tile, count, x, stride, rows, sums);
         case Q4:
-            return sum_q4_tiles(m, tile, count, x, stride, rows, sums);
+            return sum_int_tiles<Q4Tiles>(m, tile, count, x, stride, rows, sums);
     }
 }
 

@@ -1,5 +1,5 @@
-// Sums of weights in eight bits. A row's inputs become eight bits as well, with a scale for each 64 of them;
-// the products are exact integers, scaled and added group by group in order, whatever stands beside the row.
+// Sums of weights in few bits. A row's inputs become eight bits, with a scale for each 64 of them; the products are
+// exact integers, scaled and added group by group in order, whatever stands beside the row.
 #pragma once
 #include "linear_bf16.h"
 
@@ -43,20 +43,25 @@ void prepare_int_row(const bf16* x, int64_t in, bf16* row) {
     }
 }
 
+// Bytes of weights that are fetched before they are used, across the ends of tiles: one stream, tile after tile, is
+// read faster than several at a time, also by few rows.
+constexpr int64_t INT_AHEAD = 4096;
+
 // Sixteen floats.
 struct Floats {
     Vec parts[LANES / WIDTH];
     Floats() {
         for (Vec& part : parts) part = broadcast(0);
     }
-    void add_scaled(const Ints& ints, Vec scale) {
-        for (int i = 0; i < LANES / WIDTH; ++i) parts[i] = fma(ints.part(i), scale, parts[i]);
+    explicit Floats(const bf16* p) {
+        for (int i = 0; i < LANES / WIDTH; ++i) parts[i] = load(p + i * WIDTH);
     }
-    void add_scaled(const Ints& ints, float scale, const bf16* scales) {
-        for (int i = 0; i < LANES / WIDTH; ++i) {
-            const Vec both = mul(load(scales + i * WIDTH), broadcast(scale));
-            parts[i] = fma(ints.part(i), both, parts[i]);
-        }
+    void add(const Ints& ints, float scale) {
+        for (int i = 0; i < LANES / WIDTH; ++i) parts[i] = fma(ints.part(i), broadcast(scale), parts[i]);
+    }
+    void add(const Ints& ints, float scale, const Floats& scales) {
+        for (int i = 0; i < LANES / WIDTH; ++i)
+            parts[i] = fma(ints.part(i), mul(scales.parts[i], broadcast(scale)), parts[i]);
     }
     void put(float* p) const {
         for (int i = 0; i < LANES / WIDTH; ++i) store(p + i * WIDTH, parts[i]);
@@ -66,85 +71,78 @@ struct Floats {
     }
 };
 
-// Tiles that are summed together for this many rows: enough chains of sums to keep the multipliers busy, no more.
-constexpr int int_tiles(int rows) {
-    if (rows > 2) return 1;
-    return 4 * rows <= MAX_INT_SUMS ? 4 : 2 * rows <= MAX_INT_SUMS ? 2 : 1;
-}
-
-// sums[m][r][lane] of R rows over M tiles. A group of a tile is sixteen times 64 bytes, four inputs of sixteen outputs.
-template <int R, int M>
-void sum_int8_block(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
-    const int64_t groups = int_groups(m.in), size = groups * INT_GROUP * LANES;
-    const uint8_t* w = (const uint8_t*)m.weight + tile * size;
-    Floats total[M][R];
+// sums[r][lane] of R rows over a tile; Kind says how its groups lie, and what their sums are scaled by.
+template <class Kind, int R>
+void sum_int_tile(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, float* sums) {
+    const int64_t groups = int_groups(m.in);
+    const uint8_t* w = (const uint8_t*)m.weight + tile * groups * Kind::BYTES;
+    const Kind kind(m, tile, groups);
+    Floats total[R];
     for (int64_t g = 0; g < groups; ++g) {
-        Ints acc[M][R];
+        Ints acc[R];
         const int8_t* bytes[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const IntRow row(x + r * stride, groups);
             bytes[r] = row.bytes + g * INT_GROUP;
-#pragma GCC unroll 4
-            for (int i = 0; i < M; ++i) acc[i][r] = Ints(row.shift[g]);
+            acc[r] = Ints(row.shift[g]);
         }
-        for (int64_t k = 0; k < INT_GROUP; k += 4, w += 4 * LANES) {
-            Codes codes[M];
-#pragma GCC unroll 4
-            for (int i = 0; i < M; ++i) codes[i] = Codes(w + i * size);
+        kind.fetch(g);
+        for (int64_t k = 0; k < INT_GROUP; k += 4 * Kind::PARTS, w += 64) {
+            __builtin_prefetch(w + INT_AHEAD);
+            Codes codes[Kind::PARTS];
+            kind.read(w, codes);
+#pragma GCC unroll 2
+            for (int part = 0; part < Kind::PARTS; ++part)
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const Four four(bytes[r] + k);
-#pragma GCC unroll 4
-                for (int i = 0; i < M; ++i) acc[i][r].step(codes[i], four);
-            }
+                for (int r = 0; r < R; ++r) acc[r].step(codes[part], bytes[r] + k + 4 * part);
         }
+        const auto scales = kind.scales_of(g);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const Vec scale = broadcast(IntRow(x + r * stride, groups).scale[g]);
-#pragma GCC unroll 4
-            for (int i = 0; i < M; ++i) total[i][r].add_scaled(acc[i][r], scale);
-        }
+        for (int r = 0; r < R; ++r) kind.add(total[r], acc[r], IntRow(x + r * stride, groups).scale[g], scales);
     }
-    const float* scales = (const float*)m.scales + tile * LANES;
-#pragma GCC unroll 4
-    for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) total[i][r].put_scaled(sums + (i * rows + r) * LANES, scales + i * LANES);
+    for (int r = 0; r < R; ++r) kind.put(total[r], sums + r * LANES);
 }
 
-template <int R>
-void sum_int8_rows(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows, float* sums) {
-    constexpr int M = int_tiles(R);
-    int i = 0;
-    for (; i + M <= count; i += M) sum_int8_block<R, M>(m, tile + i, x, stride, rows, sums + i * rows * LANES);
-    if constexpr (M > 1)
-        for (; i < count; ++i) sum_int8_block<R, 1>(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+template <class Kind, int R>
+void sum_int_rows(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows, float* sums) {
+    for (int i = 0; i < count; ++i) sum_int_tile<Kind, R>(m, tile + i, x, stride, sums + i * rows * LANES);
 }
 
 using SumInts = void (*)(const Matrix&, int64_t, int, const bf16*, int64_t, int64_t, float*);
 
-// All rows in blocks of equal size that fit the registers.
-inline void sum_in_blocks(const SumInts* bodies, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride,
-                          int64_t rows, float* sums) {
-    const int64_t blocks = (rows + MAX_INT_ROWS - 1) / MAX_INT_ROWS, size = (rows + blocks - 1) / blocks;
-    for (int64_t row = 0; row < rows; row += size) {
-        const int64_t some = row + size <= rows ? size : rows - row;
-        bodies[some - 1](m, tile, count, x + row * stride, stride, rows, sums + row * LANES);
-    }
-}
-
-const SumInts SUM_INT8[] = {
-    sum_int8_rows<1>, sum_int8_rows<2>, sum_int8_rows<3>, sum_int8_rows<4>,
+template <class Kind>
+constexpr SumInts SUM_INTS[] = {
+    sum_int_rows<Kind, 1>, sum_int_rows<Kind, 2>, sum_int_rows<Kind, 3>, sum_int_rows<Kind, 4>,
 #if defined(__AVX512F__)
-    sum_int8_rows<5>, sum_int8_rows<6>, sum_int8_rows<7>, sum_int8_rows<8>,
-    sum_int8_rows<9>, sum_int8_rows<10>, sum_int8_rows<11>, sum_int8_rows<12>,
+    sum_int_rows<Kind, 5>, sum_int_rows<Kind, 6>, sum_int_rows<Kind, 7>, sum_int_rows<Kind, 8>,
+    sum_int_rows<Kind, 9>, sum_int_rows<Kind, 10>, sum_int_rows<Kind, 11>, sum_int_rows<Kind, 12>,
 #endif
 };
 
-inline void sum_int8_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
-                           float* sums) {
-    sum_in_blocks(SUM_INT8, m, tile, count, x, stride, rows, sums);
+// All rows in blocks of equal size that fit the registers.
+template <class Kind>
+inline void sum_int_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                          float* sums) {
+    const int64_t blocks = (rows + MAX_INT_ROWS - 1) / MAX_INT_ROWS, size = (rows + blocks - 1) / blocks;
+    for (int64_t row = 0; row < rows; row += size) {
+        const int64_t some = row + size <= rows ? size : rows - row;
+        SUM_INTS<Kind>[some - 1](m, tile, count, x + row * stride, stride, rows, sums + row * LANES);
+    }
 }
+
+// A group of a tile is sixteen times 64 bytes, four inputs of sixteen outputs. One scale an output.
+struct Int8Tiles {
+    static constexpr int64_t BYTES = INT_GROUP * LANES;
+    static constexpr int PARTS = 1;
+    const float* scales;
+    Int8Tiles(const Matrix& m, int64_t tile, int64_t) : scales((const float*)m.scales + tile * LANES) {}
+    void read(const uint8_t* p, Codes* codes) const { *codes = Codes(p); }
+    void fetch(int64_t) const {}
+    int scales_of(int64_t) const { return 0; }
+    void add(Floats& total, const Ints& ints, float scale, int) const { total.add(ints, scale); }
+    void put(const Floats& total, float* p) const { total.put_scaled(p, scales); }
+};
 
 }  // namespace
