@@ -4,36 +4,45 @@
 
 namespace {
 
+// use(first, count) for neighbouring rows, at most `most` of them, that carry the same adapter of a term.
+template <class Use>
+inline void for_runs(const Term& t, int64_t rows, int64_t most, Use use) {
+    for (int64_t row = 0, count; row < rows; row += count) {
+        for (count = 1; row + count < rows && count < most && t.which[row + count] == t.which[row];) ++count;
+        if (t.which[row] >= 0) use(row, count);
+    }
+}
+
 // The low-rank half of a term for all its rows, outputs of tiles first..stop-1: low = [silu] round(x down^T).
 void lower(const Span& s, int64_t index, const bf16* x, int64_t rows, int64_t first, int64_t stop) {
     const Term& t = s.call->terms[index];
     const int64_t stride = even(t.rank);
-    float sums[LANES];
-    for (int64_t row = 0; row < rows; ++row) {
-        if (t.which[row] < 0) continue;
+    float sums[MAX_ROWS * LANES];
+    for_runs(t, rows, MAX_ROWS, [&](int64_t row, int64_t count) {
         const Matrix down = down_of(t, t.which[row]);
         bf16* low = s.low[index] + row * stride;
-        if (stride > t.rank) low[t.rank] = 0;
+        for (int64_t r = 0; r < count && stride > t.rank; ++r) low[r * stride + t.rank] = 0;
         for (int64_t tile = first; tile < stop; ++tile) {
-            sum_rows(down, tile, x + row * t.in, t.in, 1, sums);
-            for_lanes(tile, t.rank, [&](int64_t lane, int64_t n) {
-                Vec v = load(sums + lane);
-                if (t.site == SITE_MLP) v = activated(rounded(v), SILU);
-                store_some(low + tile * LANES + lane, v, n);
-            });
+            sum_rows(down, tile, x + row * t.in, t.in, count, sums);
+            for (int64_t r = 0; r < count; ++r)
+                for_lanes(tile, t.rank, [&](int64_t lane, int64_t n) {
+                    Vec v = load(sums + r * LANES + lane);
+                    if (t.site == SITE_MLP) v = activated(rounded(v), SILU);
+                    store_some(low + r * stride + tile * LANES + lane, v, n);
+                });
         }
-    }
+    });
 }
 
-// y = round(y + round(up low)) for one row, outputs of tiles first..stop-1.
-void raise(const Span& s, int64_t index, int64_t row, bf16* y, int64_t first, int64_t stop) {
+// y = round(y + round(up low)) for neighbouring rows of one adapter, outputs of tiles first..stop-1.
+void raise(const Span& s, int64_t index, int64_t row, int64_t count, bf16* y, int64_t first, int64_t stop) {
     const Term& t = s.call->terms[index];
-    if (t.which[row] < 0) return;
-    project(up_of(t, t.which[row]), s.low[index] + row * even(t.rank), y, y, 1, first, stop);
+    project(up_of(t, t.which[row]), s.low[index] + row * even(t.rank), y, y, count, first, stop);
 }
 
 void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
-    raise(s, index, row, y, 0, (s.call->terms[index].out + LANES - 1) / LANES);
+    const Term& t = s.call->terms[index];
+    if (t.which[row] >= 0) raise(s, index, row, 1, y, 0, (t.out + LANES - 1) / LANES);
 }
 
 // Terms of the given sites of a layer, in the order of the call.
@@ -119,15 +128,16 @@ void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
     int64_t first, stop;
     split_range(item, out, s.threads, &first, &stop);
     const int64_t start = first * LANES, end = stop * LANES < width ? stop * LANES : width;
-    for (int64_t row = 0; row < s.call->rows; ++row) {
-        bf16* y = s.y + row * width;
-        const bool is_fed = row < s.call->num_feed;
-        if (is_feed && !is_fed) __builtin_memset(y + start, 0, (end - start) * sizeof(bf16));
-        for (int64_t wanted = is_feed ? SITE_DOWN : SITE_O; wanted <= (is_feed ? SITE_MLP : SITE_O); ++wanted)
-            for_terms(s, layer, [&](int64_t t, int64_t site) {
-                if (site == wanted && (site != SITE_DOWN || is_fed)) raise(s, t, row, y, first, stop);
+    const int64_t rows = s.call->rows, fed = s.call->num_feed;
+    for (int64_t row = fed; is_feed && row < rows; ++row)
+        __builtin_memset(s.y + row * width + start, 0, (end - start) * sizeof(bf16));
+    for (int64_t wanted = is_feed ? SITE_DOWN : SITE_O; wanted <= (is_feed ? SITE_MLP : SITE_O); ++wanted)
+        for_terms(s, layer, [&](int64_t t, int64_t site) {
+            if (site != wanted) return;
+            for_runs(s.call->terms[t], site == SITE_DOWN ? fed : rows, rows, [&](int64_t row, int64_t count) {
+                raise(s, t, row, count, s.y + row * width, first, stop);
             });
-    }
+        });
 }
 
 // to = round(from + y); a row that did not pass the feed-forward, and got no terms, adds nothing.
