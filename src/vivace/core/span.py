@@ -45,6 +45,7 @@ class NativeSpan:
         self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
         self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
+        self._terms = WeakIdKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
@@ -106,7 +107,20 @@ class NativeSpan:
         return found
 
     def terms(self, applied: Sequence[Deltas], start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
-        """The low-rank terms of these layers, and the tensors they point into."""
+        """The low-rank terms of these layers, and the tensors they point into.
+
+        Those of a ``Deltas`` that comes again are kept until its weights change.
+        """
+        if len(applied) != 1:
+            return self._listed(applied, start, stop)
+        version = sum(_version(up) for up in applied[0].up.values())
+        kept = self._terms.setdefault(applied[0], {})
+        if kept.get((start, stop), (None,))[0] != version:
+            kept[start, stop] = (version, self._listed(applied, start, stop))
+        listed: tuple[ctypes.Array[CTerm], list[Tensor]] = kept[start, stop][1]
+        return listed
+
+    def _listed(self, applied: Sequence[Deltas], start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
         kept: list[Tensor] = []
         terms: list[CTerm] = []
         for deltas in applied:
@@ -126,12 +140,17 @@ class NativeSpan:
 
     def _pack_up(self, up: Tensor) -> Tensor:
         """(A, out, rank) packed adapter by adapter; kept until the weights change or go."""
-        version = 0 if up.is_inference() else up._version
+        version = _version(up)
         found = self._packed.get(up)
         if found is None or found[0] != version:
             found = self._packed[up] = (version, torch.stack([pack(adapter) for adapter in up.detach()]))
         packed: Tensor = found[1]
         return packed
+
+
+def _version(weight: Tensor) -> int:
+    """How often a weight was changed in place."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def _is_plain(c: ModelConfig) -> bool:
