@@ -7,6 +7,7 @@ import math
 
 import openai
 import pytest
+from llguidance.hf import from_tokenizer
 from openai import OpenAI
 
 from tests.serve.conftest import Running
@@ -19,6 +20,17 @@ SCHEMA = {
     "required": ["size", "open"],
     "additionalProperties": False,
 }
+
+METRICS = [
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total"),
+    *("request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket"),
+    *("request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "spec_decode_num_drafts_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
+    "spec_decode_num_accepted_tokens_per_pos_total",
+]
 
 
 def test_models(client: OpenAI) -> None:
@@ -85,7 +97,37 @@ def test_logprobs_are_the_models(client: OpenAI, engine: Engine) -> None:
         assert len(tops) == 3
         assert tops == sorted(tops, reverse=True)
         assert entry.logprob == tops[0]  # greedy
-        assert bytes(entry.bytes).decode() == entry.token
+
+
+def test_bytes_put_the_text_together(client: OpenAI, engine: Engine) -> None:
+    """Random tokens break characters apart; llguidance knows their bytes as well."""
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=80, temperature=3.0, seed=1, logprobs=True, top_logprobs=5,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    content, ids = reply.choices[0].logprobs.content, reply.choices[0].token_ids
+    table = from_tokenizer(engine.tokenizer.inner)
+    special = set(engine.tokenizer.inner.all_special_ids)
+    for entry, token in zip(content, ids, strict=True):
+        assert token in special or bytes(entry.bytes) == table.decode_bytes([token])
+        assert all(len(top.bytes) > 0 for top in entry.top_logprobs)
+    assert any("\N{REPLACEMENT CHARACTER}" in entry.token for entry in content)
+
+
+def test_offsets_hold_where_tokens_break_characters(client: OpenAI) -> None:
+    prompt = "Köln → 東京, é"
+    settings = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "echo": True, "logprobs": 0, "temperature": 3.0}
+    for stream in (False, True):
+        found = client.completions.create(**settings, seed=2, stream=stream, extra_body={"ignore_eos": True})
+        parts = [chunk.choices[0] for chunk in found if chunk.choices] if stream else [found.choices[0]]
+        text = "".join(part.text for part in parts)
+        tokens = [token for part in parts if part.logprobs for token in part.logprobs.tokens]
+        offsets = [at for part in parts if part.logprobs for at in part.logprobs.text_offset]
+        assert offsets == sorted(offsets)
+        assert len(tokens) == len(offsets) > 50
+        for token, at in zip(tokens, offsets, strict=True):
+            if "\N{REPLACEMENT CHARACTER}" not in token and not token.startswith("<|"):
+                assert text.startswith(token, at), (token, at)
 
 
 def test_echo_scores_the_prompt(client: OpenAI, engine: Engine) -> None:
@@ -189,10 +231,11 @@ def test_where_tokens_left_is_told(client: OpenAI) -> None:
     ("settings", "kind", "param"),
     [
         ({"model": "tinny"}, openai.NotFoundError, "model"),
-        ({"max_tokens": 5000}, openai.BadRequestError, None),
+        ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "ab " * 2000}]}, openai.BadRequestError, "messages"),
         ({"extra_body": {"method": "dynamic", "model": "early", "quality": 0.5}}, openai.BadRequestError, "quality"),
         ({"extra_body": {"method": "plain", "quality": 0.9}}, openai.BadRequestError, "quality"),
-        ({"extra_body": {"method": "medusa"}}, openai.BadRequestError, "method"),
+        ({"extra_body": {"method": "mod"}}, openai.BadRequestError, "method"),
         ({"extra_body": {"draft_model": "/etc"}}, openai.BadRequestError, "draft_model"),
         ({"tools": [{"type": "function", "function": {"name": "f"}, "a": 1}]}, openai.BadRequestError, "tools.0.a"),
         ({"messages": []}, openai.BadRequestError, "messages"),
@@ -208,6 +251,14 @@ def test_errors_name_the_field(
     assert caught.value.param == param
     assert "Traceback" not in caught.value.response.text
     assert "/" not in caught.value.message.replace("input/output", ""), "no path of the server is told"
+
+
+def test_metrics_have_the_usual_names(server: Running) -> None:
+    text = server.http().get("/metrics").text
+    for prefix in ("vivace_", "vllm:"):
+        for stem in METRICS:
+            assert f"\n{prefix}{stem}{{" in text, prefix + stem
+    assert 'finished_reason="length",model_name="tiny"' in text
 
 
 def test_tokens_there_and_back(server: Running) -> None:

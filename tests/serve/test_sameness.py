@@ -51,6 +51,27 @@ def test_alone_and_among_sixteen(client: OpenAI, engine: Engine) -> None:
     ]
 
 
+def test_long_prompts_and_drawn_text_do_not_depend_on_load(client: OpenAI, engine: Engine) -> None:
+    """Prompts of several chunks, read while others decode, and seeds: alone and together the same."""
+    prompts = [f"{place} " + "the quick brown fox jumps over the lazy dog " * (4 + 5 * place) for place in range(6)]
+    drawn = {"temperature": 1.0, "max_tokens": 24}
+    prompts_read = [len(engine.tokenizer.encode(prompt)) for prompt in prompts]
+    assert max(prompts_read) > 2 * 256
+    assert min(prompts_read) < 256
+
+    def answer(place: int, salt: str) -> list[int]:
+        extra = {"return_token_ids": True, "ignore_eos": True, "method": "plain", "cache_salt": f"{salt}{place}"}
+        settings = {**drawn, "seed": place} if place >= 6 else {"max_tokens": 24, "temperature": 0}
+        reply = client.completions.create(model="tiny", prompt=prompts[place % 6], **settings, extra_body=extra)
+        return list(reply.choices[0].token_ids)
+
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda place: answer(place, "together"), range(12)))
+    assert together == [answer(place, "alone") for place in range(12)]
+    wanted = engine.generate(prompts, raw=True, max_new_tokens=24, ignore_eos=True, method="plain", batch_size=1)
+    assert together[:6] == [list(one.token_ids) for one in wanted]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_pass_serves_all_rows(server: Running, client: OpenAI, stream: bool) -> None:
     passes, tokens = server.metric("vivace_target_passes_total"), server.metric("vivace_generation_tokens_total")

@@ -113,6 +113,20 @@ def test_a_failing_step_is_told_and_the_next_request_answered(
     assert worker.is_healthy
 
 
+def test_what_can_never_fit_is_not_told_to_come_back(engine: Engine, worker: Worker) -> None:
+    with pytest.raises(Refusal, match="asks for 4 sequences") as caught:
+        worker.submit([Job(request(engine, 3)) for _ in range(4)])
+    assert caught.value.status == 400
+
+
+def test_calls_are_bounded_too(worker: Worker) -> None:
+    for _ in range(3):
+        worker.call(lambda: None)
+    with pytest.raises(Refusal, match="3 prompts wait") as caught:
+        worker.call(lambda: None)
+    assert caught.value.status == 429
+
+
 def test_calls_run_between_steps_on_the_thread(worker: Worker) -> None:
     worker.start()
     assert worker.call(lambda: threading.current_thread().name).result(10) == "vivace-worker"

@@ -105,7 +105,7 @@ class Server:
         """``/v1/completions``."""
         self._note(body, request)
         ask = self.asking.completion(body)
-        echoes = [await self._echo(body, tokens) for tokens in ask.prompts] if body.echo else []
+        echoes = await unless_gone(request, self._echoes(body, ask)) if body.echo else []
         extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
         return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
 
@@ -129,6 +129,9 @@ class Server:
             return JSONResponse(await unless_gone(request, reply.whole(call, self.meters)))
         finally:
             call.close()
+
+    async def _echoes(self, body: CompletionBody, ask: Ask) -> list[Echo]:
+        return [await self._echo(body, tokens) for tokens in ask.prompts]
 
     async def _echo(self, body: CompletionBody, tokens: tuple[int, ...]) -> Echo:
         text = self.engine.tokenizer.decode(tokens)

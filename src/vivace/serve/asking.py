@@ -11,7 +11,6 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.request import Processor, Request
 from vivace.engine import Engine, Options
-from vivace.errors import CapacityError
 from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody, Message
 from vivace.serve.catalog import Catalog
 from vivace.serve.grammar import Grammars
@@ -143,10 +142,7 @@ class Asking:
         prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt)
         requests = []
         for tokens in prompts:
-            if len(tokens) >= self.max_model_len:
-                raise CapacityError(
-                    f"the prompt has {len(tokens)} tokens; this server holds {self.max_model_len} for prompt and answer"
-                )
+            self._check_length(len(tokens), limit, body)
             first = self._request(body, tokens, options, drafter, prefix)
             first = replace(first, num_top_logprobs=num_top if wants_logprobs else 0)
             requests += [
@@ -160,6 +156,23 @@ class Asking:
             tuple(requests),
             self.engine.tokenizer if body.skip_special_tokens else self._verbatim,
         )
+
+    def _check_length(self, num_prompt_tokens: int, limit: int | None, body: GenerationBody) -> None:
+        """Refuse what does not fit, in the words of the request."""
+        prompt = "messages" if isinstance(body, ChatBody) else "prompt"
+        asked = "max_completion_tokens" if isinstance(body, ChatBody) and body.max_completion_tokens else "max_tokens"
+        needed = num_prompt_tokens + (limit or 1)
+        if needed > self.max_model_len:
+            answer = f"{asked} is {limit}" if limit else "the answer has one at least"
+            raise Refusal(
+                400,
+                f"{prompt} has {num_prompt_tokens} tokens and {answer}, together {needed}; this server holds "
+                f"{self.max_model_len}; shorten one of them",
+                param=prompt if limit is None or num_prompt_tokens >= self.max_model_len else asked,
+                code="context_length_exceeded",
+            )
+        if limit is not None and body.min_tokens > limit:
+            raise Refusal(400, f"min_tokens is {body.min_tokens}, more than {asked}, {limit}", param="min_tokens")
 
     def _options(self, body: GenerationBody, limit: int | None, wants_logprobs: bool) -> Options:
         return Options(

@@ -97,7 +97,7 @@ class Catalog:
             )
         return SEEDED if chosen == "auto" and is_seeded else chosen
 
-    def drafter(self, model: str, method: str, num_draft_tokens: int | None, quality: float | None) -> Drafter:
+    def drafter(self, model: str, method: str, num_draft_tokens: int | None, quality: float | None = None) -> Drafter:
         """The drafter of a method.
 
         Raises:

@@ -11,6 +11,7 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 from vivace.engine import Answer
+from vivace.serve.pieces import Offsets, Piece, piece
 from vivace.serve.tool_reader import ToolReader
 
 
@@ -18,13 +19,14 @@ from vivace.serve.tool_reader import ToolReader
 class TokenInfo:
     """A token of an answer."""
 
-    id: int
-    text: str
+    piece: Piece
     logprob: float | None
-    top: tuple[tuple[int, str, float], ...]
-    """(id, text, log p) of the likeliest tokens of this place."""
-    step: int
-    guesses: tuple[tuple[int, str], ...] | None
+    top: tuple[tuple[Piece, float], ...] = ()
+    """The likeliest tokens of this place with log p of each."""
+    offset: int = 0
+    """Characters before it in the text."""
+    step: int = 0
+    guesses: tuple[Piece, ...] = ()
     """What was drafted for this place."""
     layer: int | None = None
     """Layers below it, for a method whose tokens may leave early."""
@@ -32,13 +34,12 @@ class TokenInfo:
     @property
     def trace(self) -> dict[str, Any]:
         """As ``return_trace`` shows it."""
-        guesses = self.guesses or ()
         return {
-            "id": self.id,
-            "text": self.text,
+            "id": self.piece.id,
+            "text": self.piece.text,
             "step": self.step,
-            "accepted": any(guess == self.id for guess, _ in guesses),
-            "guesses": [{"id": guess, "text": text} for guess, text in guesses],
+            "accepted": any(guess.id == self.piece.id for guess in self.guesses),
+            "guesses": [{"id": guess.id, "text": guess.text} for guess in self.guesses],
             "layer": self.layer,
         }
 
@@ -80,6 +81,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         self._answer = Answer(self.tokenizer, self.request, self.method)
+        self._offsets = Offsets(self.tokenizer)
 
     @property
     def reason(self) -> str | None:
@@ -95,7 +97,7 @@ class Choice:
         text = self._answer.take(emitted)
         read = self.reader.push(text, is_last=emitted.finish_reason is not None) if self.reader else None
         text = text if read is None else read.text
-        fresh = [self._info(emitted, place) for place in range(len(emitted.tokens))]
+        fresh = self._infos(emitted)
         self.num_steps += 1
         self.tokens += fresh
         self.text += text
@@ -105,26 +107,24 @@ class Choice:
             self.auto_choice = self._answer.result().choice
         return Fresh(text, fresh, () if read is None else read.deltas)
 
-    def _info(self, emitted: Emitted, place: int) -> TokenInfo:
-        token = emitted.tokens[place]
+    def _infos(self, emitted: Emitted) -> list[TokenInfo]:
+        """What is known of a step's tokens."""
         if not self.spells:
-            return TokenInfo(token, "", None, (), self.num_steps, None)
+            return [TokenInfo(Piece(token, "", b""), None) for token in emitted.tokens]
+        pieces = [piece(self.tokenizer, token) for token in emitted.tokens]
+        offsets = self._offsets.push(pieces)
+        return [self._info(emitted, place, *pair) for place, pair in enumerate(zip(pieces, offsets, strict=True))]
+
+    def _info(self, emitted: Emitted, place: int, own: Piece, offset: int) -> TokenInfo:
         top = () if emitted.top_logprobs is None else emitted.top_logprobs[place]
+        guesses = () if emitted.guesses is None else emitted.guesses[place]
         exits, at = emitted.stats.exit_layers, len(self.tokens) + place
         return TokenInfo(
-            id=token,
-            text=piece(self.tokenizer, token),
+            piece=own,
             logprob=None if emitted.logprobs is None else emitted.logprobs[place],
-            top=tuple((other, piece(self.tokenizer, other), logprob) for other, logprob in top),
+            top=tuple((piece(self.tokenizer, other), logprob) for other, logprob in top),
+            offset=len(self.echo_text) + offset,
             step=self.num_steps,
-            guesses=None
-            if emitted.guesses is None
-            else tuple((guess, piece(self.tokenizer, guess)) for guess in emitted.guesses[place]),
+            guesses=tuple(piece(self.tokenizer, guess) for guess in guesses),
             layer=exits[at] if exits else None,
         )
-
-
-def piece(tokenizer: Tokenizer, token: int) -> str:
-    """A token by itself; special ones are spelt out."""
-    text: str = tokenizer.inner.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vivace.serve.choice import Choice, Fresh, TokenInfo
+from vivace.serve.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Extras:
         """Fields of a choice beside its text."""
         found: dict[str, Any] = {}
         if self.token_ids:
-            found["token_ids"] = [token.id for token in tokens]
+            found["token_ids"] = [token.piece.id for token in tokens]
         if self.trace:
             found["trace"] = [token.trace for token in tokens]
         return found
@@ -124,8 +125,8 @@ class ChatShape:
         return {
             "content": [
                 {
-                    **_token(token.text, token.logprob or 0.0),
-                    "top_logprobs": [_token(text, logprob) for _, text, logprob in token.top],
+                    **_token(token.piece, token.logprob or 0.0),
+                    "top_logprobs": [_token(other, logprob) for other, logprob in token.top],
                 }
                 for token in tokens
             ],
@@ -134,14 +135,11 @@ class ChatShape:
 
 
 class TextShape:
-    """``text_completion``; keeps count of characters for ``text_offset``."""
+    """``text_completion``."""
 
     id_prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
-
-    def __init__(self) -> None:
-        self._offsets: dict[int, int] = {}
 
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
         """A finished choice."""
@@ -157,7 +155,7 @@ class TextShape:
         return {
             "index": index,
             "text": fresh.text,
-            "logprobs": self._logprobs(index, fresh.tokens) if extras.logprobs else None,
+            "logprobs": self._logprobs(fresh.tokens) if extras.logprobs else None,
             "finish_reason": None,
             **extras.of(fresh.tokens),
         }
@@ -166,18 +164,15 @@ class TextShape:
         """Why the choice ended."""
         return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(token.text)
+    @staticmethod
+    def _logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [token.piece.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{text: logprob for _, text, logprob in token.top} or None for token in tokens],
-            "text_offset": offsets,
+            "top_logprobs": [{other.text: logprob for other, logprob in token.top} or None for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _token(piece: Piece, logprob: float) -> dict[str, Any]:
+    return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}

@@ -8,7 +8,8 @@ import torch
 
 from vivace.engine import Engine
 from vivace.errors import CapacityError
-from vivace.serve.choice import TokenInfo, piece
+from vivace.serve.choice import TokenInfo
+from vivace.serve.pieces import Offsets, piece
 from vivace.units import format_bytes
 
 MAX_BYTES = 512 << 20
@@ -36,8 +37,11 @@ def score(engine: Engine, tokens: Sequence[int], num_top: int) -> list[TokenInfo
     own = logprobs.gather(1, torch.tensor(tokens[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
     values, ids = logprobs.topk(num_top)
     tokenizer = engine.tokenizer
-    found = [TokenInfo(tokens[0], piece(tokenizer, tokens[0]), None, (), 0, None)]
-    for token, logprob, tops, logs in zip(tokens[1:], own, ids.tolist(), values.tolist(), strict=True):
-        top = tuple((other, piece(tokenizer, other), value) for other, value in zip(tops, logs, strict=True))
-        found.append(TokenInfo(token, piece(tokenizer, token), logprob, top, 0, None))
+    pieces = [piece(tokenizer, token) for token in tokens]
+    offsets = Offsets(tokenizer).push(pieces)
+    found = [TokenInfo(pieces[0], None)]
+    rest = zip(pieces[1:], offsets[1:], own, ids.tolist(), values.tolist(), strict=True)
+    for one, offset, logprob, tops, logs in rest:
+        top = tuple((piece(tokenizer, other), value) for other, value in zip(tops, logs, strict=True))
+        found.append(TokenInfo(one, logprob, top, offset))
     return found

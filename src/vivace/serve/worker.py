@@ -133,6 +133,12 @@ class Worker:
             has_died = self._thread.ident is not None and not self._thread.is_alive()
             if self._is_closing or has_died:
                 raise Refusal(503, "the server is stopping and takes no more requests", code="stopping")
+            if len(jobs) > self.num_slots + self.max_queue:
+                raise Refusal(
+                    400,
+                    f"this request asks for {len(jobs)} sequences and this server runs {self.num_slots} and keeps "
+                    f"{self.max_queue} waiting; ask for fewer prompts or a smaller n",
+                )
             room = self.num_slots + self.max_queue - len(self._waiting) - len(self._running)
             if len(jobs) > room:
                 raise Refusal(
@@ -153,7 +159,11 @@ class Worker:
             self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run something with the model between two steps."""
+        """Run something with the model between two steps.
+
+        Raises:
+            Refusal: as much waits as this worker keeps (429).
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -165,6 +175,8 @@ class Worker:
                 future.set_exception(exc)
 
         with self._changed:
+            if len(self._calls) >= self.num_slots + self.max_queue:
+                raise Refusal(429, f"{len(self._calls)} prompts wait to be scored; try again later", code="queue_full")
             self._calls.append(run)
             self._changed.notify()
         return future

@@ -1,0 +1,64 @@
+"""Tokens by themselves: how one is spelt, the bytes it stands for, and where it begins in its text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from vivace.checkpoint.tokenizer import TextStream, Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token by itself; special ones are spelt out."""
+
+    id: int
+    text: str
+    raw: bytes
+    """What it stands for: a character may be spread over tokens, and then only bytes can be put together again."""
+
+
+def piece(tokenizer: Tokenizer, token: int) -> Piece:
+    """A token by itself."""
+    text: str = tokenizer.inner.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    raw = text.encode() if _NO_CHARACTER not in text else _bytes_of(str(tokenizer.inner.convert_ids_to_tokens(token)))
+    return Piece(token, text, text.encode() if raw is None else raw)
+
+
+def _bytes_of(spelt: str) -> bytes | None:
+    """The bytes of a vocabulary entry that is no text, in the two ways vocabularies spell bytes; None in others."""
+    if match := _BYTE.fullmatch(spelt):
+        return bytes.fromhex(match[1])
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[char] for char in spelt) if all(char in alphabet for char in spelt) else None
+
+
+@cache
+def _byte_alphabet() -> Mapping[str, int]:
+    """Characters that byte-level vocabularies write for bytes (GPT-2, Radford et al. 2019)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+class Offsets:
+    """Where tokens begin in the text they make, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = TextStream(tokenizer)
+        self._at = 0
+
+    def push(self, pieces: Sequence[Piece]) -> list[int]:
+        """Beginnings of further tokens; one inside a character begins where the character does."""
+        found = []
+        for one in pieces:
+            text = self._stream.push([one.id])  # with it may come what was held back before it
+            held = len(text) - len(one.text) if text.endswith(one.text) else 0
+            found.append(self._at + held)
+            self._at += len(text)
+        return found
