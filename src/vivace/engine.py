@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.load import choose_device, choose_dtype, load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
 from vivace.core.model import Decoder
 from vivace.core.packed import Packer, pack_decoder
@@ -31,11 +31,14 @@ from vivace.decode.adaptive import Adaptive
 from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
-from vivace.errors import CapacityError, ConfigError, NotFoundError, nearest
+from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import Choice, choose
 from vivace.kernels.low_bit import check_weights
 from vivace.kernels.native import NativeBody
 from vivace.methods import Methods, adapters_by_method
+from vivace.storage.loading import Storage, load_stored
+from vivace.storage.store import is_store
+from vivace.units import parse_bytes
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Text (one user message unless raw), or messages."""
@@ -140,6 +143,8 @@ def load(
     draft_model: str | Path | None = None,
     kernels: str = "auto",
     weights: str = "bf16",
+    memory: str | int | None = None,
+    reader: str = "auto",
 ) -> Engine:
     """Open a checkpoint.
 
@@ -153,6 +158,9 @@ def load(
         kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2" or "avx512".
         weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8" or
             "q4". They are rounded while they are read, and ``dtype="auto"`` then computes in bfloat16.
+        memory: what weights, buffers and cache may take together, such as "2GiB"; for a store (``vivace convert
+            --store``), whose remaining weights are read while they are used. None is all of it in memory.
+        reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
@@ -165,17 +173,52 @@ def load(
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
+    storage = None
+    if is_store(folder):
+        _check_stored(kept, device)
+        model, storage = load_stored(folder, None if memory is None else parse_bytes(memory), reader=reader)
+        _check_stored_dtype(dtype, model.dtype)
+    elif memory is not None or reader != "auto":
+        asked = "memory" if memory is not None else "reader"
+        raise ConfigError(
+            f"{asked} is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
+        )
     packer = None if kept == "bf16" else Packer(_body(choice, kernels, dtype), kept)
-    model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
+    if storage is None:
+        model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
     tokenizer = load_tokenizer(folder)
     second = None
     if draft_model is not None:
         require_same_pieces(tokenizer, load_tokenizer(resolve(draft_model)))
         second = load_decoder(draft_model, dtype=dtype, device=device, packer=packer)
+    if storage is not None and storage.plan.streamed:
+        choice = _torch_only(kernels)
     choice = _settle(choice, kernels, [model] if second is None else [model, second], is_packed=packer is not None)
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
-    return Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
+    engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
+    engine.storage = storage
+    return engine
+
+
+def _check_stored(kept: str, device: str) -> None:
+    choose_device(device)
+    if kept != "bf16":
+        raise UnsupportedError(f"a store keeps its weights as they were converted, {kept} was asked for; leave it out")
+
+
+def _check_stored_dtype(asked: str, found: torch.dtype) -> None:
+    if asked != "auto" and choose_dtype(asked, found, torch.device("cpu")) != found:
+        raise UnsupportedError(f"this store holds {found}, {asked} was asked for; convert it with --dtype {asked}")
+
+
+def _torch_only(asked: str) -> Choice:
+    """What runs weights that are read while they are used."""
+    if asked not in ("auto", "torch"):
+        raise UnsupportedError(
+            f"{asked} kernels need all weights in memory, this budget streams some; give --kernels torch or more memory"
+        )
+    return Choice("torch", "weights that are read while they are used run on PyTorch's kernels", None)
 
 
 def _body(choice: Choice, asked: str, dtype: str) -> NativeBody | None:
@@ -216,6 +259,8 @@ class Engine:
         """What runs the hot operations, and why."""
         self.weights = weights
         """What matrices are kept as; "bf16" is as the checkpoint has them."""
+        self.storage: Storage | None = None
+        """Where weights come from that are not all in memory."""
 
     @property
     def folder(self) -> Path:
@@ -313,10 +358,14 @@ class Engine:
     def session(self, requests: Sequence[Request], options: Options) -> Session:
         """A session with room for these requests."""
         self.model.row_count = EXACT_ROWS if options.exact else 1
+        num_slots = min(len(requests), options.batch_size)
+        capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
+        if self.storage is not None:
+            num_slots = self.storage.num_slots(num_slots, capacity)
         return Session(
             self.model,
-            num_slots=min(len(requests), options.batch_size),
-            capacity=max(len(r.tokens) + r.max_new_tokens for r in requests),
+            num_slots=num_slots,
+            capacity=capacity,
             progress=options.progress,
         )
 

@@ -22,6 +22,8 @@ from vivace.files import write_text
 
 CONFIG = "config.json"
 TENSORS = "adapter_model.safetensors"
+STORE = "store.json"
+"""Index of a store: a checkpoint in another form, which says what it was made from."""
 _END_BYTES = 64
 
 
@@ -36,6 +38,8 @@ def base_hash(decoder_dir: str | Path) -> str:
         CorruptError: a file of it is truncated.
     """
     folder = resolve(decoder_dir)
+    if (folder / STORE).is_file():
+        return str(read_json(folder / STORE).get("base"))
     config = read_json(folder / "config.json")
     used = {k: v for k, v in config.items() if k not in HARMLESS or k == "model_type"}
     digest = hashlib.sha256(json.dumps(used, sort_keys=True).encode())

@@ -1,7 +1,8 @@
-"""``vivace convert``: a checkpoint as one file for another engine."""
+"""``vivace convert``: a checkpoint as one file for another engine, or as a store to be read piece by piece."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,20 @@ from vivace.units import format_bytes
 SUFFIX = ".gguf"
 
 
+@dataclass(frozen=True)
+class StoreChoice:
+    """How a store shall be, as the flags say."""
+
+    layout: str
+    dtype: str
+    calibrate: Path | None
+    active: float
+
+
 def convert(
-    output: Annotated[Path, typer.Argument(help="File to write; its name ends in .gguf.", metavar="OUT")],
+    output: Annotated[
+        Path, typer.Argument(help="File to write, its name ends in .gguf; with --store a folder.", metavar="OUT")
+    ],
     model: options.Model = None,
     kind: Annotated[
         str,
@@ -25,14 +38,33 @@ def convert(
             "--type", help="How matrices are stored: auto (as in the checkpoint), f32, f16, bf16, q8_0, q4_0."
         ),
     ] = "auto",
+    store: Annotated[
+        bool, typer.Option("--store", help="Write a store: --memory then runs it in less memory than it has.")
+    ] = False,
+    layout: Annotated[
+        str,
+        typer.Option(help="Of a store: layers (exact), selected (a gate in memory), neurons (ReLU and predictors)."),
+    ] = "layers",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Prompts (.jsonl) to train predictors on (neurons), or to set thresholds by (selected)."),
+    ] = None,
+    active: Annotated[float, typer.Option(help="Share of the neurons that --calibrate keeps (selected).")] = 0.5,
+    dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a Llama checkpoint as GGUF, the file that llama.cpp runs.
+    """Write a Llama checkpoint as GGUF, the file that llama.cpp runs, or any checkpoint as a store.
 
     bf16 keeps every bit of a bfloat16 checkpoint. q8_0 and q4_0 take 8.5 and 4.5 bits a weight and change the model a
     little.
     """
     from vivace.checkpoint.gguf import write_checkpoint
+
+    if store:
+        _write_store(folder_of(model), output, StoreChoice(layout, dtype, calibrate, active), as_json=as_json)
+        return
+    if layout != "layers" or calibrate is not None or dtype != "auto":
+        raise ConfigError("--layout, --calibrate and --dtype are for a store; give --store, or leave them out")
 
     if output.suffix != SUFFIX:
         raise ConfigError(f"{output} does not end in {SUFFIX}, the one format that is written; name the file so")
@@ -47,3 +79,42 @@ def convert(
         console.json({"file": str(written.path), "type": written.kind, "bytes": written.num_bytes})
     else:
         console.result(f"{written.path}: {written.kind}, {format_bytes(written.num_bytes)}")
+
+
+def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bool) -> None:
+    from vivace.storage.convert import write_store
+    from vivace.storage.store import check_layout
+
+    texts = None if choice.calibrate is None else _texts(folder, choice.calibrate)
+    with console.progress("writing") as progress:
+        written = write_store(folder, output, layout=check_layout(choice.layout), dtype=choice.dtype, progress=progress)
+    report: list[dict[str, object]] = []
+    if texts is not None:
+        from vivace.storage.calibrate import calibrate
+
+        console.note(f"calibrating on {len(texts)} texts, with the whole model in memory")
+        report = [asdict(line) for line in calibrate(folder, written, texts, choice.active)]
+    facts = {"folder": str(written.folder), "layout": written.layout, "bytes": written.num_bytes}
+    if as_json:
+        console.json({**facts, "dtype": str(written.dtype).removeprefix("torch."), "calibration": report})
+        return
+    console.result(f"{written.folder}: {written.layout}, {format_bytes(written.num_bytes)}")
+    for line in report:
+        console.result("  " + ", ".join(f"{name} {_short(value)}" for name, value in line.items()))
+
+
+def _texts(folder: Path, prompts: Path) -> list[tuple[int, ...]]:
+    """Prompts in tokens, with the first of the answers that stand beside them."""
+    from vivace.checkpoint.tokenizer import load_tokenizer
+    from vivace.prompts import load_prompts
+
+    tokenizer = load_tokenizer(folder)
+    texts = []
+    for row in load_prompts(prompts):
+        answer = tokenizer.encode(row.references[0], special=False) if row.references else []
+        texts.append((*tokenizer.encode_prompt(row.request), *answer))
+    return texts
+
+
+def _short(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

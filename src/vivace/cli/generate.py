@@ -34,6 +34,8 @@ def generate(
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
     weights: options.Weights = "bf16",
+    memory: options.Memory = None,
+    reader: options.Reader = "auto",
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
     exact: options.Exact = False,
@@ -50,7 +52,8 @@ def generate(
 ) -> None:
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
     requests = read_requests(prompt, prompt_file)
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), [method])
+    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
+    engine = open_engine(choice, [method])
     settings = options.given(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
@@ -74,7 +77,8 @@ def generate(
             return
         results = engine.generate(requests, **settings)
     if as_json:
-        console.json({"results": [_result_json(result) for result in results]})
+        stored = {} if engine.storage is None else {"storage": engine.storage.facts}
+        console.json({"results": [_result_json(result) for result in results], **stored})
         return
     for number, result in enumerate(results, 1):
         console.note(f"[{number}/{len(requests)}] {summary(result)}")

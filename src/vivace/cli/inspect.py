@@ -11,9 +11,11 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.opening import folder_of
+from vivace.errors import ConfigError
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -22,14 +24,21 @@ def inspect(
         str | None, typer.Argument(help="A model or adapter folder, or a Hub id; left out: the model that ships.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read a store and compare every checksum.")] = False,
     weights: options.Weights = "bf16",
     as_json: options.AsJson = False,
 ) -> None:
-    """Show configuration, size and adapters of a checkpoint."""
+    """Show configuration, size and adapters of a checkpoint or store."""
     from vivace.checkpoint.adapters import TENSORS
+    from vivace.storage.store import is_store
 
     folder = folder_of(model)
-    facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder, weights)
+    if verify and not is_store(folder):
+        raise ConfigError(f"--verify is for a store, {folder} is none; leave it out")
+    if is_store(folder):
+        facts = store_facts(folder, verify=verify)
+    else:
+        facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder, weights)
     if not tensors:
         del facts["tensors"]
     if as_json:
@@ -85,6 +94,45 @@ def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
     }
 
 
+def store_facts(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """A store in numbers.
+
+    Raises:
+        CheckpointError: a file is missing, broken or foreign.
+    """
+    from vivace.checkpoint.files import read_json
+    from vivace.storage.store import open_store
+    from vivace.storage.store import verify as compare
+
+    store = open_store(folder)
+    if verify:
+        compare(store)
+    kinds: dict[str, int] = {}
+    for name, bundle in store.bundles.items():
+        kind = name if name == "resident" else name.split(".")[2]
+        kinds[kind] = kinds.get(kind, 0) + bundle.num_bytes
+    parts = [(bundle.name, part) for bundle in store.bundles.values() for part in bundle.parts]
+    return {
+        "folder": str(folder),
+        "model_type": read_json(folder / "config.json")["model_type"],
+        "layout": store.layout,
+        "dtypes": [_dtype_name(store.dtype)],
+        "bytes": store.num_bytes,
+        **{f"bytes_{kind}": num_bytes for kind, num_bytes in kinds.items()},
+        "bundles": len(store.bundles),
+        "verified": verify,
+        "layers": store.config.num_layers,
+        "width": store.config.width,
+        "ffn_width": store.config.ffn_width,
+        "base_hash": store.base,
+        "config": asdict(store.config),
+        "tensors": [
+            {"name": f"{name}: {part.name}", "dtype": _dtype_name(store.dtype), "shape": list(part.shape)}
+            for name, part in parts
+        ],
+    }
+
+
 def adapter_facts(folder: Path) -> dict[str, Any]:
     """An adapter in numbers.
 
@@ -118,13 +166,17 @@ def _list(weights: dict[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _dtype_name(tensor.dtype)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _plain(name: str, value: Any) -> str:
     """A value as a person reads it."""
     match name, value:
-        case "bytes" | "bytes_in_memory", int():
+        case _, int() if name.startswith("bytes"):
             return format_bytes(value)
         case "parameters", int():
             return f"{value / 1e6:.1f} million"

@@ -29,6 +29,8 @@ class ModelChoice:
     dtype: str = "auto"
     kernels: str = "auto"
     weights: str = "bf16"
+    memory: str | None = None
+    reader: str = "auto"
 
 
 def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
@@ -45,7 +47,7 @@ def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
     if methods:
         _check_use(choice, [find_method(name) for name in methods])
     console.note(f"loading {choice.model or 'the model that ships'}")
-    return vivace.load(
+    engine = vivace.load(
         choice.model,
         device=choice.device,
         dtype=choice.dtype,
@@ -53,7 +55,12 @@ def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
         draft_model=choice.draft_model,
         kernels=choice.kernels,
         weights=choice.weights,
+        memory=choice.memory,
+        reader=choice.reader,
     )
+    if engine.storage is not None:
+        console.note(engine.storage.report)
+    return engine
 
 
 def _check_use(choice: ModelChoice, methods: Sequence[Method]) -> None:

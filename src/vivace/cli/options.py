@@ -40,6 +40,17 @@ Weights = Annotated[
     str,
     typer.Option("--weights", help="bf16 (as stored), int8 or q4: rounded while loading.", rich_help_panel=_MODEL),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="For weights, buffers and cache together, such as 2GiB; the rest of a store is read while it is used.",
+        metavar="SIZE",
+        rich_help_panel=_MODEL,
+    ),
+]
+Reader = Annotated[
+    str, typer.Option(help="How a store is read: auto, direct, buffered or mmap.", rich_help_panel=_MODEL)
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),

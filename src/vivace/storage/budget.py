@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError
 from vivace.storage.store import Store
 from vivace.units import format_bytes
@@ -90,7 +91,7 @@ def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> Memo
         CapacityError: the budget is too small; says what it would take.
     """
     c = store.config
-    cache = num_tokens * c.num_layers * c.num_kv_heads * c.head_dim * 2 * store.dtype.itemsize
+    cache = (num_tokens + DRAFT_SLACK) * c.num_layers * c.num_kv_heads * c.head_dim * 2 * store.dtype.itemsize
     neurons = [name for name in store.bundles if name.endswith(".neurons")]
     experts = [name for name in store.bundles if ".experts." in name]
     pooled = {*neurons, *experts}

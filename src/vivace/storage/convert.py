@@ -15,6 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX as SHARDS
 from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, staged
@@ -30,6 +31,7 @@ from vivace.storage.store import (
     Layout,
     Store,
     arrange,
+    check_fits,
     check_layout,
     is_store,
     open_store,
@@ -72,7 +74,7 @@ def write_store(
         raise ConfigError(f"{target} holds something else than a store; name a folder that is not there yet")
     raw = read_json(folder / "config.json")
     config = translate(raw)
-    check_layout(config, layout)
+    check_fits(config, check_layout(layout))
     stored = open_tensors(folder)
     family = family_of(raw)
     plan = plan_of(family, config, stored.names)
@@ -86,9 +88,11 @@ def write_store(
             for path in folder.glob(pattern):
                 if path.name not in (SHARDS, INDEX):
                     shutil.copyfile(path, staging / path.name)
+        if (folder / "adapters").is_dir():
+            shutil.copytree(folder / "adapters", staging / "adapters")
         identity = secrets.token_hex(8)
         num_bytes, bundles = _write(staging / DATA, identity, bundles, source, progress)
-        index = to_json(identity, layout, kind, num_bytes, bundles)
+        index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_store(target)
 

@@ -12,19 +12,19 @@ from torch import nn
 from vivace.checkpoint.load import put
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
-from vivace.errors import CorruptError
+from vivace.errors import CapacityError, CorruptError
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import StoreShelf
-from vivace.storage.neurons import NeuronParts, Neurons
+from vivace.storage.neurons import WINDOW, NeuronParts, Neurons
 from vivace.storage.policies import LeastRecent
 from vivace.storage.readers import Choice, ReadPool, aligned, device_bytes, open_reader
 from vivace.storage.store import Store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 from vivace.units import format_bytes
 
-MAX_TOKENS = 4096
+MAX_TOKENS = 2048
 """Longest text a plan makes room for, where the model would take a longer one."""
 
 
@@ -75,6 +75,21 @@ class Storage:
             "expected_tokens_per_s": self.expected_tokens_per_s,
         }
 
+    def num_slots(self, wanted: int, capacity: int) -> int:
+        """Sequences of ``capacity`` tokens that decode at once: as many as wanted and as the plan has room for.
+
+        Raises:
+            CapacityError: not even one.
+        """
+        if self.plan.budget_bytes is None:
+            return wanted
+        if capacity > self.plan.num_tokens:
+            raise CapacityError(
+                f"{capacity} tokens were asked for, this memory has room for the cache of {self.plan.num_tokens}; "
+                "give a lower --max-new-tokens"
+            )
+        return min(wanted, self.plan.num_tokens // capacity)
+
     def close(self) -> None:
         """Stop reading and let go of the file; the decoder cannot be used any more."""
         if self.stream is not None:
@@ -91,7 +106,7 @@ def load_stored(
     *,
     reader: str = "auto",
     num_tokens: int | None = None,
-    threshold: float = 0.0,
+    window: int = WINDOW,
 ) -> tuple[Decoder, Storage]:
     """The decoder of a store, frozen.
 
@@ -99,8 +114,8 @@ def load_stored(
         folder: the store.
         budget_bytes: weights, buffers and cache together; None is all in memory.
         reader: "auto", "direct", "buffered" or "mmap".
-        num_tokens: longest text, prompt and answer together; None is the model's context, 4096 at most.
-        threshold: neurons whose activation is not larger in size are left out, in a store of layout ``selected``.
+        num_tokens: longest text, prompt and answer together; None is the model's context, 2048 at most.
+        window: tokens whose neurons stay in memory, in a store of neurons.
 
     Raises:
         CheckpointError: the store is missing, broken or foreign.
@@ -120,7 +135,7 @@ def load_stored(
         )
         parts = CachedParts(store.config, experts)
     elif plan.neurons_per_layer:
-        neurons = Neurons.of(store, pool, plan, threshold)
+        neurons = Neurons.of(store, pool, plan, window)
         parts = NeuronParts(store.config, neurons)
     elif plan.streamed:
         stream = Stream(store, pool, plan.streamed)

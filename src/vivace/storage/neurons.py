@@ -34,6 +34,7 @@ from vivace.storage.neuron_cache import NeuronCache
 from vivace.storage.predictors import Predictor, load_predictors
 from vivace.storage.readers import ReadPool, Ticket, aligned
 from vivace.storage.store import Store
+from vivace.storage.thresholds import load_thresholds
 
 WINDOW = 4
 """Tokens whose neurons stay in memory, where the budget has room for them."""
@@ -59,7 +60,14 @@ class Neurons:
     """The caches of all layers; a ``SlotState``, as windows belong to sequences."""
 
     def __init__(
-        self, store: Store, pool: ReadPool, room: int, *, threshold: float, predictors: Sequence[Predictor], window: int
+        self,
+        store: Store,
+        pool: ReadPool,
+        room: int,
+        *,
+        thresholds: Sequence[float],
+        predictors: Sequence[Predictor],
+        window: int,
     ) -> None:
         """Allocate.
 
@@ -67,13 +75,13 @@ class Neurons:
             store: layout ``neurons`` or ``selected``.
             pool: reads it.
             room: neurons of a layer in memory.
-            threshold: of the layout ``selected``.
+            thresholds: one a layer, for the layout ``selected``.
             predictors: one a layer, for the layout ``neurons``.
             window: tokens whose neurons stay in memory.
         """
         self.store = store
         self.pool = pool
-        self.threshold = threshold
+        self.thresholds = thresholds
         self.predictors = predictors
         self.counts = NeuronCounts()
         self.selectors: dict[int, Tensor] = {}
@@ -86,17 +94,22 @@ class Neurons:
         self._live: set[int] = set()
 
     @staticmethod
-    def of(store: Store, pool: ReadPool, plan: MemoryPlan, threshold: float = 0.0, window: int = WINDOW) -> Neurons:
-        """For a plan.
+    def of(store: Store, pool: ReadPool, plan: MemoryPlan, window: int = WINDOW) -> Neurons:
+        """For a plan, with the predictors or thresholds of the store.
 
         Raises:
             NotFoundError: layout ``neurons`` without predictors.
+            MismatchError: they are for another model.
         """
-        predictors: Sequence[Predictor] = ()
-        if store.layout == "neurons":
-            predictors = load_predictors(store)
-        room = plan.neurons_per_layer
-        return Neurons(store, pool, room, threshold=threshold, predictors=predictors, window=window)
+        is_guessed = store.layout == "neurons"
+        return Neurons(
+            store,
+            pool,
+            plan.neurons_per_layer,
+            thresholds=[] if is_guessed else load_thresholds(store),
+            predictors=load_predictors(store) if is_guessed else [],
+            window=window,
+        )
 
     def select_by(self, bundle: str, matrix: Tensor) -> None:
         """Take a selector (F, E), by the name of its bundle."""
@@ -241,7 +254,7 @@ class NeuronFeedForward(nn.Module):
         if gate is None:
             active = neurons.predictors[self.layer].active(x)
         else:
-            gate = torch.where(gate.abs() > neurons.threshold, gate, 0.0)
+            gate = torch.where(gate.abs() > neurons.thresholds[self.layer], gate, 0.0)
             active = (gate != 0).any(0).nonzero()[:, 0]
         found = neurons.bring(self.layer, active)
         if found is None:

@@ -95,12 +95,9 @@ def train_predictors(
     c = model.config
     if c.activation != "relu" or c.moe is not None:
         raise ConfigError(f"predictors are for feed-forwards with relu, this model has {c.activation}")
-    if len(texts) < 10:
-        raise ConfigError(f"{len(texts)} texts are too few to train predictors; give at least 10")
-    held = [text for place, text in enumerate(texts) if place % 10 == 9]
-    learned = [text for place, text in enumerate(texts) if place % 10 != 9]
+    learned, held = split_held(texts)
     predictors, reports = [], []
-    pairs = zip(_inputs(model, learned), _inputs(model, held), strict=True)
+    pairs = zip(inputs_of(model, learned), inputs_of(model, held), strict=True)
     for layer, (x, x_held) in enumerate(pairs):
         feed = model.layers[layer].feed_forward
         assert isinstance(feed, FeedForward)
@@ -112,6 +109,18 @@ def train_predictors(
     return predictors, reports
 
 
+def split_held(texts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Texts to learn from, and every tenth to judge by.
+
+    Raises:
+        ConfigError: fewer than ten.
+    """
+    if len(texts) < 10:
+        raise ConfigError(f"{len(texts)} texts are too few to calibrate on; give at least 10")
+    held = [text for place, text in enumerate(texts) if place % 10 == 9]
+    return [text for place, text in enumerate(texts) if place % 10 != 9], held
+
+
 def _truth(feed: FeedForward, x: Tensor) -> Tensor:
     """(n, E) -> (n, F) bool: what really is active."""
     assert isinstance(feed.up, Linear)
@@ -121,7 +130,7 @@ def _truth(feed: FeedForward, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _inputs(model: Decoder, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+def inputs_of(model: Decoder, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """What enters the feed-forward of each layer, (tokens, E), for one layer after the other."""
     steps = [Step.dense(1, len(text)) for text in texts]
     rows = [model.embed(torch.tensor(text), step) for text, step in zip(texts, steps, strict=True)]
@@ -197,7 +206,7 @@ def load_predictors(store: Store) -> list[Predictor]:
     path = Path(store.folder) / FILE
     if not path.is_file():
         raise NotFoundError(
-            f"{store.folder} has neurons and no {FILE}; train it (vivace convert --predictors FILE), or convert with "
+            f"{store.folder} has neurons and no {FILE}; train it (vivace convert --calibrate FILE), or convert with "
             "layout selected, which needs none"
         )
     tensors, c = read_tensors(path), store.config

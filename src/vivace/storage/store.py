@@ -90,6 +90,8 @@ class Store:
     identity: str
     num_bytes: int
     bundles: Mapping[str, Bundle]
+    base: str = ""
+    """``base_hash`` of the checkpoint it was made from."""
 
     @property
     def path(self) -> Path:
@@ -159,7 +161,7 @@ def _from_json(folder: Path, index: Mapping[str, Any]) -> Store:
         parts = tuple(Part(p["name"], tuple(p["shape"]), p["offset"]) for p in item["parts"])
         bundles[item["name"]] = Bundle(**{**item, "parts": parts})
     config = translate(read_json(folder / "config.json"))
-    return Store(folder, config, index["layout"], dtype, index["identity"], index["bytes"], bundles)
+    return Store(folder, config, index["layout"], dtype, index["identity"], index["bytes"], bundles, index["base"])
 
 
 def _check_file(store: Store) -> None:
@@ -215,7 +217,7 @@ def arrange(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], layout: 
     Raises:
         ConfigError: a layout for another kind of model.
     """
-    check_layout(config, layout)
+    check_fits(config, check_layout(layout))
     streamed = [spec for index in range(config.num_layers) for spec in _layer(config, index, layout)]
     taken = {name for _, names, _ in streamed for name in names}
     resident = [name for name in shapes if name not in taken]
@@ -228,10 +230,19 @@ def arrange(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], layout: 
     return bundles
 
 
-def check_layout(config: ModelConfig, layout: str) -> None:
-    """Raises ``ConfigError`` where a layout is unknown or the model has no neurons to lay so."""
+def check_layout(layout: str) -> Layout:
+    """A layout by its name.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
     if layout not in get_args(Layout):
         raise ConfigError(f"there is no layout {layout!r}{nearest(layout, get_args(Layout))}")
+    return layout  # type: ignore[return-value]
+
+
+def check_fits(config: ModelConfig, layout: Layout) -> None:
+    """Raises ``ConfigError`` where a model has no neurons to lay so."""
     if layout != "layers" and config.moe is not None:
         raise ConfigError(f"layout {layout} is for dense feed-forwards; experts are bundles of their own in 'layers'")
     if layout == "neurons" and config.activation != "relu":
@@ -282,10 +293,13 @@ def _records(c: ModelConfig, name: str, count: int, layout: Layout, item: int) -
     return Bundle(name, 0, count * stride, parts, count, stride)
 
 
-def to_json(identity: str, layout: Layout, dtype: torch.dtype, num_bytes: int, bundles: list[Bundle]) -> dict[str, Any]:
+def to_json(
+    identity: str, base: str, layout: Layout, dtype: torch.dtype, num_bytes: int, bundles: list[Bundle]
+) -> dict[str, Any]:
     """The index as it is written."""
     return {
         "format": 1,
+        "base": base,
         "identity": identity,
         "layout": layout,
         "dtype": str(dtype).removeprefix("torch."),

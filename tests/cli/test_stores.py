@@ -1,0 +1,102 @@
+"""``convert --store``, ``inspect`` and ``generate --memory`` as a user types them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.tiny_checkpoints import make_adapter, make_checkpoint
+from vivace.prompts import Prompt, packaged_prompts, save_prompts
+from vivace.storage.store import DATA
+
+
+class Cli(Protocol):
+    def __call__(self, *words: object, stdin: str = "") -> Any: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=6)
+    make_adapter(folder / "adapters" / "multirate", folder)
+    return folder
+
+
+ASK = ("generate", "Describe the weather", "--max-new-tokens", 12, "--kernels", "torch")
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup", "multirate"])
+def test_less_memory_says_the_same(cli: Cli, model: Path, tmp_path: Path, method: str) -> None:
+    done = cli("convert", tmp_path / "store", "--store", "--model", model, "--json")
+    assert done.json["layout"] == "layers", done.err
+    plain = cli(*ASK, "--model", model, "--method", "plain").out
+    found = cli(*ASK, "--model", tmp_path / "store", "--method", method, "--memory", "430KiB", "--reader", "buffered")
+    assert found.out == plain, found.err
+    assert "read a pass, ahead of use" in found.err
+
+
+def test_what_was_read(cli: Cli, model: Path, tmp_path: Path) -> None:
+    assert cli("convert", tmp_path / "store", "--store", "--model", model).status == 0
+    stored = ("--model", tmp_path / "store", "--memory", "430KiB")
+    facts = cli(*ASK, *stored, "--method", "plain", "--json").json["storage"]
+    assert facts["budget_bytes"] == 430 * 1024
+    assert facts["planned_bytes"] <= 430 * 1024
+    assert facts["bytes_read"] > 12 * facts["bytes_per_pass"] > 0
+    assert facts["expected_tokens_per_s"] > 0
+
+
+def test_too_little(cli: Cli, model: Path, tmp_path: Path) -> None:
+    cli("convert", tmp_path / "store", "--store", "--model", model)
+    found = cli(*ASK, "--model", tmp_path / "store", "--memory", "100KiB")
+    assert found.status == 2
+    assert "100.0 KiB of memory are too few for store" in found.err
+    found = cli(*ASK, "--model", model, "--memory", "1GiB")
+    assert found.status == 2
+    assert "is a checkpoint: vivace convert OUT --store" in found.err
+    found = cli(*ASK, "--model", tmp_path / "store", "--memory", "1GB", "--weights", "q4")
+    assert (found.status, "keeps its weights" in found.err) == (2, True)
+    found = cli(*ASK, "--model", tmp_path / "store", "--dtype", "bfloat16")
+    assert (found.status, "convert it with --dtype bfloat16" in found.err) == (2, True)
+
+
+def test_thresholds(cli: Cli, model: Path, tmp_path: Path) -> None:
+    save_prompts(
+        tmp_path / "prompts.jsonl", [Prompt(p.request, ("Some answer.",)) for p in packaged_prompts("e2e")[:20]]
+    )
+    words = ("convert", tmp_path / "store", "--store", "--model", model, "--layout", "selected")
+    done = cli(*words, "--calibrate", tmp_path / "prompts.jsonl", "--active", "0.6", "--json")
+    assert done.status == 0, done.err
+    assert len(done.json["calibration"]) == 6
+    assert all(0.4 < line["active_share"] < 0.8 and line["error"] > 0 for line in done.json["calibration"])
+    found = cli(*ASK, "--model", tmp_path / "store", "--memory", "2MiB")
+    assert found.status == 0, found.err
+    assert "of 64 neurons a layer in memory" in found.err
+
+
+def test_inspect(cli: Cli, model: Path, tmp_path: Path) -> None:
+    cli("convert", tmp_path / "store", "--store", "--model", model)
+    facts = cli("inspect", tmp_path / "store", "--verify", "--json").json
+    assert (facts["layout"], facts["verified"], facts["bundles"]) == ("layers", True, 13)
+    assert "bytes_feed_forward" in cli("inspect", tmp_path / "store").out
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tmp_path / "store", damaged)
+    raw = bytearray((damaged / DATA).read_bytes())
+    raw[8192] ^= 1
+    (damaged / DATA).write_bytes(raw)
+    assert cli("inspect", damaged).status == 0
+    found = cli("inspect", damaged, "--verify")
+    assert (found.status, "has checksum" in found.err) == (1, True)
+    (damaged / DATA).write_bytes(raw[:-1])
+    found = cli(*ASK, "--model", damaged)
+    assert (found.status, "it is truncated" in found.err) == (1, True)
+    found = cli("inspect", model, "--verify")
+    assert (found.status, "--verify is for a store" in found.err) == (2, True)
+
+
+def test_flags_of_a_store_without_one(cli: Cli, model: Path, tmp_path: Path) -> None:
+    found = cli("convert", tmp_path / "m.gguf", "--model", model, "--layout", "neurons")
+    assert (found.status, "are for a store" in found.err) == (2, True)
+    found = cli("convert", tmp_path / "store", "--store", "--model", model, "--layout", "neurons")
+    assert (found.status, "this one has silu" in found.err) == (2, True)
