@@ -40,7 +40,7 @@ def test_unknown_and_unbuilt_methods_are_told_apart() -> None:
     with pytest.raises(ConfigError, match="did you mean 'lookup'"):
         find_method("lokup")
     with pytest.raises(UnsupportedError, match="not built yet; use one of auto, plain, lookup"):
-        find_method("medusa")
+        find_method("mod")
     assert find_method("plain").built
 
 
@@ -82,7 +82,7 @@ def test_changes_on_the_command_line() -> None:
 
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="the recipes that come with vivace are base, dynamic, finetune, multirate"):
+    with pytest.raises(NotFoundError, match="the recipes that come with vivace are base, deed, draft, dynamic"):
         read_recipe(tmp_path / "none.yaml")
     assert read_recipe("multirate") == read_recipe(RECIPES / "multirate.yaml")
     for name, text in (("a.yaml", "kind: [a"), ("b.json", "{"), ("c.yaml", "- 1")):

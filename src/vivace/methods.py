@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
+from vivace.baselines.kinds import KINDS, RivalPlan
+from vivace.baselines.lookahead import Lookahead, LookaheadPlan
+from vivace.baselines.trained import Trained
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -32,6 +36,9 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
 from vivace.multistream.streams import Streams
 from vivace.recipe import METHODS, build, find_method
+
+AnyPlan = DraftPlan | StreamPlan | RivalPlan
+"""Shape of a draft, whoever makes it."""
 
 
 def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
@@ -70,7 +77,7 @@ class Methods:
         folder: Path | None,
         adapters: Mapping[str, Path],
         second: Decoder | None = None,
-        plan: DraftPlan | StreamPlan | None = None,
+        plan: AnyPlan | None = None,
     ) -> None:
         """Make nothing yet.
 
@@ -110,7 +117,7 @@ class Methods:
             self._drafters[key] = self._dynamic(*key[1:]) if is_dynamic else self._make(method, num_draft_tokens)
         return self._drafters[key]
 
-    def planned(self, plan: DraftPlan | StreamPlan) -> Methods:
+    def planned(self, plan: AnyPlan) -> Methods:
         """The same methods, drafting after another plan than their adapters'."""
         return Methods(self.model, self.folder, self.adapters, self.second, plan)
 
@@ -134,6 +141,12 @@ class Methods:
                 return self_speculation(self.model, accelerator, plan, lookup=lookup)
             case "multistream":
                 return self._streams(length)
+            case "medusa" | "eagle" | "deed":
+                return self._rival(method, length)
+            case "layerskip":
+                return self._layerskip(length)
+            case "lookahead":
+                return self._lookahead(length)
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
@@ -149,6 +162,40 @@ class Methods:
         accelerator.load_state_dict(dict(tensors))
         plan = self.plan if isinstance(self.plan, DraftPlan) else build(DraftPlan, written["plan"])
         return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+
+    def _rival(self, method: str, length: int | None) -> Drafter:
+        """One of ``baselines/`` that has weights."""
+        kind = KINDS[method]
+        weights, plan = self._trained_rival(method)
+        plan = plan if length is None else replace(plan, widths=(1,) * length)
+        return kind.drafter(self.model, weights, plan)
+
+    def _trained_rival(self, method: str) -> tuple[Trained, Any]:
+        """Weights and plan of a rival."""
+        kind = KINDS[method]
+        written, tensors = self._adapter(method, kind.what)
+        weights = kind.weights(build(kind.config, written["config"]), self.model.config)
+        self._require_shapes(method, weights.tensors(), tensors)
+        weights.load_state_dict(dict(tensors), strict=False)  # what is no tensor of the file is not used
+        plan = self.plan if isinstance(self.plan, kind.plan) else build(kind.plan, written["plan"])
+        return weights.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+
+    def _layerskip(self, length: int | None) -> Drafter:
+        """The model's own exit, a quarter of the way up unless a tuned plan says where."""
+        config, plan = ExitConfig(max(1, self.model.config.num_layers // 4)), DraftPlan()
+        if self._has_adapter("layerskip"):
+            written, _ = self._adapter("layerskip", "an exit")
+            config, plan = build(ExitConfig, written["config"]), build(DraftPlan, written["plan"])
+        plan = self.plan if isinstance(self.plan, DraftPlan) else plan
+        plan = plan if length is None else replace(plan, widths=(1,) * length)
+        return exit_drafter(self.model, Exit(config, self.model.config), plan)
+
+    def _lookahead(self, length: int | None) -> Drafter:
+        plan = LookaheadPlan()
+        if self._has_adapter("lookahead"):
+            plan = build(LookaheadPlan, self._adapter("lookahead", "a plan")[0]["plan"])
+        plan = self.plan if isinstance(self.plan, LookaheadPlan) else plan
+        return Lookahead(self.model, plan if length is None else replace(plan, ngram=length + 1))
 
     def _streams(self, length: int | None) -> StreamDrafter:
         streams, plan = self._trained_streams
@@ -214,6 +261,8 @@ class Methods:
     def _draft_model(self, length: int | None) -> DraftModel:
         if self.second is None:
             raise NotFoundError("method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID")
+        if length is None and isinstance(self.plan, DraftPlan):
+            length = len(self.plan.widths)
         config = DraftModelConfig() if length is None else DraftModelConfig(num_draft_tokens=length)
         return DraftModel(self.second, self.model.config.vocab_size, config)
 

@@ -64,7 +64,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _respell(make_checkpoint(place / "respelt") / "tokenizer.json")
     make_adapter(place / "adapter", tiny)
     make_adapter(place / "of-other", other)
-    make_adapter(place / "medusa", tiny, kind="medusa")
+    make_adapter(place / "nova", tiny, kind="nova")
     _broken_copies(place, tiny)
     rows = [{"prompt": f"say {word}", "reference": word} for word in ("one", "two", "three", "four") * 4]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,7 +149,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "top-p beyond one": ((*GENERATE, "--top-p", "1.5"), USAGE, "top_p must be in (0, 1], found 1.5"),
     "no new tokens": ((*GENERATE, "--max-new-tokens", "0"), USAGE, "max_new_tokens must be at least 1, found 0"),
     "empty stop string": ((*GENERATE, "--stop-strings", ""), USAGE, "a stop string must not be empty"),
-    "method that is not built": ((*GENERATE, "--method", "eagle"), USAGE, "not built yet; use one of auto, plain"),
+    "method that is not built": ((*GENERATE, "--method", "mod"), USAGE, "not built yet; use one of auto, plain"),
     "unknown method": ((*GENERATE, "--method", "multirat"), USAGE, "did you mean 'multirate'?"),
     "method without its adapter": ((*GENERATE, "--method", "multirate"), FAILED, "vivace train multirate --model"),
     "method without its model": ((*GENERATE, "--method", "draft"), FAILED, "--draft-model"),
@@ -167,9 +167,9 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "adapter that is not there": ((*GENERATE, "--adapter", "none"), FAILED, "no adapter directory none"),
     "adapter that is a checkpoint": ((*GENERATE, "--adapter", "other"), FAILED, "not an adapter's configuration"),
     "adapter of a method to come": (
-        (*GENERATE, "--adapter", "medusa"),
+        (*GENERATE, "--adapter", "nova"),
         USAGE,
-        "an adapter for 'medusa'; this version uses adapters for dynamic, multirate",
+        "an adapter for 'nova'; this version uses adapters for deed, dynamic",
     ),
     "two adapters for a method": (
         (*GENERATE, "--adapter", "a=adapter", "--adapter", "b=adapter"),
@@ -216,9 +216,9 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         "unknown key loop.stepz; did you mean 'steps'?",
     ),
     "recipe of another kind": (
-        ("train", "recipe.yaml", "kind=medusa", "--model", "tiny", "--out", "out", "--data", "rows.jsonl"),
+        ("train", "recipe.yaml", "kind=mod", "--model", "tiny", "--out", "out", "--data", "rows.jsonl"),
         USAGE,
-        "a recipe's kind is one of decoder, multirate, dynamic, found 'medusa'",
+        "found 'mod'",
     ),
     "training without data": (("train", "recipe.yaml", "--model", "tiny", "--out", "out"), USAGE, "--data FILE"),
     "training without a place": (("train", "recipe.yaml", "--data", "rows.jsonl"), USAGE, "--out DIR"),

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vivace.baselines.trained import Trained
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.model import Decoder
@@ -46,7 +47,7 @@ class EagleConfig:
             raise ConfigError(f"ffn_width must be >= 0, found {self.ffn_width}")
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(Trained):
     """Trained weights: the map that joins feature and embedding, and a layer."""
 
     def __init__(self, config: EagleConfig, model: ModelConfig) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vivace.baselines.trained import Trained
 from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
@@ -44,7 +45,7 @@ class ExitConfig:
             raise ConfigError(f"gate must be >= 1 and bottleneck >= 0, found {self.gate} and {self.bottleneck}")
 
 
-class Exit(nn.Module):
+class Exit(Trained):
     """Weights of one exit: none, or an adaptation module and a gain."""
 
     def __init__(self, config: ExitConfig, model: ModelConfig) -> None:
@@ -75,10 +76,6 @@ class Exit(nn.Module):
     def at_gate(self, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
         return p if self.scale is None else p * self.scale
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
 
 
 class ExitGuess:

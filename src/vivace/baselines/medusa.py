@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vivace.baselines.trained import Trained
 from vivace.baselines.tree import Node, every_path, grown, likeliest_paths
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
@@ -68,7 +69,7 @@ class MedusaPlan:
         return set(self.widths) == {1}
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(Trained):
     """Trained weights."""
 
     def __init__(self, config: MedusaConfig, model: ModelConfig) -> None:
@@ -92,10 +93,6 @@ class MedusaHeads(nn.Module):
         if self.output is not None:
             return F.linear(inner, self.output[head]).float()
         return _output(model, inner)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
 
 
 def _output(model: Decoder, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-KINDS = ("decoder", "multirate", "multistream", "dynamic")
+KINDS = ("decoder", "multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "draft")
 """What a recipe can be for."""
 
 
@@ -72,10 +72,13 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
+    from vivace.training.draft import DraftRecipe, train_draft
     from vivace.training.run import RECIPES, train_adapter
 
-    recipe = build(RECIPES[values["kind"]], values)
     prompts = [row for path in data for row in load_prompts(path)]
+    if values["kind"] == "draft":
+        return train_draft(build(DraftRecipe, values), open_engine(choice), prompts, out, _report(curves))
+    recipe = build(RECIPES[values["kind"]], values)
     return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
 
 

@@ -20,11 +20,15 @@ from vivace.training.frozen import FrozenRecipe, Ground
 from vivace.training.multirate import MultirateRecipe
 from vivace.training.multistream import MultistreamRecipe
 from vivace.training.regenerate import as_it_decodes
+from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe
 
 RECIPES: dict[str, type[FrozenRecipe]] = {
     "multirate": MultirateRecipe,
     "dynamic": DynamicRecipe,
     "multistream": MultistreamRecipe,
+    "medusa": MedusaRecipe,
+    "eagle": EagleRecipe,
+    "deed": DeedRecipe,
 }
 """Every kind of adapter there is a training for."""
 NUM_MEASURED = 24

@@ -1,0 +1,239 @@
+"""Training the rivals that draft, on the frozen model: say what the whole model would say.
+
+All share one loss per guess, over answer positions only,
+
+    L = a_kd KL(softmax(z) || softmax(z')) + a_ce CE(z', the token itself)
+
+with z the frozen model's logits where the guess will be verified and z' the guess's own. Distillation instead of the
+tokens alone is ours for Medusa and DEED (their papers train on tokens): the guess has to meet the model, not the text,
+and every method compared here gets the same teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.baselines.eagle import EagleLayer
+from vivace.baselines.exits import Exit
+from vivace.baselines.medusa import MedusaHeads
+from vivace.core.model import Decoder
+from vivace.core.seams import Batch
+from vivace.core.step import Step
+from vivace.errors import ConfigError
+
+Parts = Iterator[tuple[Tensor, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class RivalLoss:
+    """Weights of the terms."""
+
+    distillation: float = 1.0
+    """a_kd."""
+    cross_entropy: float = 0.1
+    """a_ce."""
+    decay: float = 0.8
+    """Medusa: weight of a head relative to the one before."""
+    regression: float = 1.0
+    """EAGLE: weight of the smooth L1 distance between guessed and true features."""
+    noise: float = 0.1
+    """EAGLE: features are disturbed by up to this much, as guessed ones will be."""
+    rows: int = 1024
+    """Positions whose logits are held at once."""
+
+    def __post_init__(self) -> None:
+        if min(self.distillation, self.cross_entropy, self.regression, self.noise) < 0 or not 0 < self.decay <= 1:
+            raise ConfigError("loss weights and noise must be >= 0 and decay in (0, 1]")
+        if self.rows < 1:
+            raise ConfigError(f"rows must be at least 1, found {self.rows}")
+
+    def of(self, guess: Tensor, truth: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss of guesses (n, V), and how many name the model's choice."""
+        kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(truth, -1), reduction="sum", log_target=True)
+        ce = F.cross_entropy(guess, targets, reduction="sum")
+        agreed = (guess.detach().argmax(-1) == truth.argmax(-1)).sum()
+        return self.distillation * kl + self.cross_entropy * ce, agreed
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """One pass of the frozen model over a batch."""
+
+    step: Step
+    """Keeps keys and values."""
+    embedded: Tensor
+    """(B * T, E)"""
+    final: Tensor
+    """(B * T, E)"""
+
+    @staticmethod
+    @torch.no_grad()
+    def of(model: Decoder, tokens: Tensor) -> Frozen:
+        """Run it."""
+        step = Step.dense(*tokens.shape)
+        embedded = model.embed(tokens.reshape(-1), step)
+        return Frozen(step, embedded, model.run(embedded, step))
+
+
+def through_head(
+    top: Tensor, rows: int, part_of: Callable[[Tensor, Tensor], tuple[Tensor, Mapping[str, float]]]
+) -> Parts:
+    """The loss in parts of ``rows`` positions, then the trunk with the gradient they left.
+
+    Args:
+        top: (n, E) with gradients.
+        rows: positions at once.
+        part_of: loss of some rows of a copy of ``top`` that is cut from the graph, and of which rows these are.
+    """
+    learns = torch.is_grad_enabled()
+    cut = top.detach().requires_grad_(learns)
+    for part in torch.split(torch.arange(len(top)), rows):
+        yield part_of(cut[part], part)
+    if learns:
+        assert cut.grad is not None, "back every part through before asking for the next"
+        yield (top * cut.grad).sum(), {}
+
+
+class MedusaObjective:
+    """Fills ``Objective``: heads on a frozen model."""
+
+    def __init__(self, heads: MedusaHeads, loss: RivalLoss) -> None:
+        self.heads = heads
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All head weights; output matrices start from the model's own and learn more slowly."""
+        groups: list[Mapping[str, object]] = [{"params": [self.heads.mix], "name": "mix", "weight_decay": 0.0}]
+        if self.heads.output is not None:
+            groups.append({"params": [self.heads.output], "name": "output", "rate": 0.3, "weight_decay": 0.0})
+        return groups
+
+    def losses(self, model: Decoder, batch: Batch) -> Parts:
+        """Heads and stretches of positions apart from one another."""
+        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
+        with torch.no_grad():
+            x = model.norm(frozen.final)
+        scored = F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1)
+        length = batch.tokens.shape[1]
+        target_of = torch.zeros(len(scored), dtype=torch.int64)
+        target_of[rows] = targets
+        for head in range(self.heads.config.heads):
+            heard = rows + head + 1  # whose next token the head guesses
+            inside = (rows % length + head + 1 < length) & scored[heard.clamp(max=len(scored) - 1)]
+            for part in torch.split(inside.nonzero()[:, 0], self.loss.rows):
+                with torch.no_grad():
+                    truth = model.head(frozen.final[heard[part]])
+                guess = self.heads.logits(head, x[rows[part]], model)
+                loss, agreed = self.loss.of(guess, truth, target_of[heard[part]])
+                share = 1 / len(rows)
+                yield loss * self.loss.decay**head * share, {f"head {head + 1}": float(agreed) * share}
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""
+
+
+class EagleObjective:
+    """Fills ``Objective``: a feature drafter on a frozen model."""
+
+    def __init__(self, layer: EagleLayer, loss: RivalLoss) -> None:
+        self.layer = layer
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All weights of the layer, no decay."""
+        return [{"params": self.layer.learnt(), "name": "eagle", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: Batch) -> Parts:
+        """Every position guesses its own final residual from the one before it and its token."""
+        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
+        with torch.no_grad():
+            x = model.norm(frozen.final)
+            before = F.pad(x.view(*batch.tokens.shape, -1)[:, :-1], (0, 0, 1, 0)).reshape_as(x)
+            before = before + (torch.rand_like(before) - 0.5) * (2 * self.loss.noise)
+        top = self.layer(before, frozen.embedded, Step.dense(*batch.tokens.shape))[rows]
+
+        def part_of(g: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+            with torch.no_grad():
+                truth = model.head(frozen.final[rows[part]])
+            loss, agreed = self.loss.of(model.head(g), truth, targets[part])
+            aim, width = x[rows[part]].float(), x.shape[1]
+            distance = F.smooth_l1_loss(model.norm(g).float(), aim, reduction="sum") / width
+            share = 1 / len(rows)
+            seen = {"agreement": float(agreed) * share, "distance": float(distance.detach()) * share}
+            return (loss + self.loss.regression * distance) * share, seen
+
+        yield from through_head(top, self.loss.rows, part_of)
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""
+
+
+class ExitObjective:
+    """Fills ``Objective``: the adaptation module of an exit of a frozen model."""
+
+    def __init__(self, exit_: Exit, loss: RivalLoss) -> None:
+        if not exit_.config.bottleneck:
+            raise ConfigError("an exit without an adaptation module has nothing to train; set adapter.bottleneck")
+        self.exit = exit_
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All weights of the module, no decay."""
+        return [{"params": list(self.exit.parameters()), "name": "exit", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: Batch) -> Parts:
+        """What the exit says against what the top says."""
+        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
+        gate, count = self.exit.config.gate, frozen.step.num_rows
+        with torch.no_grad():
+            entering = model.run(frozen.embedded, frozen.step, 0, gate - 1)
+        terms = self.exit.terms(torch.zeros(count, dtype=torch.int64))
+        reading = replace(frozen.step, num_write=0, num_feed=count, deltas=(terms,))
+        top = self.exit.at_gate(model.run(entering, reading, gate - 1, gate))[rows]
+
+        def part_of(p: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+            with torch.no_grad():
+                truth = model.head(frozen.final[rows[part]])
+            loss, agreed = self.loss.of(model.head(p), truth, targets[part])
+            share = 1 / len(rows)
+            return loss * share, {"agreement": float(agreed) * share}
+
+        yield from through_head(top, self.loss.rows, part_of)
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""
+
+
+class StudentObjective:
+    """Fills ``Objective``: a small decoder of its own that shall write what the frozen model writes."""
+
+    def __init__(self, student: Decoder, loss: RivalLoss) -> None:
+        self.student = student
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All its weights, no decay."""
+        return [{"params": list(self.student.parameters()), "name": "student", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: Batch) -> Parts:
+        """The student on the same text, through its own head."""
+        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
+        step = Step.dense(*batch.tokens.shape)
+        top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)[rows]
+
+        def part_of(h: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+            with torch.no_grad():
+                truth = model.head(frozen.final[rows[part]])
+            loss, agreed = self.loss.of(self.student.head(h), truth, targets[part])
+            share = 1 / len(rows)
+            return loss * share, {"agreement": float(agreed) * share}
+
+        yield from through_head(top, self.loss.rows, part_of)
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""

@@ -1,0 +1,13 @@
+"""Weights that go into an adapter's file."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Trained(nn.Module):
+    """A rival's trained weights."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Named weights for a file."""
+        return {name: value.detach() for name, value in self.state_dict().items()}

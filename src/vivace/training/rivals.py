@@ -1,0 +1,75 @@
+"""Training the rivals that draft beside a frozen base (``baselines/``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vivace.baselines.eagle import EagleConfig
+from vivace.baselines.exits import ExitConfig
+from vivace.baselines.kinds import KINDS
+from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
+from vivace.baselines.objectives import RivalLoss
+from vivace.baselines.trained import Trained
+from vivace.decode.shallow import DraftPlan
+from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalRecipe(FrozenRecipe):
+    """What all of them have; the same data, loop and teacher for every method."""
+
+    adapter: Any
+    loss: RivalLoss = field(default_factory=RivalLoss)
+    plan: Any
+    """Shape of the draft, saved with the weights."""
+    tokens_per_batch: int = 2048
+
+    def begin(self, ground: Ground) -> RivalTraining:
+        """Weights that have learnt nothing, in the model's own precision; the optimiser has masters."""
+        model = ground.engine.model
+        weights = KINDS[self.kind].weights(self.adapter, model.config)
+        if isinstance(weights, MedusaHeads):
+            weights.start_from(model)
+        return RivalTraining(self, weights.to(model.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaRecipe(RivalRecipe):
+    """How to train Medusa's heads."""
+
+    kind: Literal["medusa"] = "medusa"
+    adapter: MedusaConfig = field(default_factory=MedusaConfig)
+    plan: MedusaPlan = field(default_factory=MedusaPlan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleRecipe(RivalRecipe):
+    """How to train a feature drafter."""
+
+    kind: Literal["eagle"] = "eagle"
+    adapter: EagleConfig = field(default_factory=EagleConfig)
+    plan: DraftPlan = field(default_factory=DraftPlan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeedRecipe(RivalRecipe):
+    """How to train an early exit with an adaptation module."""
+
+    kind: Literal["deed"] = "deed"
+    adapter: ExitConfig = field(default_factory=lambda: ExitConfig(bottleneck=256))
+    plan: DraftPlan = field(default_factory=DraftPlan)
+
+
+class RivalTraining:
+    """Fills ``Trainee``."""
+
+    def __init__(self, recipe: RivalRecipe, weights: Trained) -> None:
+        self.recipe = recipe
+        self.weights = weights
+        self.objective = KINDS[recipe.kind].objective(weights, recipe.loss)
+        self.depth = 1
+
+    def finish(self) -> Outcome:
+        """The weights, with the draft that the recipe gives."""
+        return Outcome(self.recipe.plan, self.recipe.adapter, self.weights.tensors())
