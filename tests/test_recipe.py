@@ -32,7 +32,7 @@ def test_the_table_is_the_closed_one() -> None:
     names = (
         "auto plain lookup draft multirate multirate+lookup multistream dynamic medusa lookahead eagle deed layerskip"
     )
-    assert list(METHODS) == [*names.split(), "calm", "lite", "skipdecode", "mod"]
+    assert list(METHODS) == [*names.split(), "foresight", "calm", "lite", "skipdecode", "mod"]
     assert all(method.name == name for name, method in METHODS.items())
 
 

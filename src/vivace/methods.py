@@ -31,6 +31,7 @@ from vivace.errors import ConfigError, MismatchError, NotFoundError, Unsupported
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.drafter import self_speculation
 from vivace.multirate.dynamic import DynamicConfig, DynamicDepth, DynamicPlan, DynamicWeights
+from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightPlan
 from vivace.multirate.residual import Accelerator
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
@@ -143,6 +144,8 @@ class Methods:
                 return self._streams(length)
             case "medusa" | "eagle" | "deed":
                 return self._rival(method, length)
+            case "foresight":
+                return self._foresight(length)
             case "layerskip":
                 return self._layerskip(length)
             case "lookahead":
@@ -211,6 +214,16 @@ class Methods:
         streams.load_state_dict(dict(tensors))
         plan = self.plan if isinstance(self.plan, StreamPlan) else build(StreamPlan, written["plan"])
         return streams.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+
+    def _foresight(self, length: int | None) -> NoDrafts:
+        if length is not None:
+            raise ConfigError(f"num_draft_tokens is {length}, but method foresight drafts nothing; leave it out")
+        written, tensors = self._adapter("foresight", "a residual that runs ahead")
+        foresight = Foresight(build(ForesightConfig, written["config"]), self.model.config)
+        self._require_shapes("foresight", foresight.state_dict(), tensors)
+        foresight.load_state_dict(dict(tensors))
+        foresight.to(self.model.device, self.model.dtype).requires_grad_(False)
+        return NoDrafts("foresight", ForesightClimb(foresight, build(ForesightPlan, written["plan"]).count))
 
     def _dynamic(self, length: int | None, quality: float | None) -> DynamicDepth:
         if length is not None:

@@ -177,5 +177,5 @@ def test_refusals(model: Decoder) -> None:
         ForesightLoss(0.0, 0.0)
     from dataclasses import replace
 
-    with pytest.raises(UnsupportedError, match="has none"):
+    with pytest.raises(UnsupportedError, match="is for mixtures of experts"):
         Foresight(ForesightConfig(), replace(model.config, moe=None))

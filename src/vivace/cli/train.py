@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-KINDS = ("decoder", "multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "draft")
+KINDS = ("decoder", "multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "draft", "foresight")
 """What a recipe can be for."""
 
 

@@ -69,14 +69,22 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
         weights, chosen = self.choose(x)
-        each = x.new_zeros(*chosen.shape, x.shape[-1])
-        for expert, feed in self.experts.serve(torch.unique(chosen).tolist()):
-            rows, order = (chosen == expert).nonzero(as_tuple=True)
-            each[rows, order] = feed(x[rows], _BARE)
+        each = self._run(x, chosen)
         y = each[:, 0] * weights[:, :1]
         for place in range(1, self.top_k):
             y = y + each[:, place] * weights[:, place : place + 1]
         return y if add is None else add + y
+
+    def _run(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts make of each row, (T, top_k, E), whatever order they come in."""
+        if not len(x):
+            return x.new_zeros(0, self.top_k, x.shape[1])
+        flat, made, places = chosen.reshape(-1), [], []
+        for expert, feed in self.experts.serve(torch.unique(flat).tolist()):
+            places.append((flat == expert).nonzero()[:, 0])
+            made.append(feed(x.index_select(0, places[-1] // self.top_k), _BARE))
+        each = torch.cat(made).index_select(0, torch.cat(places).argsort())
+        return each.view(*chosen.shape, x.shape[1])
 
 
 class _NoDeltas:

@@ -30,10 +30,10 @@ class Stateless:
 class NoDrafts(Stateless):
     """Plain decoding: one row per slot and step."""
 
-    name = "plain"
-
-    def __init__(self) -> None:
-        self.traversal: Traversal = Climb()
+    def __init__(self, name: str = "plain", traversal: Traversal | None = None) -> None:
+        """Give the way up another name if it is another than all rows together."""
+        self.name = name
+        self.traversal: Traversal = Climb() if traversal is None else traversal
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens alone."""

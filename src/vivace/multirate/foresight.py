@@ -59,6 +59,18 @@ class ForesightConfig:
         return range(max(depth + 1, self.rate * depth), min(self.rate * (depth + 1), num_layers))
 
 
+@dataclass(frozen=True)
+class ForesightPlan:
+    """How to decode with it."""
+
+    count: int | None = None
+    """Experts expected for each row and layer, k'; None is as many as the router takes."""
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise ConfigError(f"count must be at least 1, found {self.count}")
+
+
 class Foresight(AcceleratorTerms):
     """The trained weights of a residual that runs ahead."""
 
@@ -69,7 +81,9 @@ class Foresight(AcceleratorTerms):
             UnsupportedError: the model has no experts.
         """
         if model.moe is None:
-            raise UnsupportedError("foresight is for mixtures of experts, and this model has none; leave it out")
+            raise UnsupportedError(
+                "foresight is for mixtures of experts, and this model has none; `vivace upcycle` makes one"
+            )
         super().__init__(model, config.depth(model.num_layers), config.rank, config.bottleneck)
         self.config = config
         self.model = model

@@ -16,6 +16,7 @@ from vivace.prompts import Prompt
 from vivace.train.loop import Course, fit
 from vivace.train.report import Report
 from vivace.training.dynamic import DynamicRecipe
+from vivace.training.foresight import ForesightRecipe
 from vivace.training.frozen import FrozenRecipe, Ground
 from vivace.training.multirate import MultirateRecipe
 from vivace.training.multistream import MultistreamRecipe
@@ -29,6 +30,7 @@ RECIPES: dict[str, type[FrozenRecipe]] = {
     "medusa": MedusaRecipe,
     "eagle": EagleRecipe,
     "deed": DeedRecipe,
+    "foresight": ForesightRecipe,
 }
 """Every kind of adapter there is a training for."""
 NUM_MEASURED = 24

@@ -1,0 +1,45 @@
+"""Foresight from a recipe: trained, saved, decoded as a method, and refused where there are no experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.checkpoint.adapters import load_adapter
+from vivace.checkpoint.upcycle import upcycle_checkpoint
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.multirate.foresight import ForesightConfig, ForesightPlan
+from vivace.prompts import Prompt
+from vivace.train.config import LoopConfig
+from vivace.train.report import Lines
+from vivace.training.foresight import ForesightRecipe
+from vivace.training.run import train_adapter
+
+WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
+RECIPE = ForesightRecipe(
+    loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
+    adapter=ForesightConfig(rank=4, bottleneck=8),
+    plan=ForesightPlan(count=3),
+    tokens_per_batch=128,
+    held_back=8,
+)
+
+
+def test_a_trained_foresight_decodes_the_same_text(tmp_path: Path) -> None:
+    dense = make_checkpoint(tmp_path / "dense", layers=4)
+    mixture = upcycle_checkpoint(dense, tmp_path / "moe", num_experts=4)
+    notes: list[str] = []
+    runs = train_adapter(RECIPE, vivace.load(mixture), WORDS, tmp_path / "ahead", Lines(notes.append))
+    assert [run.method for run in runs] == ["plain", "foresight"]
+    assert all(run.identical for run in runs)
+    found, tensors = load_adapter(tmp_path / "ahead")
+    assert (found["kind"], found["config"]["rate"], found["plan"]["count"]) == ("foresight", 2, 3)
+    assert tensors["scale"].shape == (4, 32)
+    engine = vivace.load(mixture, adapters=tmp_path / "ahead")
+    with pytest.raises(ConfigError, match="method foresight drafts nothing"):
+        engine.generate("aka", method="foresight", num_draft_tokens=2)
+    with pytest.raises(UnsupportedError, match="foresight is for mixtures of experts"):
+        train_adapter(RECIPE, vivace.load(dense), WORDS, tmp_path / "none", Lines(notes.append))
