@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.errors import MismatchError
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.multistream.streams import Streams
@@ -20,6 +22,8 @@ class MultistreamRecipe(FrozenRecipe):
     loss: MultistreamLoss = field(default_factory=MultistreamLoss)
     plan: StreamPlan = field(default_factory=StreamPlan)
     """Shape of the draft, saved with the weights."""
+    start: str | None = None
+    """Folder of streams whose weights training goes on from, such as those that learnt other text first."""
     tokens_per_batch: int = 2048
 
     def __post_init__(self) -> None:
@@ -27,9 +31,22 @@ class MultistreamRecipe(FrozenRecipe):
         self.plan.check_fits(self.adapter)
 
     def begin(self, ground: Ground) -> StreamTraining:
-        """Streams that have learnt nothing."""
+        """Streams that have learnt nothing, or those of ``start``.
+
+        Raises:
+            CheckpointError: ``start`` is no adapter of this base, or has other shapes.
+        """
         model = ground.engine.model.config
-        return StreamTraining(self, Streams(self.adapter, model), model.num_layers, model.width)
+        streams = Streams(self.adapter, model)
+        if self.start is not None:
+            written, tensors = load_adapter(self.start, base_hash(ground.engine.folder))
+            if written["kind"] != self.kind or written["config"] != asdict(self.adapter):
+                raise MismatchError(
+                    f"{self.start} is an adapter for {written['kind']} with {written['config']}; training goes on from "
+                    f"one for {self.kind} with {asdict(self.adapter)}"
+                )
+            streams.load_state_dict({name: value.float() for name, value in tensors.items()})
+        return StreamTraining(self, streams, model.num_layers, model.width)
 
 
 class StreamTraining:
