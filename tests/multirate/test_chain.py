@@ -21,6 +21,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
+from vivace.kernels.low_bit import Weights
 from vivace.kernels.native import NativeBody
 from vivace.multirate.drafter import self_speculation
 from vivace.multirate.residual import Accelerator
@@ -148,6 +149,28 @@ def test_text_of_plain_decoding(
             drafts += sum(r.stats.num_draft_tokens for r in found)
     assert all(chains)
     assert 0 < accepted < drafts, "some guesses are kept and some are not"
+
+
+@pytest.mark.parametrize("weights", ["int8", "q4"])
+@pytest.mark.parametrize("reach", [(), (5, 4)])
+def test_rough_drafts_leave_no_trace(
+    model: Decoder, accelerator: Accelerators, chains: list[bool], weights: Weights, reach: tuple[int, ...]
+) -> None:
+    """Copies in few bits guess; what they stored is written again, so text and its log p are plain decoding's."""
+    plain = run(model, NoDrafts(), slots=1, logprobs=True)
+    kept = {}
+    for kind in ("bf16", weights):
+        fast = accelerator(torch.bfloat16, gate=5, feedback=True, reach=reach)
+        drafter = self_speculation(model, fast, DraftPlan((1,) * 4, weights=kind))
+        assert (drafted(model, drafter, at_once=True)[0].hidden is None) == (kind != "bf16")
+        chains.clear()
+        for slots, every in ((1, 0), (6, 2)):
+            found = run(model, drafter, slots, every, logprobs=True)
+            assert [r.tokens for r in found] == [r.tokens for r in plain]
+            assert [r.logprobs for r in found] == [r.logprobs for r in plain]
+        assert all(chains)
+        kept[kind] = sum(r.stats.num_accepted_draft_tokens for r in found)
+    assert kept[weights] > 0.5 * kept["bf16"] > 0, "rounding costs some guesses, not most"
 
 
 def test_a_stop_inside_a_chain_cuts_like_plain_decoding(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int64
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -17,13 +18,24 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.seams import Companion, DeepRead, Draft, Root
-from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers
+from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers, rounded
 from vivace.kernels.chain import CChain, CDeepRead
-from vivace.kernels.library import CMatrix
+from vivace.kernels.library import CMatrix, CPlan
+from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import Matrix, pack
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """What does not change from call to call."""
+
+    call: CChain
+    plan: CPlan
+    kept: object
+    """Holds what the two point into."""
 
 
 class NativeChain:
@@ -32,7 +44,7 @@ class NativeChain:
     def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
         self._decoder = decoder
         self._span = span
-        self._fixed: WeakKeyDictionary[Companion, tuple[CChain, list[Tensor]]] = WeakKeyDictionary()
+        self._fixed: WeakKeyDictionary[Companion, dict[Weights, _Fixed]] = WeakKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
@@ -57,6 +69,7 @@ class NativeChain:
         offsets: Tensor | None,
         cache: KVCache,
         min_confidence: float = 0.0,
+        weights: Weights = "bf16",
     ) -> Draft:
         """One chain below each root.
 
@@ -67,9 +80,11 @@ class NativeChain:
                 depths too; None for nothing.
             cache: holds the text before the roots; gets the lower layers' entries of all rows.
             min_confidence: a guess less likely than this is the last of its chain; 0 stops none.
+            weights: what the layers below the gate, the head and the companion's readings are copied as for drafting.
+                A rough draft hands nothing over: what it stored is written again when it is verified.
 
         Returns:
-            The draft, with residuals at the gate.
+            The draft; with residuals at the gate unless it is rough.
         """
         slots, tokens, limits = zip(*roots, strict=True)
         lengths = [cache.lengths[slot] for slot in slots]
@@ -77,39 +92,49 @@ class NativeChain:
         cache.reserve(slots, deepest)
         count = len(roots)
         made = torch.empty(4, count + sum(limits), dtype=torch.int64)
-        hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16)
+        fixed, is_rough = self._of(companion, weights), weights != "bf16"
+        hidden = None if is_rough else torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16)
         tables = [layer.positions(max(deepest) + 1, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * count
-        call = CChain.from_buffer_copy(self._of(companion))
+        call = CChain.from_buffer_copy(fixed.call)
         call.keys, call.values = self._span.addresses(cache)
         call.cosines, call.sines = pointers([cos for cos, _ in tables]), pointers([sin for _, sin in tables])
         call.slot, call.length = numbers(*slots), numbers(*lengths)
         call.root, call.limit = numbers(*tokens), numbers(*limits)
         call.tokens, call.slots, call.nodes, call.parents = (line.data_ptr() for line in made)
-        call.hidden = hidden.data_ptr()
+        call.hidden = None if hidden is None else hidden.data_ptr()
         call.offsets = None if offsets is None else offsets.data_ptr()
         call.num_offsets = 0 if offsets is None else offsets.shape[1]
         call.sequences, call.capacity, call.min_confidence = count, cache.capacity, min_confidence
-        rows = self._span.body.chain(self._span.plan, call)
+        rows = self._span.body.chain(fixed.plan, call)
         tokens, slot, node, parent = made[:, :rows]
         given = (1,) * count
+        if hidden is None:
+            return Draft(slots, given, tokens, slot, node, parent)
         return Draft(slots, given, tokens, slot, node, parent, hidden=hidden[:rows], entry_layer=companion.gate)
 
-    def _of(self, companion: Companion) -> CChain:
+    def _of(self, companion: Companion, weights: Weights) -> _Fixed:
         """What is the same in every call with this companion; its weights are laid out once."""
-        found = self._fixed.get(companion)
-        if found is None:
+        kinds = self._fixed.setdefault(companion, {})
+        if weights not in kinds:
             decoder = self._decoder
-            terms, kept = self._span.terms((companion.deltas,), 0, companion.gate)
-            reads = [_deep_read(read, kept) for read in companion.reads]
+            terms, tensors = self._span.terms((companion.deltas,), 0, companion.gate)
+            plan, copies = self._span.rounded(companion.gate, weights)
+            head = rounded(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
+            reads = [_matrices(read, weights) for read in companion.reads]
             call = CChain(
-                head=matrix_of(decoder.lm_head),
+                head=head.struct,
                 rows=CMatrix() if decoder.rows is None else matrix_of(decoder.rows),
                 embedding=decoder.embedding.data_ptr() if decoder.rows is None else None,
                 final_norm=norm_of(decoder.final_norm),
                 scale=companion.scale.data_ptr(),
                 terms=terms,
-                reads=(CDeepRead * len(reads))(*reads),
+                reads=(CDeepRead * len(reads))(
+                    *(
+                        CDeepRead(read.layer, read.gain.data_ptr(), query.struct, output.struct)
+                        for read, (query, output) in zip(companion.reads, reads, strict=True)
+                    )
+                ),
                 gate=companion.gate,
                 is_fed=companion.is_fed,
                 num_terms=len(terms),
@@ -117,12 +142,14 @@ class NativeChain:
                 num_reads=len(reads),
                 embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
             )
-            found = self._fixed[companion] = (call, kept)
-        return found[0]
+            kinds[weights] = _Fixed(call, plan, (tensors, copies, head, reads))
+        return kinds[weights]
 
 
-def _deep_read(read: DeepRead, kept: list[Tensor]) -> CDeepRead:
-    """A companion's reading for the library; the packed weights are added to what is kept."""
-    packed = [Matrix(pack(weight), None, weight.shape[1], weight.shape[0]) for weight in (read.query, read.output)]
-    kept += [read.gain, *(matrix.weight for matrix in packed if isinstance(matrix.weight, Tensor))]
-    return CDeepRead(read.layer, read.gain.data_ptr(), *(matrix.struct for matrix in packed))
+def _matrices(read: DeepRead, weights: Weights) -> tuple[Matrix, Matrix]:
+    """Query and output of a companion's reading."""
+    query, output = (
+        Matrix(quantise(w, weights) if weights != "bf16" else pack(w), None, w.shape[1], w.shape[0])
+        for w in (read.query, read.output)
+    )
+    return query, output

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vivace.core.deltas import Deltas
     from vivace.core.model import Decoder
     from vivace.core.step import Step
+    from vivace.kernels.low_bit import Weights
 
 
 class RowLists(NamedTuple):
@@ -348,8 +349,12 @@ class Chain(Protocol):
         offsets: Tensor | None,
         cache: KVCache,
         min_confidence: float = 0.0,
+        weights: Weights = "bf16",
     ) -> Draft:
-        """One chain below each root, with residuals at the gate; ``offsets`` (n, depths, E) start companions."""
+        """One chain below each root; ``offsets`` (n, depths, E) start companions.
+
+        With residuals at the gate; without, and with copies in few bits, where ``weights`` says so.
+        """
         ...
 
 

@@ -9,7 +9,7 @@ terms are computed by PyTorch (``deltas.py``).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from vivace.core.deltas import Deltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.library import ACTIVATIONS, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
+from vivace.kernels.low_bit import LowBit, Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
 if TYPE_CHECKING:
@@ -46,6 +47,21 @@ class NativeSpan:
         self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._terms = WeakIdKeyDictionary()
+
+    def rounded(self, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
+        """The plan with copies of the matrices of layers 0..stop-1 in few bits, and those copies."""
+        kept: list[Matrix] = []
+        if weights == "bf16":
+            return self.plan, kept
+
+        def matrix(part: object) -> CMatrix:
+            kept.append(rounded(part, weights))
+            return kept[-1].struct
+
+        plan = CPlan.from_buffer_copy(self.plan)
+        layers = [_layer(layer, self.plan.layers[layer.index].rope, matrix) for layer in self._layers[:stop]]
+        plan.layers = (CLayer * len(self._layers))(*layers, *self.plan.layers[stop : len(self._layers)])
+        return plan, kept
 
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
@@ -181,10 +197,10 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CP
     )
 
 
-def _layer(layer: Layer, rope: int) -> CLayer:
+def _layer(layer: Layer, rope: int, matrix: Callable[[object], CMatrix] | None = None) -> CLayer:
     norms = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
     feed = layer.feed_forward
-    matrices = [matrix_of(part) for part in (layer.qkv, layer.o, feed.gate, feed.up, feed.down)]
+    matrices = [(matrix or matrix_of)(part) for part in (layer.qkv, layer.o, feed.gate, feed.up, feed.down)]
     window = layer.config.window(layer.index)
     return CLayer(*matrices, *(norm_of(norm) for norm in norms), window or 0, rope)
 
@@ -194,6 +210,16 @@ def matrix_of(part: object) -> CMatrix:
     assert isinstance(part, nn.Module)
     assert isinstance(part.matrix, Matrix)
     return part.matrix.struct
+
+
+def rounded(part: object, weights: Weights) -> Matrix:
+    """A packed projection in few bits: a copy, or itself where it is in few bits already."""
+    assert isinstance(part, nn.Module)
+    matrix = part.matrix
+    assert isinstance(matrix, Matrix)
+    if weights == "bf16" or isinstance(matrix.weight, LowBit):
+        return matrix
+    return Matrix(quantise(matrix.rows_of_weights(), weights), matrix.bias, matrix.in_width, matrix.out_width)
 
 
 def norm_of(norm: nn.Module | None) -> int | None:

@@ -27,6 +27,7 @@ from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup
 from vivace.errors import ConfigError
+from vivace.kernels.low_bit import Weights, check_weights
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class DraftPlan:
     """Children below each leaf, depth by depth: all ones is a chain."""
     min_confidence: float = 0.0
     """Stop below a guess that the gate finds less likely than this, processors aside; 0 never stops early."""
+    weights: Weights = "bf16"
+    """Draft with copies in few bits of the weights below the gate and of the head. Nothing is handed over then:
+    verification runs every layer. For greedy chains on native kernels; other drafts use the weights as they are."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -47,6 +51,7 @@ class DraftPlan:
             )
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"min_confidence must be in [0, 1), found {self.min_confidence}")
+        check_weights(self.weights)
 
     @staticmethod
     def chain(length: int) -> DraftPlan:
@@ -142,7 +147,8 @@ class ShallowDrafter:
                 return None
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
             roots.append(Root(slot, tokens[-1], limit))
-        return chain.draft(roots, companion, self.guess.offsets(context.slots), cache, self.plan.min_confidence)
+        offsets, plan = self.guess.offsets(context.slots), self.plan
+        return chain.draft(roots, companion, offsets, cache, plan.min_confidence, plan.weights)
 
     def _in_steps(self, context: Context) -> Draft:
         draft = context.given()

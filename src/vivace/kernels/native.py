@@ -81,6 +81,14 @@ class Matrix:
         assert self.weight.is_contiguous()
         return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None)
 
+    def rows_of_weights(self) -> Tensor:
+        """The bfloat16 weights as (out, in); ``pack`` undone."""
+        assert isinstance(self.weight, Tensor)
+        if self.format == "row_major":
+            return self.weight
+        flat = self.weight.transpose(1, 2).reshape(-1, 2 * self.weight.shape[1])
+        return flat[: self.out_width, : self.in_width]
+
     def rows(self, x: Tensor) -> Tensor:
         """Inputs (T, in) as the body wants them: packed matrices take an even number."""
         assert x.dtype == torch.bfloat16

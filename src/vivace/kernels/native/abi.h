@@ -148,7 +148,7 @@ struct Chain {
     const DeepRead* reads;  // one before each of the first layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,): where, entries stored, token, guesses at most
     int64_t *tokens, *slots, *nodes, *parents;    // of the rows made, room for sequences + all guesses
-    bf16* hidden;                                 // (rows, E) at the gate
+    bf16* hidden;                                 // (rows, E) at the gate; null where nothing is handed over
     int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads;
     float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };

@@ -65,6 +65,7 @@ public:
             growing.clear();
             for (const int64_t row : fresh)
                 if (depth < chain_.limit[sequence_[row]] && is_sure_[row]) growing.push_back(row);
+            if (growing.empty() && chain_.hidden == nullptr) break;  // nobody asks for the last guesses' residuals
             climb(depth, fresh, growing);
             fresh = guess(depth, growing, (int64_t)fresh.size());
         }
@@ -170,7 +171,8 @@ private:
             read_deep(chain_.reads[layer], writing, growing);
         }
         pass(layer > 0 ? layer - 1 : 0, chain_.gate, rows, writing);
-        memcpy(chain_.hidden + fresh[0] * width, out_.get(), writing * width * sizeof(bf16));
+        if (chain_.hidden != nullptr)
+            memcpy(chain_.hidden + fresh[0] * width, out_.get(), writing * width * sizeof(bf16));
     }
 
     // The next token below each growing row, from the companions that follow `first` rows of the last call.
