@@ -10,15 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from vivace.baselines.exits import ExitConfig
+from vivace.baselines.lookahead import LookaheadPlan
+from vivace.baselines.medusa import MedusaPlan
+from vivace.checkpoint.adapters import base_hash, load_adapter, replace_plan, save_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.contest import Question, Run, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
+from vivace.methods import AnyPlan
+from vivace.multistream.config import StreamPlan
 
 BASELINE = "plain"
+TUNED = ("multirate", "medusa", "eagle", "deed", "layerskip", "lookahead", "draft")
+"""Methods whose draft has a shape to find."""
 _FIRST_PROMPTS = 8
 _FINALISTS = 3
 _TREES = ((2, 1), (3, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
@@ -28,7 +36,7 @@ _TREES = ((2, 1), (3, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 
 class Trial:
     """What a plan did in the last round it played."""
 
-    plan: DraftPlan
+    plan: AnyPlan
     run: Run
     num_prompts: int
 
@@ -58,10 +66,61 @@ def candidates(longest: int = 8) -> list[DraftPlan]:
     return [*chains, *unsure, *(DraftPlan(widths) for widths in _TREES if len(widths) <= longest)]
 
 
+def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[AnyPlan]:
+    """What to try for a method.
+
+    Args:
+        engine: the model with the method's adapter.
+        method: its name.
+        longest: guesses in a row at most.
+
+    Raises:
+        ConfigError: ``longest`` below 1, or the method has no draft to tune.
+    """
+    if method not in TUNED:
+        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(TUNED)} has")
+    plans = candidates(longest)
+    match method:
+        case "draft":
+            return [plan for plan in plans if plan == DraftPlan.chain(len(plan.widths))]
+        case "eagle":
+            return [plan for plan in plans if plan == DraftPlan(plan.widths, plan.min_confidence)]
+        case "lookahead":
+            return [LookaheadPlan(n, w, g) for n in range(3, min(6, longest + 2)) for w, g in ((3, 3), (5, 5), (7, 3))]
+        case "medusa":
+            folder = engine.methods.adapter_folder("medusa")
+            heads = load_adapter(folder)[0]["config"]["heads"] if folder is not None else longest
+            fit = [plan.widths for plan in plans if len(plan.widths) <= heads and plan == DraftPlan(plan.widths)]
+            sparse = [MedusaPlan((5, 4, 3, 2, 2, 1, 1, 1)[:heads], nodes) for nodes in (4, 8, 12, 16, 24)]
+            return [*map(MedusaPlan, fit), *sparse]
+    return list(plans)
+
+
+def keep_plan(engine: Engine, method: str, plan: AnyPlan) -> str:
+    """Write a plan down where the method finds it; returns where.
+
+    A method without weights gets a folder that holds nothing else.
+
+    Raises:
+        ConfigError: a draft model is no adapter; how far it drafts is said when it is used.
+    """
+    folder = engine.methods.adapter_folder(method)
+    assert folder is not None, "the engine is made from a checkpoint"
+    if method == "draft":
+        raise ConfigError("a draft model keeps no plan; give --num-draft-tokens where it is used, and --no-keep here")
+    if folder.is_dir():
+        replace_plan(folder, asdict(plan))
+    else:
+        gate = max(1, engine.model.config.num_layers // 4)
+        config = asdict(ExitConfig(gate)) if method == "layerskip" else {}
+        save_adapter(folder, method, base_hash(engine.folder), asdict(plan), config, {})
+    return str(folder)
+
+
 def search(
     engine: Engine,
     method: str,
-    plans: Sequence[DraftPlan],
+    plans: Sequence[AnyPlan],
     questions: Sequence[Question],
     *,
     max_new_tokens: int = 64,
@@ -110,14 +169,23 @@ def search(
         count *= 2
 
 
-def _planned(engine: Engine, plan: DraftPlan) -> Engine:
+def _planned(engine: Engine, plan: AnyPlan) -> Engine:
     """The same engine, drafting after another plan than its adapter's."""
     other = copy(engine)
     other.methods = engine.methods.planned(plan)
     return other
 
 
-def describe(plan: DraftPlan) -> str:
-    """A plan in a few characters: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``."""
-    shape = f"chain {len(plan.widths)}" if plan.is_chain else "tree " + "-".join(map(str, plan.widths))
-    return f"{shape} if >= {plan.min_confidence:g}" if plan.min_confidence else shape
+def describe(plan: AnyPlan) -> str:
+    """A plan in a few characters: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``, ``N 4 W 5 G 5``."""
+    if isinstance(plan, LookaheadPlan):
+        return f"N {plan.ngram} W {plan.window} G {plan.guesses}" + ("" if plan.from_prompt else " without the prompt")
+    shape = f"chain {len(plan.widths)}" if set(plan.widths) == {1} else "tree " + "-".join(map(str, plan.widths))
+    match plan:
+        case MedusaPlan(nodes=nodes) if nodes:
+            return f"{shape}, the {nodes} likeliest"
+        case DraftPlan(min_confidence=sure, weights=weights):
+            return shape + (f" if >= {sure:g}" if sure else "") + ("" if weights == "bf16" else f" in {weights}")
+        case StreamPlan():
+            return f"{shape} from {plan.attach} node" + (f" if >= {plan.threshold:g}" if plan.threshold else "")
+    return shape

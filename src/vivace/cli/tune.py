@@ -16,9 +16,6 @@ from vivace.errors import ConfigError
 if TYPE_CHECKING:
     from vivace.tuning import Trial
 
-METHODS = ("multirate",)
-"""Methods whose adapter holds a draft's shape."""
-
 
 def tune(
     method: Annotated[str, typer.Argument(help="The method whose draft is searched.")] = "multirate",
@@ -29,6 +26,7 @@ def tune(
     longest: Annotated[int, typer.Option(help="Longest draft that is tried.", min=1)] = 8,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
     adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
@@ -36,19 +34,18 @@ def tune(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure drafts of many shapes against plain decoding; the fastest becomes the adapter's plan."""
-    from vivace.checkpoint.adapters import replace_plan
-    from vivace.tuning import candidates, search
+    from vivace.tuning import TUNED, candidates_of, keep_plan, search
 
-    if method not in METHODS:
-        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(METHODS)} has")
-    engine = open_engine(ModelChoice(model, adapter, None, device, dtype, kernels), [method])
-    folder = engine.methods.adapter_folder(method)
-    assert folder is not None, "the engine is made from a checkpoint"
+    if method not in TUNED:
+        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(TUNED)} has")
+    if method == "draft" and keep:
+        raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
+    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])
     asked = questions_of(engine, read_prompts(prompts, limit), raw=False)
     trials = search(
         engine,
         method,
-        candidates(longest),
+        candidates_of(engine, method, longest),
         asked,
         max_new_tokens=max_new_tokens,
         batch_size=batch,
@@ -64,7 +61,7 @@ def tune(
     if best.run.speedup <= 1:
         console.note("no draft beat plain decoding here; the adapter keeps its plan")
         return
-    replace_plan(folder, asdict(best.plan))
+    folder = keep_plan(engine, method, best.plan)
     console.note(f"the plan in {folder} is now: {_name(best)}")
 
 

@@ -1,0 +1,64 @@
+"""Plans of rivals play like any other, and the winner is found again by the method."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import vivace
+from tests.baselines.conftest import noisy
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.baselines.lookahead import LookaheadPlan
+from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.decode.shallow import DraftPlan
+from vivace.errors import ConfigError
+from vivace.evaluate.contest import Question
+from vivace.tuning import TUNED, candidates_of, describe, keep_plan, search
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> vivace.Engine:
+    """A tiny model with random Medusa heads."""
+    place = make_checkpoint(tmp_path / "base", layers=4)
+    config = MedusaConfig(2)
+    model = vivace.load(place).model
+    tensors = noisy(MedusaHeads(config, model.config), model.dtype).tensors()
+    save_adapter(
+        place / "adapters" / "medusa", "medusa", base_hash(place), asdict(MedusaPlan((1, 1))), asdict(config), tensors
+    )
+    return vivace.load(place)
+
+
+def test_every_candidate_is_another_draft(engine: vivace.Engine) -> None:
+    for method in TUNED:
+        plans = candidates_of(engine, method, 4)
+        assert len({describe(plan) for plan in plans}) == len(plans) > 2, method
+    assert max(len(plan.widths) for plan in candidates_of(engine, "medusa") if isinstance(plan, MedusaPlan)) == 2
+    with pytest.raises(ConfigError, match="'plain' has no draft to tune"):
+        candidates_of(engine, "plain")
+
+
+@pytest.mark.parametrize(
+    ("method", "plan"),
+    [
+        ("medusa", MedusaPlan((2, 1), 2)),
+        ("layerskip", DraftPlan.chain(2)),
+        ("lookahead", LookaheadPlan(3, 2, 2)),
+    ],
+)
+def test_the_winner_is_used_from_then_on(engine: vivace.Engine, method: str, plan: object) -> None:
+    question = Question("aka", tuple(engine.tokenizer.encode_prompt("aka")))
+    [trial] = search(engine, method, [plan], [question], max_new_tokens=8)
+    assert trial.run.identical
+    keep_plan(engine, method, plan)
+    drafter = vivace.load(engine.folder).methods.drafter(method)
+    assert drafter.plan == plan
+    assert drafter.name == method
+
+
+def test_a_draft_model_keeps_no_plan(engine: vivace.Engine) -> None:
+    with pytest.raises(ConfigError, match="keeps no plan"):
+        keep_plan(engine, "draft", DraftPlan.chain(2))
