@@ -212,6 +212,15 @@ class ExpertCache:
         for rank, (key, due) in enumerate(self.policy.ahead(self._clock)):
             self._want(key, due, rank)
         self._likely = {key: due for key, due in self._likely.items() if due[0] > self._clock}
+        self._postpone({(layer, expert) for expert in chosen})
+
+    def _postpone(self, chosen: set[Key]) -> None:
+        """Guesses whose layer runs without them wait until it runs again."""
+        late = [c for c in self._chunks if c.urgency[0] <= self._clock and c.key not in chosen]
+        for chunk in late:
+            chunk.urgency = (self._clock + self.num_layers, *chunk.urgency[1:])
+        if late:
+            heapq.heapify(self._chunks)
 
     def _count(self, chosen: dict[Key, None]) -> None:
         for key in chosen:

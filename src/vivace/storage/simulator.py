@@ -1,0 +1,260 @@
+"""Loading experts on hardware that is not here: a discrete-event simulator fed by recorded traces.
+
+Two resources: the processor, which runs layers in order, and one channel of given bandwidth, which takes the most
+urgent load first and lets a demand go before a guess at the next chunk, as ``experts.py`` does. A trace says what
+routers chose and what was expected when (``policies.py``); the policies are the same objects that the cache asks.
+
+Times: a layer takes ``layer_s`` before its experts are known (attention, router) and ``expert_s`` for each of them. A
+load takes ``latency_s + bytes / bandwidth``; the latency passes while other loads are on the channel.
+
+Bound: with T_c the compute and T_l the loads of the baseline, T_l' those of a policy, no policy is faster than the
+baseline by more than (T_l + T_c) / max(T_l', T_c), which is at most 2 where T_l' = T_l.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from vivace.errors import ConfigError
+from vivace.storage.policies import Hint, Key, Policy, Trace, Visit
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What experts are loaded over and run on."""
+
+    bytes_per_s: float
+    """Of the channel; ``inf`` is a channel that takes no time."""
+    expert_bytes: int
+    num_slots: int
+    """Experts in fast memory at once."""
+    layer_s: float
+    """Of a layer until its experts are known."""
+    expert_s: float
+    """Of one expert."""
+    latency_s: float = 15e-6
+    """From asking to the first byte."""
+    chunk_bytes: int = 256 * 1024
+    """After which a more urgent load may go first."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.expert_bytes < 1 or self.num_slots < 1 or self.chunk_bytes < 1:
+            raise ConfigError(
+                "bandwidth, expert_bytes, num_slots and chunk_bytes must be positive, found "
+                f"{self.bytes_per_s:g}, {self.expert_bytes}, {self.num_slots} and {self.chunk_bytes}"
+            )
+        if min(self.layer_s, self.expert_s, self.latency_s) < 0:
+            raise ConfigError(f"times must be >= 0, found {self.layer_s}, {self.expert_s} and {self.latency_s}")
+
+
+@dataclass
+class Outcome:
+    """What a trace took."""
+
+    num_passes: int
+    total_s: float = 0.0
+    compute_s: float = 0.0
+    channel_s: float = 0.0
+    """Busy."""
+    resident: int = 0
+    ahead: int = 0
+    awaited: int = 0
+    missed: int = 0
+    loads: int = 0
+    wasted: int = 0
+    """Loads never used."""
+
+    @property
+    def pass_s(self) -> float:
+        """Mean of a pass."""
+        return self.total_s / max(1, self.num_passes)
+
+    @property
+    def uses(self) -> int:
+        """Chosen experts."""
+        return self.resident + self.ahead + self.awaited + self.missed
+
+    def bound(self, baseline: Outcome) -> float:
+        """How many times as fast as a baseline any order of this policy's loads could be."""
+        return (baseline.channel_s + baseline.compute_s) / max(self.channel_s, self.compute_s, 1e-12)
+
+
+@dataclass(eq=False)
+class _Load:
+    key: Key
+    left: int
+    asked: float
+    is_guess: bool
+    is_ready: bool = False
+
+
+@dataclass
+class _State:
+    now: float = 0.0
+    clock: int = -1
+    slots: dict[Key, _Load] = field(default_factory=dict)
+    likely: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    queue: list[tuple[int, int, int, _Load]] = field(default_factory=list)
+    """Started loads by (due, rank, number)."""
+    held: set[Key] = field(default_factory=set)
+    channel: float = 0.0
+    """When it is free."""
+
+
+def simulate(trace: Trace, policy: Policy, machine: Machine, *, guesses: bool = True) -> Outcome:
+    """Run a trace.
+
+    Args:
+        trace: what was chosen and expected.
+        policy: what stays and what comes early; used up by this run.
+        machine: how fast things are.
+        guesses: whether the trace's hints reach the policy; a baseline on demand gets none.
+    """
+    return _Run(trace, policy, machine).run(guesses=guesses)
+
+
+class _Run:
+    def __init__(self, trace: Trace, policy: Policy, machine: Machine) -> None:
+        self.trace, self.policy, self.machine = trace, policy, machine
+        self.state = _State()
+        passes = len({visit.clock // trace.num_layers for visit in trace.visits})
+        self.outcome = Outcome(passes)
+        self._number = 0
+
+    def run(self, *, guesses: bool) -> Outcome:
+        """All visits in order."""
+        hints = iter(sorted(self.trace.hints, key=lambda hint: hint.issued)) if guesses else iter(())
+        told = next(hints, None)
+        for visit in self.trace.visits:
+            while told is not None and told.issued < visit.clock:
+                self._hear(told)
+                told = next(hints, None)
+            self._compute(self.machine.layer_s)
+            self._visit(visit)
+        self.outcome.total_s = self.state.now
+        self.outcome.wasted += sum(load.is_guess for load in self.state.slots.values())
+        return self.outcome
+
+    def _hear(self, hint: Hint) -> None:
+        for rank, expert in enumerate(hint.likely):
+            key = (hint.due % self.trace.num_layers, expert)
+            self.policy.expected(key, hint.due)
+            self._want(key, hint.due, rank)
+
+    def _want(self, key: Key, due: int, rank: int) -> None:
+        if key not in self.state.slots and due > self.state.clock:
+            self.state.likely[key] = min(self.state.likely.get(key, (due, rank)), (due, rank))
+
+    def _visit(self, visit: Visit) -> None:
+        state = self.state
+        state.clock = visit.clock
+        keys = visit.keys(self.trace.num_layers)
+        for key in keys:
+            self.policy.used(key, visit.clock)
+        for rank, (key, due) in enumerate(self.policy.ahead(visit.clock)):
+            self._want(key, due, rank)
+        state.likely = {key: due for key, due in state.likely.items() if due[0] > visit.clock}
+        state.held = set(keys)
+        self._postpone()
+        for key in keys:
+            self._count(state.slots.get(key))
+        left = list(keys)
+        while left:
+            for key in left:
+                if key not in state.slots and self._room(None):
+                    self._start(key, (visit.clock, -1), is_guess=False)
+            ready = next((key for key in left if key in state.slots and state.slots[key].is_ready), None)
+            if ready is None:
+                state.now = max(state.now, self._turn())
+                continue
+            self._compute(self.machine.expert_s)
+            left.remove(ready)
+            state.held.discard(ready)
+        if not self.policy.keeps:
+            for key in keys:
+                state.slots.pop(key, None)
+
+    def _postpone(self) -> None:
+        """Guesses whose layer has run without them wait until it runs again."""
+        state, later = self.state, self.state.clock + self.trace.num_layers
+        state.queue = [
+            (later if due <= state.clock and load.key not in state.held else due, rank, number, load)
+            for due, rank, number, load in state.queue
+        ]
+        heapq.heapify(state.queue)
+
+    def _count(self, load: _Load | None) -> None:
+        outcome = self.outcome
+        if load is None:
+            outcome.missed += 1
+        elif not load.is_ready:
+            outcome.awaited += 1
+        elif load.is_guess:
+            outcome.ahead += 1
+        else:
+            outcome.resident += 1
+        if load is not None:
+            load.is_guess = False
+
+    def _compute(self, seconds: float) -> None:
+        """The processor works, and the channel beside it."""
+        until = self.state.now + seconds
+        self.outcome.compute_s += seconds
+        while self._has_work() and self.state.channel < until:
+            self._turn()
+        self.state.now = until
+
+    def _has_work(self) -> bool:
+        state = self.state
+        if not state.queue and state.likely:
+            key = min(state.likely, key=state.likely.__getitem__)
+            due = state.likely[key]
+            if self._room(due[0]):
+                self._start(key, due, is_guess=True)
+        return bool(state.queue)
+
+    def _turn(self) -> float:
+        """The channel moves one chunk of the most urgent load; when that is done."""
+        state, machine = self.state, self.machine
+        assert state.queue, "nobody waits for a load that is not there"
+        load = state.queue[0][-1]
+        size = min(load.left, machine.chunk_bytes)
+        begun = max(state.channel, load.asked + machine.latency_s)
+        taken = size / machine.bytes_per_s
+        state.channel = begun + taken
+        self.outcome.channel_s += taken
+        load.left -= size
+        if not load.left:
+            heapq.heappop(state.queue)
+            load.is_ready = True
+        return state.channel
+
+    def _start(self, key: Key, urgency: tuple[int, int], *, is_guess: bool) -> None:
+        state = self.state
+        asked = max(state.now, state.channel - self.machine.latency_s) if is_guess else state.now
+        load = _Load(key, self.machine.expert_bytes, asked, is_guess)
+        self._number += 1
+        state.slots[key] = load
+        state.likely.pop(key, None)
+        heapq.heappush(state.queue, (*urgency, self._number, load))
+        self.outcome.loads += 1
+
+    def _room(self, due: int | None) -> bool:
+        """Make room for a load, as ``ExpertCache`` does."""
+        state = self.state
+        if len(state.slots) < self.machine.num_slots:
+            return True
+        best, latest = None, -1.0 if due is None else float(due)
+        for key in self._evictable():
+            use = self.policy.next_use(key, state.clock)
+            if use > latest:
+                best, latest = key, use
+        if best is None:
+            return False
+        self.outcome.wasted += state.slots.pop(best).is_guess
+        return True
+
+    def _evictable(self) -> Iterator[Key]:
+        return (key for key, load in self.state.slots.items() if load.is_ready and key not in self.state.held)

@@ -1,0 +1,145 @@
+"""The simulator: conservation, limits, order of policies, and a run that can be done by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError
+from vivace.storage.policies import Hint, LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace, Visit
+from vivace.storage.simulator import Machine, Outcome, simulate
+
+LAYERS, EXPERTS, TOP_K = 8, 8, 2
+MACHINE = Machine(1e9, 1_000_000, 24, layer_s=0.5e-3, expert_s=0.25e-3, latency_s=0.0, chunk_bytes=250_000)
+
+
+def make_trace(passes: int = 40, recall: float = 0.9, seed: int = 0, sticky: float = 0.4) -> Trace:
+    """Routers that repeat themselves now and then, and guesses two times ahead that are right with ``recall``."""
+    draw, trace = random.Random(seed), Trace(LAYERS)
+    last: dict[int, tuple[int, ...]] = {}
+    for turn in range(passes):
+        chosen = {}
+        for layer in range(LAYERS):
+            again = layer in last and draw.random() < sticky
+            chosen[layer] = last[layer] if again else tuple(sorted(draw.sample(range(EXPERTS), TOP_K)))
+        last = chosen
+        for layer in range(LAYERS):
+            for target in (2 * layer, 2 * layer + 1):
+                if layer < target < LAYERS:
+                    likely = [e if draw.random() < recall else draw.randrange(EXPERTS) for e in chosen[target]]
+                    issued = turn * LAYERS + layer - 1
+                    trace.hints.append(Hint(issued, turn * LAYERS + target, tuple(dict.fromkeys(likely))))
+            trace.visits.append(Visit(turn * LAYERS + layer, 1, chosen[layer]))
+    return trace
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return make_trace()
+
+
+def all_policies(trace: Trace, num_slots: int) -> list[tuple[Policy, bool]]:
+    return [
+        (OnDemand(), False),
+        (LeastRecent(), False),
+        (Static.of(trace, num_slots), False),
+        (NextUse(LAYERS), True),
+        (Oracle(trace), False),
+    ]
+
+
+def run(trace: Trace, policy: Policy, guesses: bool, **changes: float) -> Outcome:
+    return simulate(trace, policy, replace(MACHINE, **changes), guesses=guesses)
+
+
+def test_by_hand() -> None:
+    """Two layers, one expert each, nothing cached: a layer's 0.5 ms, the load's 1 ms and the expert's 0.25 ms."""
+    trace = Trace(2, [Visit(0, 1, (3,)), Visit(1, 1, (4,))])
+    assert simulate(trace, OnDemand(), MACHINE).total_s == pytest.approx(2 * 1.75e-3)
+    late = replace(MACHINE, latency_s=0.1e-3)
+    assert simulate(trace, OnDemand(), late).total_s == pytest.approx(2 * 1.85e-3)
+    trace.hints.append(Hint(-1, 1, (4,)))  # starts at once; the demand for layer 0 goes first after a chunk
+    ahead = simulate(trace, NextUse(2), MACHINE)
+    assert (ahead.missed, ahead.ahead) == (1, 1)
+    # At 0.5 ms two chunks of the guess are through; four of the demand; then two more, from 1.5 to 2.0 ms.
+    assert ahead.total_s == pytest.approx(1.5e-3 + 0.25e-3 + 0.5e-3 + 0.25e-3)
+
+
+@pytest.mark.parametrize("num_slots", [2, 8, 24, 64])
+def test_conservation(trace: Trace, num_slots: int) -> None:
+    uses = sum(len(visit.chosen) for visit in trace.visits)
+    for policy, guesses in all_policies(trace, num_slots):
+        out = run(trace, policy, guesses, num_slots=num_slots)
+        assert out.uses == uses
+        assert out.channel_s == pytest.approx(out.loads * 1e-3, rel=1e-2)
+        assert out.channel_s <= out.total_s + 1e-3
+        assert out.compute_s == pytest.approx(len(trace.visits) * 0.5e-3 + uses * 0.25e-3)
+        assert max(out.channel_s, out.compute_s) <= out.total_s + 1e-3
+        assert out.total_s <= out.channel_s + out.compute_s + 1e-9
+
+
+@pytest.mark.parametrize("num_slots", [8, 16, 32])
+def test_the_order_of_policies(trace: Trace, num_slots: int) -> None:
+    times = [run(trace, p, g, num_slots=num_slots).total_s for p, g in all_policies(trace, num_slots)]
+    on_demand, lru, _, ahead, oracle = times
+    assert oracle <= ahead + 1e-9 <= lru <= on_demand
+
+
+def test_with_room_for_all_caches_are_alike(trace: Trace) -> None:
+    outs = [run(trace, p, g, num_slots=LAYERS * EXPERTS) for p, g in all_policies(trace, LAYERS * EXPERTS)[1:4]]
+    assert {out.loads - out.wasted for out in outs} == {LAYERS * EXPERTS}
+
+
+def test_a_channel_without_end_makes_no_difference(trace: Trace) -> None:
+    times = {round(run(trace, p, g, bytes_per_s=inf).total_s, 9) for p, g in all_policies(trace, 24)}
+    assert len(times) == 1
+
+
+def test_a_guess_whose_layer_is_past_waits_for_demands() -> None:
+    """The guess for layer 0 is wrong and half loaded; layer 1's expert goes before its other half."""
+    trace = Trace(3, [Visit(0, 1, ()), Visit(1, 1, (4,)), Visit(2, 1, ())], [Hint(-1, 0, (7,))])
+    out = simulate(trace, NextUse(3), replace(MACHINE, layer_s=0.25e-3))
+    assert out.total_s == pytest.approx(0.5e-3 + 1e-3 + 0.25e-3 + 0.25e-3)
+
+
+def test_no_gain_beyond_the_bound(trace: Trace) -> None:
+    for bandwidth in (0.3e9, 1e9, 4e9):
+        for slots in (8, 24):
+            lru = run(trace, LeastRecent(), False, bytes_per_s=bandwidth, num_slots=slots)
+            for policy, guesses in all_policies(trace, slots):
+                out = run(trace, policy, guesses, bytes_per_s=bandwidth, num_slots=slots)
+                assert lru.total_s / out.total_s <= out.bound(lru) * 1.02
+
+
+def test_better_guesses_are_faster() -> None:
+    times = [run(make_trace(recall=recall), NextUse(LAYERS), True).total_s for recall in (0.2, 0.6, 1.0)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.05 * times[2]
+
+
+def test_recall_counts_what_was_expected_in_time(trace: Trace) -> None:
+    assert make_trace(recall=1.0).recall() == 1.0
+    assert 0.85 < trace.recall() < 0.97
+    with pytest.raises(AssertionError, match="no guess"):
+        Trace(2, [Visit(0, 1, (1,))], [Hint(0, 0, (1,))]).recall()
+
+
+def test_traces_come_back_from_disk(trace: Trace, tmp_path: Path) -> None:
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == trace
+    with pytest.raises(NotFoundError, match="record one first"):
+        Trace.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"visits": 3}')
+    with pytest.raises(CorruptError, match="is not a trace"):
+        Trace.load(tmp_path / "bad.json")
+
+
+def test_impossible_machines() -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        replace(MACHINE, num_slots=0)
+    with pytest.raises(ConfigError, match="times must be >= 0"):
+        replace(MACHINE, layer_s=-1.0)
