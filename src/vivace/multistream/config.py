@@ -91,3 +91,20 @@ class StreamPlan:
             )
         if self.threshold and not config.pruner_rank:
             raise ConfigError(f"threshold is {self.threshold:g}, but these streams were trained without a pruner")
+
+
+def plans_to_try(config: MultistreamConfig) -> list[StreamPlan]:
+    """Drafts of every depth, chains and small trees, with streams on every node and on the kept one."""
+    shapes: list[tuple[int, ...]] = [(1,) * depth for depth in range(1, config.streams + 1)]
+    shapes += [(width, *[1] * (depth - 1)) for depth in range(1, config.streams + 1) for width in (2, 3)]
+    shapes += [(2, 2, *[1] * (depth - 2)) for depth in range(2, config.streams + 1)]
+    plans = [StreamPlan(widths, "kept") for widths in shapes]
+    plans += [StreamPlan(widths) for widths in shapes if _fits(widths)]
+    if config.pruner_rank:
+        plans += [StreamPlan(widths, "kept", sure) for widths in shapes if max(widths) > 1 for sure in (0.01, 0.05)]
+    return plans
+
+
+def _fits(widths: tuple[int, ...]) -> bool:
+    nodes: int = sum(accumulate(widths, operator.mul))
+    return nodes + (nodes + 1) * len(widths) <= MAX_ROWS // 2

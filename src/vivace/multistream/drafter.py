@@ -13,12 +13,13 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.plain import Forgetful
 from vivace.multistream.climb import StreamClimb, StreamPass
 from vivace.multistream.config import StreamPlan
 from vivace.multistream.streams import Streams
 
 
-class StreamDrafter:
+class StreamDrafter(Forgetful):
     """Fills ``Drafter``: remembers the streams of each slot's last kept node."""
 
     name = "multistream"
@@ -79,24 +80,10 @@ class StreamDrafter:
         for slot, path in zip(draft.slots, verdict.paths, strict=True):
             self._kept[slot] = left[path[-1]]
 
-    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Entries live in the target's own cache."""
-
-    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget streams of a text that was shortened."""
-        self.release(slots)
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Copies draft from their second pass on."""
-        self.release(targets)
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""
         for slot in slots:
             self._kept.pop(slot, None)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Complete after every pass."""
 
 
 def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
