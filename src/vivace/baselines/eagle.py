@@ -28,6 +28,7 @@ from vivace.core.packed import pack_decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
+from vivace.decode.plain import Forgetful
 from vivace.decode.shallow import DraftPlan, guess_below
 from vivace.errors import ConfigError
 
@@ -98,7 +99,7 @@ def _one_layer(config: EagleConfig, model: ModelConfig) -> ModelConfig:
     )
 
 
-class Eagle:
+class Eagle(Forgetful):
     """Fills ``Drafter``: a cache of its own, and the residuals of positions it has not taken up yet."""
 
     name = "eagle"
@@ -199,23 +200,9 @@ class Eagle:
         for slot, path in zip(draft.slots, paths, strict=True):
             self._pending.setdefault(slot, []).append(normed[path])
 
-    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """The own cache is told when the next draft is made."""
-
-    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget what may be gone: the drafter starts afresh, with what it sees from now on."""
-        self.release(slots)
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Copies draft with what they see from now on."""
-        self.release(targets)
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""
         for slot in slots:
             self._pending.pop(slot, None)
         if self._cache is not None:
             self._cache.release(slots)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """What is missing is taken up when the next draft is made."""

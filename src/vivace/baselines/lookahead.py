@@ -19,6 +19,7 @@ from vivace.baselines.tree import Node, grown
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
+from vivace.decode.plain import Forgetful
 from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import ConfigError
 
@@ -90,7 +91,7 @@ class Memory:
     """Nodes of the window in the draft that is being verified, level by level; empty when it had none."""
 
 
-class Lookahead:
+class Lookahead(Forgetful):
     """Fills ``Drafter``."""
 
     name = "lookahead"
@@ -148,23 +149,13 @@ class Lookahead:
             level[:] = level[min(accepted, len(level)) :] + spare
         memory.levels = levels
 
-    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Entries live in the target's own cache."""
-
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """What was seen of a longer text is as good as before: n-grams are guesses."""
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Copies start with their own text."""
-        self.release(targets)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences."""
         for slot in slots:
             self._memory.pop(slot, None)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Always complete."""
 
 
 def _branches(grams: Sequence[Sequence[int]], room: int) -> list[Node]:

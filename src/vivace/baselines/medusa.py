@@ -29,6 +29,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
+from vivace.decode.plain import Forgetful
 from vivace.decode.shallow import MAX_NODES, DraftPlan
 from vivace.errors import ConfigError
 
@@ -101,7 +102,7 @@ def _output(model: Decoder, x: Tensor) -> Tensor:
     return logits.float()
 
 
-class Medusa:
+class Medusa(Forgetful):
     """Fills ``Drafter``: remembers the normed final residual of each slot's last kept position."""
 
     name = "medusa"
@@ -171,21 +172,7 @@ class Medusa:
         last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
         self._kept.update(zip(draft.slots, self.model.norm(passed.hidden[last]), strict=True))
 
-    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Entries live in the target's own cache."""
-
-    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget a position that may be gone."""
-        self.release(slots)
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Copies draft from their second pass on."""
-        self.release(targets)
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""
         for slot in slots:
             self._kept.pop(slot, None)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Always complete."""

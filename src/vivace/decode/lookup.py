@@ -15,6 +15,7 @@ import torch
 
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
+from vivace.decode.plain import Forgetful
 from vivace.errors import ConfigError
 
 
@@ -62,7 +63,7 @@ class NgramIndex:
         return []
 
 
-class PromptLookup:
+class PromptLookup(Forgetful):
     """Drafts by looking the last tokens up in the text so far."""
 
     name = "lookup"
@@ -100,21 +101,7 @@ class PromptLookup:
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """The text itself is all it needs."""
 
-    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """The text is read when the next draft is made."""
-
-    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget the indices: a shortened text may go on differently."""
-        self.release(slots)
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """The copies index their own text when they first draft."""
-        self.release(targets)
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""
         for slot in slots:
             self._index.pop(slot, None)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Always complete."""

@@ -1,4 +1,4 @@
-"""No drafts: the decoder every other method is compared with."""
+"""No drafts: the decoder every other method is compared with; and what drafters remember that remember little."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ class Stateless:
 
     def settle(self, slots: Sequence[int]) -> None:
         """Always complete."""
+
+
+class Forgetful(Stateless):
+    """A drafter's memory of each slot that is dropped where a text changes: it drafts without until it sees more."""
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """What was kept may be gone."""
+        self.release(slots)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """Copies see for themselves."""
+        self.release(targets)
 
 
 class NoDrafts(Stateless):

@@ -26,6 +26,7 @@ from vivace.core.seams import Companion, Context, Draft, Root, TargetPass, Trave
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup
+from vivace.decode.plain import Forgetful
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -106,7 +107,7 @@ class EarlyGuess(Protocol):
         ...
 
 
-class ShallowDrafter:
+class ShallowDrafter(Forgetful):
     """Drafts below a gate, depth by depth, all slots in one pass per depth."""
 
     def __init__(
@@ -196,26 +197,16 @@ class ShallowDrafter:
         """Pass on what the target showed."""
         self.guess.observe(draft, passed, verdict)
 
-    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Entries live in the target's own cache."""
-
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Entries live in the target's own cache; a shortened text is looked up afresh."""
         if self.first is not None:
             self.first.truncate(slots, lengths)
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """What was seen of a slot is not copied: drafts of the copy start without it."""
-        self.release(targets)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget what was seen of these slots."""
         self.guess.release(slots)
         if self.first is not None:
             self.first.release(slots)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Complete after every verification."""
 
 
 def guess_below(
