@@ -18,6 +18,7 @@ import torch
 
 from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError
+from vivace.storage.predictors import predictor_bytes
 from vivace.storage.store import Store
 from vivace.units import format_bytes
 
@@ -97,7 +98,7 @@ def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> Memo
     pooled = {*neurons, *experts}
     units = [name for name in store.bundles if name != "resident" and name not in pooled]
     total = sum(bundle.num_bytes for bundle in store.bundles.values())
-    fixed = store["resident"].num_bytes
+    fixed = store["resident"].num_bytes + predictor_bytes(store)
     plan = MemoryPlan(budget_bytes, (), (), fixed, 0, cache, num_tokens, total)
     if pooled:
         plan = replace(plan, resident=tuple(units), resident_bytes=fixed + sum(store[u].num_bytes for u in units))

@@ -19,11 +19,13 @@ from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.neurons import WINDOW, NeuronParts, Neurons
 from vivace.storage.policies import LeastRecent
-from vivace.storage.readers import Choice, ReadPool, aligned, device_bytes, open_reader
+from vivace.storage.readers import NUM_THREADS, Choice, ReadPool, aligned, device_bytes, open_reader
 from vivace.storage.store import Store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 from vivace.units import format_bytes
 
+SCATTERED_THREADS = 16
+"""Reads of a few KiB under way at once: devices answer each late, and many at a time."""
 MAX_TOKENS = 2048
 """Longest text a plan makes room for, where the model would take a longer one."""
 
@@ -126,7 +128,7 @@ def load_stored(
     tokens = min(store.config.max_positions, MAX_TOKENS) if num_tokens is None else num_tokens
     plan = plan_memory(store, budget_bytes, tokens)
     choice = open_reader(store.path, reader)
-    pool = ReadPool(choice.reader)
+    pool = ReadPool(choice.reader, num_threads=SCATTERED_THREADS if plan.neurons_per_layer else NUM_THREADS)
     stream, neurons, experts = None, None, None
     parts: DenseParts = DenseParts(store.config)
     if plan.num_experts:

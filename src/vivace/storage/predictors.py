@@ -196,6 +196,12 @@ def save_predictors(store: Store, predictors: Sequence[Predictor]) -> None:
         write_tensors(staging / FILE, tensors)
 
 
+def predictor_bytes(store: Store) -> int:
+    """Bytes that the predictors of a store take in memory; 0 where there are none."""
+    path = store.folder / FILE
+    return path.stat().st_size if store.layout == "neurons" and path.is_file() else 0
+
+
 def load_predictors(store: Store) -> list[Predictor]:
     """The predictors of a store.
 

@@ -46,9 +46,9 @@ class Stream:
             store: where the bundles lie.
             pool: reads them.
             units: names of the bundles, in the order of their use.
-            num_buffers: one is computed with, the others are filled; two at least.
+            num_buffers: one is computed with, the others are filled; with one, nothing is read ahead.
         """
-        assert num_buffers > 1, num_buffers
+        assert num_buffers > 0, num_buffers
         self.store = store
         self.pool = pool
         self.units = tuple(units)

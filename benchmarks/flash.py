@@ -1,0 +1,349 @@
+"""The ablation of LLM in a flash (Alizadeh et al. 2023, arXiv:2312.11514, table 3) on this machine's disk.
+
+Run it on a machine with nothing else to do, with room for three copies of the model on the disk to be measured:
+
+    python -m benchmarks.flash make flash-model
+    python -m benchmarks.flash run flash-model --out flash.json
+
+``make`` writes an OPT checkpoint of 1.2 GB with random weights. Its sparsity is synthetic: up-projections have rank 64
+and biases that leave about a tenth of the neurons active, embeddings share a component, so that neighbouring tokens
+activate many of the same. Predictors are the factors themselves and miss nothing. What is measured is therefore how
+much is read, how fast, and what it costs; not what predictors of a trained model miss.
+
+Every row reads directly from the device, past the page cache, decodes the same prompt for itself, and says what the
+kernel counted. naive reads all matrices for every token; hybrid keeps half of the model; the others keep what fits
+beside attention in half of the model. Rows take turns within a repeat, each in a process of its own. Tokens are
+sampled, nearly evenly: greedy decoding of random weights repeats itself, and would read nothing new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.load import put
+from vivace.core.model import Decoder
+from vivace.core.sampling import Sampling
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.evaluate.provenance import provenance
+from vivace.storage.budget import plan_memory
+from vivace.storage.convert import write_store
+from vivace.storage.loading import Storage, load_stored, read_bundle
+from vivace.storage.neuron_cache import NeuronCache, Run
+from vivace.storage.predictors import Predictor, save_predictors
+from vivace.storage.readers import Choice, DirectReader, ReadPool, device_bytes, probe
+from vivace.storage.store import PAGE, Store, is_store, open_store
+from vivace.storage.streaming import Stream, StreamedParts
+
+RANK = 64
+ACTIVE_SHARE = 0.1
+SHARED = 0.8
+"""Of the length of an embedding, what all have in common."""
+PROMPT, TOKENS = 128, 256
+"""Tokens of the prompt, and of prompt and answer that memory is planned for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of running the model, per token decoded."""
+
+    name: str
+    tokens_per_s: float
+    ms: float
+    read_ms: float
+    """The model stood still for."""
+    manage_ms: float
+    compute_ms: float
+    gb_read: float
+    gb_from_device: float | None
+    """As the kernel counts it."""
+    gb_per_s: float
+    """While reading."""
+    planned_gb: float
+    """Of weights, buffers and cache in memory."""
+    anonymous_gb: float | None
+    """More than before loading, as the kernel counts it (RssAnon and RssShmem), after the last token."""
+
+
+def main() -> None:
+    """Make a model, or measure one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = commands.add_parser("make", help="write the model and its stores")
+    made.add_argument("model", type=Path)
+    for name, default in (("width", 2048), ("ffn", 8192), ("layers", 12), ("heads", 16), ("vocab", 8192)):
+        made.add_argument(f"--{name}", type=int, default=default)
+    measured = commands.add_parser("run", help="measure every row")
+    measured.add_argument("model", type=Path)
+    measured.add_argument("--out", type=Path, default=Path("flash.json"))
+    measured.add_argument("--repeats", type=int, default=3)
+    measured.add_argument("--new-tokens", type=int, default=48)
+    measured.add_argument("--share", type=float, default=0.5, help="of the model that memory holds")
+    one = commands.add_parser("row", help="measure one row, as JSON")
+    one.add_argument("model", type=Path)
+    one.add_argument("name")
+    one.add_argument("new_tokens", type=int)
+    one.add_argument("share", type=float)
+    options = parser.parse_args()
+    if options.command == "row":
+        open_row = rows(options.model, options.share)[options.name]
+        print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
+    elif options.command == "make":
+        make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
+    else:
+        run(options.model, options.out, options.repeats, options.new_tokens, options.share)
+
+
+def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int) -> None:
+    """The checkpoint, its store of layers, its store of neurons, and the latter with rows and columns apart."""
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.OPTForCausalLM(config).to(torch.bfloat16)
+    decoder = model.model.decoder
+    below = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - ACTIVE_SHARE))
+    predictors = []
+    with torch.no_grad():
+        shared = torch.randn(width)
+        decoder.embed_tokens.weight.copy_(SHARED * shared + (1 - SHARED**2) ** 0.5 * torch.randn(vocab, width))
+        decoder.embed_positions.weight.zero_()
+        for layer in decoder.layers:
+            up, down = torch.randn(ffn, RANK) / RANK**0.5, torch.randn(RANK, width) / width**0.5
+            layer.fc1.weight.copy_(up @ down)
+            layer.fc1.bias.fill_(-below.item())
+            predictors.append(Predictor(down, up, torch.full((ffn,), -below.item() + 0.02)))
+    model.save_pretrained(folder / "model")
+    del model, decoder
+    write_store(folder / "model", folder / "layers")
+    neurons = write_store(folder / "model", folder / "neurons", layout="neurons")
+    save_predictors(neurons, predictors)
+    _split(neurons, folder / "neurons" / "apart.store")
+    print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
+
+
+def _split(store: Store, path: Path) -> None:
+    """Copy a store, rows of up and columns of down of each layer one after the other instead of side by side."""
+    with store.path.open("rb") as source, path.open("wb") as target:
+        for bundle in store.bundles.values():
+            if bundle.count == 1:
+                continue
+            half = bundle.stride // 2
+            assert half % PAGE == 0, f"rows of {half} bytes are not whole pages; take a larger width"
+            source.seek(bundle.offset)
+            records = torch.frombuffer(bytearray(source.read(bundle.num_bytes)), dtype=torch.uint8)
+            target.seek(bundle.offset)
+            target.write(records.view(bundle.count, 2, half).transpose(0, 1).contiguous().numpy().data)
+
+
+class ApartReader(DirectReader):
+    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two reads for one."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.folder / "apart.store")
+        self._bundles = [bundle for bundle in store.bundles.values() if bundle.count > 1]
+        self._whole = DirectReader(store.path)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Whole records."""
+        bundle = next((b for b in self._bundles if b.offset <= offset < b.offset + b.num_bytes), None)
+        if bundle is None:
+            self._whole.read(offset, into)
+            return
+        half = bundle.stride // 2
+        first, count = (offset - bundle.offset) // bundle.stride, len(into) // bundle.stride
+        for place in range(2):
+            parts = [into[n * bundle.stride + place * half :][:half] for n in range(count)]
+            for start in range(0, count, 512):  # buffers that one call takes
+                some = parts[start : start + 512]
+                at = bundle.offset + (place * bundle.count + first + start) * half
+                assert os.preadv(self._file, some, at) == len(some) * half
+
+
+class Forgetful(NeuronCache):
+    """No window: every token reads all it needs."""
+
+    def turn(self, active: Tensor) -> list[Run]:
+        """Begin with nothing."""
+        self.forget()
+        return super().turn(active)
+
+
+@contextmanager
+def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Decoder, Storage]]:
+    """Dense: a share of the model stays, the rest is read for every token."""
+    reader = DirectReader(store.path)
+    plan = plan_memory(store, None, TOKENS)
+    if share:
+        plan = plan_memory(store, int(share * plan.total_bytes), TOKENS)
+    else:
+        units = tuple(name for name in store.bundles if name != "resident")
+        size = num_buffers * max(store[unit].num_pages_bytes for unit in units)
+        fixed = store["resident"].num_bytes
+        plan = replace(plan, resident=(), streamed=units, resident_bytes=fixed, buffer_bytes=size)
+    with ReadPool(reader) as pool:
+        stream = Stream(store, pool, plan.streamed, num_buffers)
+        with torch.device("meta"):
+            decoder = Decoder(store.config, StreamedParts(store.config, stream))
+        for name in ("resident", *plan.resident):
+            for parameter, values in read_bundle(store, pool, name).items():
+                put(decoder, parameter, values)
+        yield decoder.eval(), Storage(store, plan, Choice(reader, "asked for"), pool, None, stream)
+        stream.close()
+    reader.close()
+
+
+@contextmanager
+def sparse(store: Store, share: float, window: int, *, is_bundled: bool) -> Iterator[tuple[Decoder, Storage]]:
+    """The neurons that predictors ask for; window 0 keeps none of them."""
+    budget = int(share * plan_memory(store, None, TOKENS).total_bytes)
+    model, storage = load_stored(store.folder, budget, reader="direct", num_tokens=TOKENS, window=max(1, window))
+    assert storage.neurons is not None
+    if not window:
+        old = storage.neurons.caches
+        storage.neurons.caches = [Forgetful(len(c.row_of), c.room, c.stride, 1) for c in old]
+        del old
+    if not is_bundled:
+        storage.pool.reader = ApartReader(store)
+    yield model, storage
+    storage.close()
+
+
+Opening = Callable[[], AbstractContextManager[tuple[Decoder, Storage]]]
+
+
+def rows(folder: Path, share: float) -> dict[str, Opening]:
+    """Every way, by name; each opens as a context of (model, storage)."""
+    dense, neurons = open_store(folder / "layers"), open_store(folder / "neurons")
+    return {
+        "naive": lambda: streamed(dense, 0.0, 1),
+        "hybrid": lambda: streamed(dense, share, 1),
+        "hybrid, read ahead": lambda: streamed(dense, share, 2),
+        "+ predictor": lambda: sparse(neurons, share, 0, is_bundled=False),
+        "+ window": lambda: sparse(neurons, share, 4, is_bundled=False),
+        "+ bundling": lambda: sparse(neurons, share, 4, is_bundled=True),
+    }
+
+
+def run(folder: Path, out: Path, repeats: int, new_tokens: int, share: float) -> None:
+    """Measure, print a table, write a file."""
+    assert is_store(folder / "layers"), f"{folder} was not made by this benchmark"
+    store = open_store(folder / "layers")
+    found: dict[str, list[Row]] = {}
+    limit = probe(DirectReader(store.path), store.path, num_bytes=256 << 20)
+    for _ in range(repeats):
+        for name in rows(folder, share):
+            words = [sys.executable, "-m", "benchmarks.flash", "row", str(folder), name, str(new_tokens), str(share)]
+            row = Row(**json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+            found.setdefault(name, []).append(row)
+            print(row, file=sys.stderr, flush=True)
+    best = {name: _median(each) for name, each in found.items()}
+    result = {
+        "provenance": asdict(provenance(torch.device("cpu"))),
+        "model": {"bytes": store.num_bytes, "sparsity": "synthetic", "share": share, "new_tokens": new_tokens},
+        "device_gb_per_s": limit,
+        "rows": [asdict(row) for row in best.values()],
+        "repeats": {name: [row.ms for row in each] for name, each in found.items()},
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"device {limit:.2f} GB/s; model {store.num_bytes / 1e9:.2f} GB")
+    print(table(list(best.values())))
+
+
+def measure(name: str, open_row: Opening, new_tokens: int) -> Row:
+    """Decode once; the prompt is not counted."""
+    at_rest = _anonymous_bytes()
+    with open_row() as (model, storage):
+        row = _decode(name, model, storage, new_tokens)
+        held = _anonymous_bytes()
+    return row if held is None or at_rest is None else replace(row, anonymous_gb=(held - at_rest) / 1e9)
+
+
+def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row:
+    draw = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, model.config.vocab_size, (PROMPT,), generator=draw).tolist()
+    session = Session(model, num_slots=1, capacity=PROMPT + new_tokens + 1)
+    evenly = Sampling(do_sample=True, temperature=100.0)
+    session.admit(Request(tuple(prompt), new_tokens + 1, NoDrafts(), sampling=evenly, logprobs=False))
+    session.step()  # the prompt and the first token
+    before, begun = _counters(storage), time.perf_counter()
+    count = sum(len(emitted.tokens) for emitted in session.drain())
+    seconds = (time.perf_counter() - begun) / count
+    after = _counters(storage)
+    gone = {key: (after[key] - before[key]) / count for key in after}
+    return Row(
+        name,
+        tokens_per_s=1 / seconds,
+        ms=seconds * 1e3,
+        read_ms=gone["wait"] * 1e3,
+        manage_ms=gone["manage"] * 1e3,
+        compute_ms=(seconds - gone["wait"] - gone["manage"]) * 1e3,
+        gb_read=gone["bytes"] / 1e9,
+        gb_from_device=None if device_bytes() is None else gone["device"] / 1e9,
+        gb_per_s=gone["bytes"] / gone["busy"] / 1e9 if gone["busy"] else 0.0,
+        planned_gb=storage.plan.num_bytes / 1e9,
+        anonymous_gb=None,
+    )
+
+
+def _counters(storage: Storage) -> dict[str, float]:
+    traffic = storage.pool.traffic
+    manage = 0.0 if storage.neurons is None else storage.neurons.counts.manage_s
+    return {
+        "wait": traffic.wait_s,
+        "busy": traffic.busy_s,
+        "bytes": traffic.num_bytes,
+        "manage": manage,
+        "device": device_bytes() or 0,
+    }
+
+
+def _anonymous_bytes() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def _median(each: list[Row]) -> Row:
+    middle = statistics.median_low(row.ms for row in each)
+    return next(row for row in each if row.ms == middle)
+
+
+def table(measured: list[Row]) -> str:
+    """As Markdown, the speed beside that of the first row."""
+    heads = ("GB planned", "GB held", "GB read a token", "GB/s", "ms a token", "reading", "managing", "computing")
+    lines = ["| | " + " | ".join((*heads, "speed")) + " |", "|---" * (len(heads) + 2) + "|"]
+    for row in measured:
+        gigabytes = f"{row.planned_gb:.2f} | {row.anonymous_gb or 0.0:.2f} | {row.gb_read:.3f} | {row.gb_per_s:.2f}"
+        times = " | ".join(f"{ms:.0f}" for ms in (row.ms, row.read_ms, row.manage_ms, row.compute_ms))
+        lines.append(f"| {row.name} | {gigabytes} | {times} | {measured[0].ms / row.ms:.1f}x |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
