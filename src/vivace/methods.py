@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vivace.baselines.confidence import Confidence, ConfidenceConfig, ConfidencePlan, ConfidentDepth
 from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
 from vivace.baselines.kinds import KINDS, RivalPlan
 from vivace.baselines.lookahead import Lookahead, LookaheadPlan
+from vivace.baselines.skipdecode import SkipDecode, SkipPlan
 from vivace.baselines.trained import Trained
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.core.model import Decoder
@@ -40,6 +42,8 @@ from vivace.recipe import METHODS, build, find_method
 
 AnyPlan = DraftPlan | StreamPlan | RivalPlan
 """Shape of a draft, whoever makes it."""
+LEAVING = ("dynamic", "calm", "lite")
+"""Methods whose tokens leave early at a stated quality."""
 
 
 def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
@@ -110,12 +114,12 @@ class Methods:
             NotFoundError: its weights are missing; names the command that trains them.
         """
         find_method(method)
-        if quality is not None and method != "dynamic":
+        if quality is not None and method not in LEAVING:
             raise ConfigError(f"quality is {quality:g}, but method {method} does not leave early; leave it out")
         key = (method, num_draft_tokens, quality)
         if key not in self._drafters:
-            is_dynamic = method == "dynamic"
-            self._drafters[key] = self._dynamic(*key[1:]) if is_dynamic else self._make(method, num_draft_tokens)
+            leaves = method in LEAVING
+            self._drafters[key] = self._leaving(*key) if leaves else self._make(method, num_draft_tokens)
         return self._drafters[key]
 
     def planned(self, plan: AnyPlan) -> Methods:
@@ -150,6 +154,8 @@ class Methods:
                 return self._layerskip(length)
             case "lookahead":
                 return self._lookahead(length)
+            case "skipdecode":
+                return self._skipdecode(length)
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
@@ -225,9 +231,27 @@ class Methods:
         foresight.to(self.model.device, self.model.dtype).requires_grad_(False)
         return NoDrafts("foresight", ForesightClimb(foresight, build(ForesightPlan, written["plan"]).count))
 
-    def _dynamic(self, length: int | None, quality: float | None) -> DynamicDepth:
+    def _leaving(self, method: str, length: int | None, quality: float | None) -> Drafter:
         if length is not None:
-            raise ConfigError(f"num_draft_tokens is {length}, but method dynamic drafts nothing; leave it out")
+            raise ConfigError(f"num_draft_tokens is {length}, but method {method} drafts nothing; leave it out")
+        return self._dynamic(quality) if method == "dynamic" else self._confident(method, quality)
+
+    def _confident(self, method: str, quality: float | None) -> ConfidentDepth:
+        written, tensors = self._adapter(method, "thresholds")
+        weights = Confidence(build(ConfidenceConfig, written["config"]), self.model.config)
+        self._require_shapes(method, weights.tensors(), tensors)
+        weights.load_state_dict(dict(tensors))
+        weights.to(self.model.device).requires_grad_(False)
+        return ConfidentDepth(method, weights, build(ConfidencePlan, written["plan"]), quality)
+
+    def _skipdecode(self, length: int | None) -> SkipDecode:
+        if length is not None:
+            raise ConfigError(f"num_draft_tokens is {length}, but method skipdecode drafts nothing; leave it out")
+        if not self._has_adapter("skipdecode"):
+            return SkipDecode(self.model)
+        return SkipDecode(self.model, build(SkipPlan, self._adapter("skipdecode", "a schedule")[0]["plan"]))
+
+    def _dynamic(self, quality: float | None) -> DynamicDepth:
         written, tensors = self._adapter("dynamic", "gates and a router")
         weights = DynamicWeights(build(DynamicConfig, written["config"]), self.model.config)
         self._require_shapes("dynamic", weights.tensors(), tensors)

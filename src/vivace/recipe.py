@@ -57,9 +57,11 @@ METHODS: Mapping[str, Method] = {
         Method("deed", "early exit with an adapter drafts", built=True, adapter="deed"),
         Method("layerskip", "the lower layers of a model trained for it draft", built=True),
         Method("foresight", "plain decoding that tells which experts will be needed", built=True, adapter="foresight"),
-        Method("calm", "leave early by confidence", adapter="calm", lossless=False),
-        Method("lite", "leave early by a fine-tuned model's own probability", lossless=False),
-        Method("skipdecode", "skip middle layers by position", lossless=False),
+        Method("calm", "leave early by confidence", built=True, adapter="calm", lossless=False),
+        Method(
+            "lite", "leave early by a fine-tuned model's own probability", built=True, adapter="lite", lossless=False
+        ),
+        Method("skipdecode", "skip middle layers by position", built=True, lossless=False),
         Method("mod", "Mixture-of-Depths", lossless=False),
     )
 }

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-KINDS = ("decoder", "multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "draft", "foresight")
+KINDS = (
+    *("decoder", "multirate", "multistream", "dynamic", "foresight"),
+    *("medusa", "eagle", "deed", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode"),
+)
 """What a recipe can be for."""
+WHOLE = ("decoder", "layerskip", "supervised", "skipdecode")
+"""Kinds that train all weights of a model."""
 
 
 def train(
@@ -50,7 +55,7 @@ def train(
     kind = values.get("kind")
     if kind not in KINDS:
         raise ConfigError(f"a recipe's kind is one of {', '.join(KINDS)}, found {kind!r}")
-    if kind == "decoder":
+    if kind in WHOLE:
         if (device, dtype) != ("auto", "auto"):
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
         outcome = _run_decoder(values, data, out, model, tensorboard)
@@ -72,12 +77,16 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
+    from vivace.training.confidence import ConfidenceRecipe, train_confidence
     from vivace.training.draft import DraftRecipe, train_draft
     from vivace.training.run import RECIPES, train_adapter
 
     prompts = [row for path in data for row in load_prompts(path)]
     if values["kind"] == "draft":
         return train_draft(build(DraftRecipe, values), open_engine(choice), prompts, out, _report(curves))
+    if values["kind"] in ("calm", "lite"):
+        confidence = build(ConfidenceRecipe, values)
+        return train_confidence(confidence, open_engine(choice), prompts, out, _report(curves))
     recipe = build(RECIPES[values["kind"]], values)
     return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
 
@@ -86,8 +95,11 @@ def _run_decoder(
     values: dict[str, Any], data: list[Path], out: Path, base: str | None, curves: Path | None
 ) -> dict[str, Any]:
     from vivace.train.decoder import DecoderRecipe, train_decoder
+    from vivace.training.whole import WholeRecipe, train_whole
 
-    recipe = build(DecoderRecipe, values)
     prompts = [row for path in data for row in load_prompts(path)]
-    outcome = train_decoder(recipe, prompts, out, _report(curves), base)
+    if values["kind"] == "decoder":
+        outcome = train_decoder(build(DecoderRecipe, values), prompts, out, _report(curves), base)
+    else:
+        outcome = train_whole(build(WholeRecipe, values), prompts, out, _report(curves), base)
     return {"out": str(out), "steps": outcome.progress.step, "held_back": dict(outcome.held_back)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -107,7 +107,13 @@ class DecoderRecipe:
 
 
 def train_decoder(
-    recipe: DecoderRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+    recipe: DecoderRecipe,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+    base: str | Path | None = None,
+    *,
+    objective_of: Callable[[Decoder], NextToken] | None = None,
 ) -> Outcome:
     """Train and save a decoder.
 
@@ -117,6 +123,7 @@ def train_decoder(
         out: folder of the checkpoint; a run that was killed there goes on.
         report: hears about it.
         base: checkpoint to fine-tune, when the recipe has no shape.
+        objective_of: what is lowered, instead of what the recipe says.
 
     Returns:
         How the last stage ended.
@@ -152,7 +159,7 @@ def train_decoder(
         batches = _batches(recipe, tokenizer, learnt, tasks, number)
         plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
         course = Course(stage.loop, stage.optimiser, recipe.seed + number, plan)
-        objective = _objective(recipe, model)
+        objective = objective_of(model) if objective_of is not None else _objective(recipe, model)
         _check_memory(recipe, model, objective, stage, report)
         report.note(f"stage {number + 1} of {len(recipe.stages)}: {model.config.num_layers} layers")
         folder = out / "run" / f"stage-{number + 1}"

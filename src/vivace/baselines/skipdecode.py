@@ -1,0 +1,98 @@
+"""SkipDecode: how many layers a token gets depends on its place alone (Del Corro et al. 2023, arXiv:2307.02628).
+
+With t new tokens before it a token has a budget of
+
+    b(t) = most - (most - fewest) min(1, t / horizon)
+
+layers, the first ``warmup`` ones and then the topmost: middle layers are skipped, more and more of them. Budgets never
+grow, so whatever layer a row passes, all rows before it have passed: nothing is missing and nothing is recomputed, and
+rows of a batch need not leave together. The prompt takes every layer. Only a model that was fine-tuned for its schedule
+(``training/whole.py``) still speaks; the method refuses nothing, and its answers say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft, TargetPass, Traversal
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.decode.plain import NoDrafts
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SkipPlan:
+    """The schedule."""
+
+    most: int = 18
+    """Layers of the first new token."""
+    fewest: int = 8
+    """Layers from ``horizon`` new tokens on."""
+    horizon: int = 48
+    warmup: int = 1
+    """First layers that every token passes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.warmup < self.fewest <= self.most or self.horizon < 1:
+            raise ConfigError(
+                f"skipdecode needs 0 < warmup < fewest <= most and horizon >= 1, found {self.warmup}, {self.fewest}, "
+                f"{self.most} and {self.horizon}"
+            )
+
+    def check_fits(self, num_layers: int) -> None:
+        """Refuse more layers than there are."""
+        if self.most > num_layers:
+            raise ConfigError(f"most is {self.most}, the model has {num_layers} layers")
+
+    def first(self, place: int, num_layers: int) -> int:
+        """First layer after the warm-up of the token with ``place`` new tokens before it."""
+        budget = self.most - (self.most - self.fewest) * min(1.0, max(0, place) / self.horizon)
+        return num_layers - (int(budget) - self.warmup)
+
+
+class SkipClimb:
+    """Fills ``Traversal``: rows join the topmost layers where their places say."""
+
+    def __init__(self, plan: SkipPlan) -> None:
+        self.plan = plan
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        """Take the rows up; those with larger budgets run ahead until the others join."""
+        if chunk:
+            return Climb().run(model, draft, cache, chunk=True)
+        num_layers, step = model.config.num_layers, Step.of(draft, cache)
+        h = model.run(model.embed(draft.tokens, step), step, 0, self.plan.warmup)
+        places = zip(step.position.tolist(), draft.lists.slot, strict=True)
+        first = [self.plan.first(position - cache.prompts[slot] + 1, num_layers) for position, slot in places]
+        stops = [*sorted(set(first)), num_layers]
+        for start, stop in pairwise(stops):
+            rows = torch.tensor([row for row, at in enumerate(first) if at <= start])
+            if len(rows) == len(first):
+                h = model.run(h, step, start, stop)
+            else:
+                h = h.index_copy(0, rows, model.run(h[rows], step.take(rows), start, stop))
+        depth = torch.tensor([num_layers - at + self.plan.warmup for at in first])
+        return TargetPass(h, torch.arange(len(first)), depth, depth)
+
+
+class SkipDecode(NoDrafts):
+    """Fills ``Drafter``: guesses nothing."""
+
+    name = "skipdecode"
+
+    def __init__(self, model: Decoder, plan: SkipPlan | None = None) -> None:
+        super().__init__()
+        self.plan = SkipPlan(*_spread(model.config.num_layers)) if plan is None else plan
+        self.plan.check_fits(model.config.num_layers)
+        self.traversal: Traversal = SkipClimb(self.plan)
+
+
+def _spread(num_layers: int) -> tuple[int, int]:
+    """Three quarters and a third of the layers."""
+    return max(2, num_layers * 3 // 4), max(2, num_layers // 3)

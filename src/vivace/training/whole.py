@@ -1,0 +1,160 @@
+"""Training a whole model so that a rival works on it: LayerSkip, LITE (and CALM), SkipDecode.
+
+* ``layerskip`` (Elhoushi et al. 2024, arXiv:2404.16710): layer l is dropped with a probability that grows as
+  ``p (2^{l / (L - 1)} - 1)``, and one layer a batch, drawn at random, speaks through the shared head beside the top.
+  The paper drops layers sequence by sequence and rotates through the layers; here both are drawn for every batch.
+* ``supervised`` (LITE, Varshney et al. 2023, arXiv:2310.18581): some layers speak beside the top in every batch,
+  nothing is dropped.
+* ``skipdecode`` (Del Corro et al. 2023, arXiv:2307.02628): every row of an answer passes the layers its place gives it.
+
+What comes out is an ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.baselines.skipdecode import SkipPlan
+from vivace.core.model import Decoder
+from vivace.core.seams import Batch
+from vivace.core.step import Step
+from vivace.errors import ConfigError
+from vivace.prompts import Prompt
+from vivace.train.decoder import DecoderRecipe, train_decoder
+from vivace.train.loop import Outcome
+from vivace.train.objective import NextToken
+from vivace.train.report import Report
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """Which layers speak beside the top, and how loudly."""
+
+    layers: tuple[int, ...] = ()
+    """Layers below each exit; empty draws one for every batch."""
+    weight: float = 0.3
+    """Of each exit's loss, the top's being 1."""
+    dropout: float = 0.0
+    """p: probability with which the topmost layer is dropped."""
+
+    def __post_init__(self) -> None:
+        if self.weight < 0 or not 0 <= self.dropout < 1:
+            raise ConfigError(f"weight must be >= 0 and dropout in [0, 1), found {self.weight} and {self.dropout}")
+
+
+@dataclass(frozen=True)
+class WholeRecipe:
+    """How to train a whole model for a rival."""
+
+    kind: Literal["layerskip", "supervised", "skipdecode"]
+    decoder: DecoderRecipe
+    """As for any fine-tuning."""
+    supervision: Supervision = field(default_factory=Supervision)
+    schedule: SkipPlan = field(default_factory=SkipPlan)
+    """Of ``skipdecode``."""
+
+    def objective(self, model: Decoder) -> NextToken:
+        """What is lowered.
+
+        Raises:
+            ConfigError: a layer or a schedule that is not inside the model.
+        """
+        if self.kind == "skipdecode":
+            return SkipObjective(model, self.schedule)
+        return SupervisedObjective(model, self.supervision)
+
+
+class SupervisedObjective(NextToken):
+    """``NextToken`` at some layers as well as at the top."""
+
+    def __init__(self, model: Decoder, supervision: Supervision, *, rows: int = 1024) -> None:
+        """Prepare.
+
+        Raises:
+            ConfigError: a layer that is not inside the model.
+        """
+        super().__init__(model, rows=rows)
+        count = model.config.num_layers
+        if any(not 0 < layer < count for layer in supervision.layers):
+            raise ConfigError(f"layers {list(supervision.layers)} must lie inside a model of {count}")
+        self.supervision = supervision
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """The top's loss and the exits', each in parts; the trunk last, with what all of them left."""
+        rows, targets, learns = batch.predicting, batch.targets, torch.is_grad_enabled()
+        exits = self._exits(model.config.num_layers)
+        residuals = {at: h[rows] for at, h in self._residuals(model, batch, exits).items()}
+        cuts = {at: h.detach().requires_grad_(learns) for at, h in residuals.items()}
+        for at, cut in cuts.items():
+            name = "loss" if at == model.config.num_layers else f"layer {at}" if self.supervision.layers else "exit"
+            weight = 1.0 if name == "loss" else self.supervision.weight
+            for first in range(0, len(rows), self.rows):
+                part = slice(first, first + self.rows)
+                loss = F.cross_entropy(model.head(cut[part]), targets[part], reduction="sum") / len(rows)
+                yield weight * loss, {name: float(loss.detach())}
+        if learns:
+            ends = [(residuals[at] * cut.grad).sum() for at, cut in cuts.items() if cut.grad is not None]
+            assert len(ends) == len(cuts), "back every part through before asking for the next"
+            yield torch.stack(ends).sum(), {}
+
+    def _exits(self, num_layers: int) -> Sequence[int]:
+        return self.supervision.layers or (int(torch.randint(1, num_layers, ())),)
+
+    def _residuals(self, model: Decoder, batch: Batch, exits: Sequence[int]) -> dict[int, Tensor]:
+        """Below the layers that speak and at the top; some layers are dropped while learning."""
+        step, count = Step.dense(*batch.tokens.shape), model.config.num_layers
+        h = model.embed(batch.tokens.reshape(-1), step)
+        found: dict[int, Tensor] = {}
+        drops = self.supervision.dropout if torch.is_grad_enabled() else 0.0
+        for layer in range(count):
+            chance = drops * (2 ** (layer / max(1, count - 1)) - 1)
+            if not chance or float(torch.rand(())) >= chance:
+                h = model.run(h, step, layer, layer + 1)
+            if layer + 1 in exits or layer + 1 == count:
+                found[layer + 1] = h
+        return found
+
+
+class SkipObjective(NextToken):
+    """``NextToken`` with the layers that a schedule leaves each row."""
+
+    def __init__(self, model: Decoder, plan: SkipPlan, *, rows: int = 1024) -> None:
+        """Prepare.
+
+        Raises:
+            ConfigError: the schedule is for a deeper model.
+        """
+        super().__init__(model, rows=rows)
+        plan.check_fits(model.config.num_layers)
+        self.plan = plan
+        self._first = torch.zeros(0, dtype=torch.int64)
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """As ``NextToken``, places counted from each answer's first token."""
+        length, count = batch.tokens.shape[1], model.config.num_layers
+        begins = batch.scored.int().argmax(1)
+        place = torch.arange(length) - begins[:, None] + 1
+        firsts = torch.tensor([self.plan.first(at, count) for at in range(length + 1)])
+        self._first = torch.where(place < 0, 0, firsts[place.clamp(min=0)]).reshape(-1)
+        yield from super().losses(model, batch)
+
+    def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
+        for layer in range(model.config.num_layers):
+            passes = (self._first <= layer) | (layer < self.plan.warmup)
+            above = model.run(h, step, layer, layer + 1)
+            h = above if bool(passes.all()) else torch.where(passes[:, None], above, h)
+        return h
+
+
+def train_whole(
+    recipe: WholeRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+) -> Outcome:
+    """Train and save; arguments, returns and errors as ``train_decoder``."""
+    return train_decoder(recipe.decoder, prompts, out, report, base, objective_of=recipe.objective)
