@@ -169,7 +169,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "adapter of a method to come": (
         (*GENERATE, "--adapter", "nova"),
         USAGE,
-        "an adapter for 'nova'; this version uses adapters for deed, dynamic",
+        "an adapter for 'nova'; this version uses adapters for calm, deed",
     ),
     "two adapters for a method": (
         (*GENERATE, "--adapter", "a=adapter", "--adapter", "b=adapter"),
