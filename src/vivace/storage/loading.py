@@ -18,7 +18,7 @@ from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.neurons import WINDOW, NeuronParts, Neurons
-from vivace.storage.policies import LeastRecent
+from vivace.storage.policies import NextUse
 from vivace.storage.readers import NUM_THREADS, Choice, ReadPool, aligned, device_bytes, open_reader
 from vivace.storage.store import Store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
@@ -133,7 +133,10 @@ def load_stored(
     parts: DenseParts = DenseParts(store.config)
     if plan.num_experts:
         experts = ExpertCache(
-            StoreShelf(store, choice.reader), LeastRecent(), store.config.num_layers, plan.num_experts
+            StoreShelf(store, choice.reader),
+            NextUse(store.config.num_layers),
+            store.config.num_layers,
+            plan.num_experts,
         )
         parts = CachedParts(store.config, experts)
     elif plan.neurons_per_layer:

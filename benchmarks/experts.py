@@ -1,0 +1,306 @@
+"""Experts from disk in figures: ``python -m benchmarks.experts --store DIR --foresight DIR --out DIR``.
+
+Policies take turns on every prompt, each over a cache of its own, with direct reads from the store. Writes
+``experts.json`` (tokens per second, hits by kind, recall, wasted and device bytes, the bound, and what the simulator
+says of the same traces) and ``trace.json``; ``benchmarks.expert_sweep`` draws the sweep from the latter.
+
+``--pace`` slows reads down to a stated bandwidth, so that loads and compute of a token can be made equal; the figures
+say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vivace.checkpoint.adapters import load_adapter
+from vivace.checkpoint.tokenizer import load_tokenizer
+from vivace.core.model import Decoder
+from vivace.core.seams import Traversal
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.evaluate.provenance import provenance
+from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig
+from vivace.prompts import packaged_prompts
+from vivace.recipe import build
+from vivace.storage.experts import Counts, ExpertCache
+from vivace.storage.experts_guess import GuessingClimb
+from vivace.storage.experts_parts import load_around
+from vivace.storage.experts_shelf import StoreShelf
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
+from vivace.storage.readers import Reader, device_bytes, open_reader, probe
+from vivace.storage.simulator import Machine, simulate
+from vivace.storage.store import Store, open_store
+
+CAPACITY = 512
+
+
+class PacedReader:
+    """A reader on a slower device: reads end no sooner than their bytes would take one after the other."""
+
+    def __init__(self, reader: Reader, bytes_per_s: float) -> None:
+        self.reader, self.bytes_per_s, self.name = reader, bytes_per_s, reader.name
+        self._lock = threading.Lock()
+        self._free = 0.0
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As the reader does, later."""
+        with self._lock:
+            self._free = end = max(self._free, time.perf_counter()) + len(into) / self.bytes_per_s
+        self.reader.read(offset, into)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.reader.close()
+
+
+@dataclass
+class Entrant:
+    """A policy with its own cache, and what it took so far."""
+
+    name: str
+    cache: ExpertCache
+    model: Decoder
+    traversal: Traversal | None
+    decode_s: float = 0.0
+    num_tokens: int = 0
+    from_device: int = 0
+    before: Counts = field(default_factory=Counts)
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+
+    def answer(self, prompt: tuple[int, ...], num_tokens: int, *, counts: bool) -> None:
+        """Greedy tokens after a prompt; the first comes with the prompt and is not timed."""
+        drafter = NoDrafts(self.name, self.traversal)
+        session = Session(self.model, num_slots=1, capacity=CAPACITY)
+        session.admit(Request(prompt, num_tokens, drafter))
+        read = device_bytes() or 0
+        tokens: tuple[int, ...] = ()
+        with torch.inference_mode():
+            while not session.is_idle:
+                for emitted in session.step():
+                    tokens += emitted.tokens
+                    stats = emitted.stats
+        self.texts.append(tokens)
+        self.from_device += (device_bytes() or 0) - read
+        if counts:
+            self.decode_s += stats.decode_s
+            self.num_tokens += len(tokens) - 1
+
+
+def foresight_of(folder: Path, store: Store) -> Foresight:
+    """The weights of an adapter of the store's checkpoint."""
+    written, tensors = load_adapter(folder)
+    made = Foresight(build(ForesightConfig, written["config"]), store.config)
+    made.load_state_dict(dict(tensors))
+    return made.to(store.dtype).requires_grad_(False)
+
+
+class Bench:
+    """One run: a store, a reader, prompts."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.store = open_store(options.store)
+        self.stack = ExitStack()
+        self.plain_reader = open_reader(self.store.path, options.reader).reader
+        self.device_gb_per_s = probe(self.plain_reader, self.store.path)
+        paced = PacedReader(self.plain_reader, options.pace * 1e9) if options.pace else self.plain_reader
+        self.reader: Reader = paced
+        self.gb_per_s = min(options.pace or 1e9, self.device_gb_per_s)
+        self.shelf = StoreShelf(self.store, self.reader)
+        tokenizer = load_tokenizer(options.store)
+        texts = [p.request for task in ("e2e", "sql") for p in packaged_prompts(task)[: options.prompts]]
+        self.prompts = [tuple(tokenizer.encode_prompt(text)) for text in texts]
+        self.foresight = foresight_of(options.foresight, self.store) if options.foresight else None
+
+    def entrant(self, policy: Policy, num_slots: int, traversal: Traversal | None, name: str) -> Entrant:
+        """A policy over a cache of its own."""
+        layers = self.store.config.num_layers
+        cache = self.stack.enter_context(ExpertCache(self.shelf, policy, layers, num_slots))
+        cache.trace = Trace(layers)
+        return Entrant(name, cache, load_around(self.store, self.plain_reader, cache), traversal)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Stop all threads at the end."""
+        with self.stack:
+            yield
+        self.stack = ExitStack()
+
+    def recorded(self) -> Trace:
+        """What the routers choose on these prompts, and what foresight expects."""
+        with self.closing():
+            entrant = self.entrant(LeastRecent(), self.shelf.num_experts, self.ahead(), "recorded")
+            for prompt in self.prompts:
+                entrant.answer(prompt, self.options.tokens, counts=False)
+            assert entrant.cache.trace is not None
+            return entrant.cache.trace
+
+    def ahead(self) -> Traversal:
+        """Foresight if there is one, else the next layer's guess."""
+        return ForesightClimb(self.foresight, self.options.count) if self.foresight else self.guess()
+
+    def guess(self) -> Traversal:
+        """The next layer's guess."""
+        return GuessingClimb(self.options.count)
+
+    def compute_s(self) -> dict[str, float]:
+        """Seconds a token takes with every expert resident, by what goes up the layers."""
+        with self.closing():
+            ways = {"plain": None, "next_layer": self.guess(), "ahead": self.ahead()}
+            entrants = [self.entrant(LeastRecent(), self.shelf.num_experts, way, n) for n, way in ways.items()]
+            for turn in range(2):
+                for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
+                    for entrant in entrants:
+                        entrant.answer(prompt, self.options.tokens, counts=turn == 1)
+            return {e.name: e.decode_s / e.num_tokens for e in entrants}
+
+    def held(self, share: float, trace: Trace) -> list[Entrant]:
+        """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
+        num = max(1, round(share * self.shelf.num_experts))
+        layers = self.store.config.num_layers
+        with self.closing():
+            entrants = [
+                self.entrant(OnDemand(), num, None, "on_demand"),
+                self.entrant(LeastRecent(), num, None, "lru"),
+                self.entrant(NextUse(layers), num, None, "next_use"),
+                self.entrant(Static.of(trace, num), num, None, "static"),
+                self.entrant(NextUse(layers), num, self.guess(), "next_layer"),
+                self.entrant(NextUse(layers), num, self.ahead(), "ahead"),
+                self.entrant(Oracle(trace), num, None, "oracle"),
+            ]
+            for place, prompt in enumerate(self.prompts):
+                for entrant in entrants:
+                    entrant.answer(prompt, self.options.tokens, counts=place > 0)
+        assert all(entrant.texts == entrants[0].texts for entrant in entrants), "policies gave different texts"
+        return entrants
+
+    def simulated(self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float) -> float:
+        """Seconds a token takes by the simulator; prompt chunks are not simulated."""
+        decoding = Trace(trace.num_layers, [v for v in trace.visits if v.num_rows == 1], trace.hints)
+        moe = self.store.config.moe
+        assert moe is not None
+        layers = trace.num_layers
+        layer_s = max(0.0, compute_s / layers - moe.top_k * expert_s)
+        machine = Machine(self.gb_per_s * 1e9, self.shelf.bundle_bytes, num_slots, layer_s, expert_s)
+        policies: dict[str, Policy] = {
+            "on_demand": OnDemand(),
+            "lru": LeastRecent(),
+            "static": Static.of(trace, num_slots),
+            "oracle": Oracle(decoding),
+        }
+        policy = policies.get(name) or NextUse(layers)
+        return simulate(decoding, policy, machine).pass_s
+
+    def expert_s(self) -> float:
+        """Seconds one resident expert takes for one row, the least of many."""
+        memory = torch.zeros(self.shelf.bundle_bytes, dtype=torch.uint8)
+        expert = self.shelf.expert(memory)
+        x = torch.randn(1, self.store.config.width).to(self.store.dtype)
+        times = []
+        bare: Any = type("NoDeltas", (), {"deltas": ()})()
+        with torch.inference_mode():
+            for _ in range(200):
+                begun = time.perf_counter()
+                expert(x, bare)
+                times.append(time.perf_counter() - begun)
+        return min(times)
+
+
+def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:
+    """What is told of a policy."""
+    counts, size = entrant.cache.counts, bench.shelf.bundle_bytes
+    trace = entrant.cache.trace
+    assert trace is not None
+    kind = entrant.name if entrant.name in compute_s else "plain"
+    simulated = bench.simulated(entrant.name, trace, entrant.cache.num_slots, compute_s[kind], expert_s)
+    passes = len({visit.clock // trace.num_layers for visit in trace.visits})
+    return {
+        "policy": entrant.name,
+        "tokens_per_s": entrant.num_tokens / entrant.decode_s,
+        "ms_per_token": 1e3 * entrant.decode_s / entrant.num_tokens,
+        "simulated_ms_per_token": 1e3 * simulated,
+        "compute_ms_per_token": 1e3 * compute_s[kind],
+        "load_ms_per_pass": 1e3 * counts.loads * size / passes / (bench.gb_per_s * 1e9),
+        "wait_s": counts.wait_s,
+        "recall": trace.recall() if trace.hints else None,
+        **{name: getattr(counts, name) for name in ("resident", "ahead", "awaited", "missed", "loads", "wasted")},
+        "loaded_bytes": counts.loads * size,
+        "wasted_bytes": counts.wasted * size,
+        "device_bytes": entrant.from_device,
+    }
+
+
+def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each policy beside the baselines, and how much faster than "lru" any order of its loads could be."""
+    speeds = {each["policy"]: each["tokens_per_s"] for each in rows}
+    lru = next(each for each in rows if each["policy"] == "lru")
+    longest = lru["load_ms_per_pass"] + lru["compute_ms_per_token"]
+    for each in rows:
+        for base in ("on_demand", "lru", "oracle"):
+            each[f"over_{base}"] = each["tokens_per_s"] / speeds[base]
+        each["bound_over_lru"] = longest / max(each["load_ms_per_pass"], each["compute_ms_per_token"])
+    return rows
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--foresight", type=Path, help="adapter; without it 'ahead' is the next layer's guess")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of experts in memory")
+    parser.add_argument("--pace", type=float, help="GB/s that reads are slowed down to")
+    parser.add_argument("--reader", default="direct")
+    parser.add_argument("--prompts", type=int, default=6, help="of each task")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--count", type=int, help="experts expected for each layer; the router's own number")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and write."""
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    bench = Bench(options)
+    assert bench.store.config.moe is not None
+    options.count = options.count or bench.store.config.moe.top_k
+    options.out.mkdir(parents=True, exist_ok=True)
+    trace, compute_s, expert_s = bench.recorded(), bench.compute_s(), bench.expert_s()
+    trace.save(options.out / "trace.json")
+    runs = []
+    for share in options.share:
+        rows = with_gains([row(entrant, bench, compute_s, expert_s) for entrant in bench.held(share, trace)])
+        runs.append({"share": share, "policies": rows})
+        for each in rows:
+            told = ("policy", "tokens_per_s", "ms_per_token", "simulated_ms_per_token", "over_lru", "bound_over_lru")
+            print(share, *(f"{each[k]:.2f}" if isinstance(each[k], float) else each[k] for k in told), flush=True)
+    report = {
+        "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
+        "expert_bytes": bench.shelf.bundle_bytes,
+        "num_experts": bench.shelf.num_experts,
+        "device_gb_per_s": bench.device_gb_per_s,
+        "gb_per_s": bench.gb_per_s,
+        "is_paced": bool(options.pace),
+        "expert_us": 1e6 * expert_s,
+        "compute_ms_per_token": {name: 1e3 * seconds for name, seconds in compute_s.items()},
+        "runs": runs,
+        "provenance": asdict(provenance(torch.device("cpu"))),
+    }
+    (options.out / "experts.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
