@@ -40,6 +40,10 @@ WINDOW = 4
 """Tokens whose neurons stay in memory, where the budget has room for them."""
 
 
+MULTIPLE = 128
+"""Products run over so many rows or a multiple: PyTorch compiles a kernel for each shape, and keeps it."""
+
+
 @dataclass
 class NeuronCounts:
     """What happened since the beginning."""
@@ -118,6 +122,8 @@ class Neurons:
     def bring(self, layer: int, active: Tensor) -> dict[str, Tensor] | None:
         """Records in memory with these neurons among them, each part (n, E); None where they do not fit.
 
+        The first ``num_used`` of them count; what follows is left from earlier.
+
         Raises:
             CheckpointError: they cannot be read; the layer's window begins anew.
         """
@@ -138,8 +144,10 @@ class Neurons:
             self.pool.submit(extents).wait()
         except VivaceError:
             cache.forget()
+            cache.rows.zero_()
             raise
-        return self.store.records(bundle.name, cache.rows[: cache.num_used])
+        shown = min(cache.room, -(-cache.num_used // MULTIPLE) * MULTIPLE)
+        return self.store.records(bundle.name, cache.rows[:shown])
 
     def every(self, layer: int) -> NeuronBlocks:
         """All records of a layer, block by block."""
@@ -259,8 +267,10 @@ class NeuronFeedForward(nn.Module):
         found = neurons.bring(self.layer, active)
         if found is None:
             return None
-        which = neurons.caches[self.layer].pointer[: len(found["down"])]
-        return self._inner(x, found, which, gate) @ found["down"]
+        cache = neurons.caches[self.layer]
+        inner = self._inner(x, found, cache.pointer[: len(found["down"])], gate)
+        inner[:, cache.num_used :] = 0
+        return inner @ found["down"]
 
     def _all(self, x: Tensor) -> Tensor:
         """With all neurons, block by block, without the last bias."""
