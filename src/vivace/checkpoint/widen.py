@@ -162,5 +162,17 @@ def _accelerator_term(name: str, value: Tensor, k: int) -> Tensor:
     return value.repeat(k, k) if name == "feedback" else value.repeat(k, k) / k  # the final norm is divided by k
 
 
-_TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {"multirate": _accelerator_term}
+def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
+    """One tensor of speculative streams; ranks stay."""
+    if name == "embeddings":
+        return value.repeat(1, k)
+    if name == "pruner.down":
+        return value.repeat(1, k) / k
+    return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, k)
+
+
+_TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {
+    "multirate": _accelerator_term,
+    "multistream": _stream_term,
+}
 """By kind of adapter."""

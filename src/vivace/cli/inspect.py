@@ -146,6 +146,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "kind": written["kind"],
         **_size(weights),
+        **_counted(written["kind"], weights),
         "base_hash": written["base_hash"],
         "plan": written["plan"],
         "config": written["config"],
@@ -158,6 +159,17 @@ def _size(weights: dict[str, Tensor]) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in weights.values()),
         "bytes": sum(tensor.nbytes for tensor in weights.values()),
         "dtypes": sorted({_dtype(tensor) for tensor in weights.values()}),
+    }
+
+
+def _counted(kind: str, weights: dict[str, Tensor]) -> dict[str, int]:
+    """Weights of speculative streams as their paper counts them, low-rank adapters apart."""
+    if kind != "multistream":
+        return {}
+    own = sum(tensor.numel() for name, tensor in weights.items() if name == "embeddings" or name.startswith("pruner."))
+    return {
+        "embeddings_and_pruner": own,
+        "low_rank_adapters": sum(tensor.numel() for tensor in weights.values()) - own,
     }
 
 

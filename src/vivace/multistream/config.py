@@ -48,6 +48,10 @@ class MultistreamConfig:
         """Embeddings and pruner, the paper's count: ``gamma E + 2 r E``; adapters are counted apart."""
         return (self.streams + 2 * self.pruner_rank) * width
 
+    def num_medusa_parameters(self, width: int, vocab_size: int) -> int:
+        """As many heads of Medusa as there are streams, one block and a head each: ``gamma (E^2 + E V)``."""
+        return self.streams * width * (width + vocab_size)
+
 
 @dataclass(frozen=True)
 class StreamPlan:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.core.config import ModelConfig
 from vivace.errors import MismatchError
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
@@ -46,21 +47,25 @@ class MultistreamRecipe(FrozenRecipe):
                     f"one for {self.kind} with {asdict(self.adapter)}"
                 )
             streams.load_state_dict({name: value.float() for name, value in tensors.items()})
-        return StreamTraining(self, streams, model.num_layers, model.width)
+        return StreamTraining(self, streams, model)
 
 
 class StreamTraining:
     """Fills ``Trainee``."""
 
-    def __init__(self, recipe: MultistreamRecipe, streams: Streams, num_layers: int, width: int) -> None:
+    def __init__(self, recipe: MultistreamRecipe, streams: Streams, model: ModelConfig) -> None:
         self.recipe = recipe
         self.streams = streams
-        self.width = width
+        self.model = model
         self.objective = MultistreamObjective(streams, recipe.loss)
-        self.depth = (num_layers - recipe.adapter.insertion) * recipe.adapter.streams
+        self.depth = (model.num_layers - recipe.adapter.insertion) * recipe.adapter.streams
 
     def finish(self) -> Outcome:
         """The weights, with the draft that the recipe gives."""
-        own = self.recipe.adapter.num_paper_parameters(self.width)
-        note = f", {own:,} of them embeddings and pruner as the paper counts"
+        config, width = self.recipe.adapter, self.model.width
+        own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, self.model.vocab_size)
+        note = (
+            f", {own:,} of them embeddings and pruner as the paper counts; {config.streams} heads of Medusa would have "
+            f"{heads:,}, {heads / own:.0f} times as many"
+        )
         return Outcome(self.recipe.plan, self.recipe.adapter, self.streams.tensors(), note)
