@@ -22,10 +22,10 @@ from vivace.errors import ConfigError
 from vivace.evaluate.contest import Question, Run, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.methods import AnyPlan
-from vivace.multistream.config import StreamPlan
+from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
 
 BASELINE = "plain"
-TUNED = ("multirate", "medusa", "eagle", "deed", "layerskip", "lookahead", "draft")
+TUNED = ("multirate", "multistream", "medusa", "eagle", "deed", "layerskip", "lookahead", "draft")
 """Methods whose draft has a shape to find."""
 _FIRST_PROMPTS = 8
 _FINALISTS = 3
@@ -87,6 +87,10 @@ def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[AnyPlan
             return [plan for plan in plans if plan == DraftPlan(plan.widths, plan.min_confidence)]
         case "lookahead":
             return [LookaheadPlan(n, w, g) for n in range(3, min(6, longest + 2)) for w, g in ((3, 3), (5, 5), (7, 3))]
+        case "multistream":
+            folder = engine.methods.adapter_folder("multistream")
+            written = {} if folder is None else load_adapter(folder)[0]["config"]
+            return [plan for plan in plans_to_try(MultistreamConfig(**written)) if len(plan.widths) <= longest]
         case "medusa":
             folder = engine.methods.adapter_folder("medusa")
             heads = load_adapter(folder)[0]["config"]["heads"] if folder is not None else longest
