@@ -62,7 +62,7 @@ class Server:
 
     def passes(self) -> float | None:
         """Decoding passes of the model so far; None for servers that do not say."""
-        found = re.search(r"^vivace_target_passes_total\S* (\S+)", httpx2.get(f"{self.url}/metrics").text, re.M)
+        found = re.search(r"^vivace_target_passes_total\S* (\S+)", _get(f"{self.url}/metrics"), re.M)
         return float(found[1]) if found else None
 
 
@@ -87,6 +87,7 @@ class Run:
 def main() -> None:
     """Start the servers, measure, print medians, write everything."""
     asked = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are stopped then too
     rows = packaged_prompts(asked.prompts) if asked.prompts in PACKAGED else load_prompts(asked.prompts)
     prompts = [str(row.request) for row in rows[: asked.limit]]
     names, levels = asked.servers.split(","), [int(word) for word in asked.concurrency.split(",")]
@@ -95,8 +96,10 @@ def main() -> None:
         servers = [
             stack.enter_context(start(name, asked.model, asked.dtype, asked.threads, Path(logs))) for name in names
         ]
-        texts = {server.name: measure(server, prompts, max(levels), asked.max_tokens)[1] for server in servers}
-        runs = _rounds(servers, prompts, levels, asked, ends_at)
+        for server in servers:
+            print(f"warming up {server.name}", flush=True)
+            measure(server, prompts[: max(levels)], max(levels), asked.max_tokens)
+        runs, texts = _rounds(servers, prompts, levels, asked, ends_at)
     same = {name: sum(map(str.__eq__, found, texts[names[0]])) for name, found in texts.items()}
     table = [_line(name, level, runs, same[name], len(prompts)) for level in levels for name in names]
     for line in table:
@@ -143,16 +146,17 @@ def start(name: str, model: Path, dtype: str, threads: int, logs: Path) -> Itera
         port = free.getsockname()[1]
     words = [word.format(model=model.resolve(), dtype=dtype) for word in SERVERS[name]]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    print(f"starting {name}", flush=True)
     log = logs / name
     with log.open("w") as out:
         command = [sys.executable, *words, "--port", str(port)]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     try:
-        while not _answers(url):
+        while not _get(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{name} did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
+            time.sleep(0.5)
         yield Server(name, url, model.resolve().name if words[1] == "vivace" else str(model.resolve()))
     finally:
         process.send_signal(signal.SIGTERM)
@@ -162,11 +166,14 @@ def start(name: str, model: Path, dtype: str, threads: int, logs: Path) -> Itera
             process.kill()
 
 
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx2.TransportError:
-        return False
+def _get(url: str) -> str:
+    """What an address says; nothing when it does not answer."""
+    with httpx2.Client(verify=False, timeout=10) as client:  # no certificates are read for plain HTTP
+        try:
+            reply = client.get(url)
+        except httpx2.TransportError:
+            return ""
+    return reply.text if reply.status_code == 200 else ""
 
 
 def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens: int) -> tuple[Run, list[str]]:
@@ -191,20 +198,21 @@ def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens
 
 def _rounds(
     servers: Sequence[Server], prompts: Sequence[str], levels: Sequence[int], asked: argparse.Namespace, ends_at: float
-) -> list[Run]:
-    """Every server at every concurrency, in turns; the first round always."""
+) -> tuple[list[Run], dict[str, list[str]]]:
+    """Every server at every concurrency, in turns, the first round always; and the texts of each server."""
     runs: list[Run] = []
+    texts: dict[str, list[str]] = {}
     for repeat in range(asked.repeats):
         began = time.monotonic()
         for concurrency in levels:
             for server in servers:
-                run, _ = measure(server, prompts, concurrency, asked.max_tokens)
+                run, texts[server.name] = measure(server, prompts, concurrency, asked.max_tokens)
                 runs.append(Run(**{**asdict(run), "repeat": repeat}))
                 print(f"round {repeat + 1}, {concurrency} at once, {server.name}: {run.rate:.1f} tokens/s", flush=True)
         if 2 * time.monotonic() - began > ends_at:
             print(f"{repeat + 1} rounds: another would not end in time", flush=True)
             break
-    return runs
+    return runs, texts
 
 
 def _line(name: str, concurrency: int, runs: Sequence[Run], same: int, num_prompts: int) -> dict[str, Any]:

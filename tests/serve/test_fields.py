@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from tests.serve.conftest import Running
-from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody
+from vivace.serve.bodies import REFUSED, ChatBody, CompletionBody, GenerationBody
 
 CHAT = {"messages": [{"role": "user", "content": "Describe: name[Cotto]"}], "max_tokens": 12}
 DRAWN = {"temperature": 1.0, "seed": 7, "max_tokens": 24}
@@ -88,6 +88,21 @@ def test_every_field_has_a_case() -> None:
     assert set(SHARED) | set(ELSEWHERE) == shared
     assert set(CHATS) == set(ChatBody.model_fields) - shared
     assert set(COMPLETIONS) == set(CompletionBody.model_fields) - shared
+
+
+OPENAI = """model messages max_completion_tokens max_tokens temperature top_p n stop stream stream_options seed logprobs
+top_logprobs frequency_penalty presence_penalty logit_bias response_format tools tool_choice parallel_tool_calls user
+functions function_call audio modalities prediction reasoning_effort service_tier store metadata web_search_options
+verbosity safety_identifier prompt_cache_key prompt echo best_of suffix"""
+LOCAL_SERVERS = """top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids skip_special_tokens
+continue_final_message chat_template_kwargs return_token_ids priority cache_salt return_progress draft_model
+num_draft_tokens"""
+
+
+def test_every_field_that_clients_know_is_decided() -> None:
+    decided = {*ChatBody.model_fields, *CompletionBody.model_fields, *REFUSED}
+    assert not {*OPENAI.split(), *LOCAL_SERVERS.split()} - decided
+    assert not {*REFUSED} & {*ChatBody.model_fields, *CompletionBody.model_fields}
 
 
 def outcome(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
