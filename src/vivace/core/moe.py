@@ -61,7 +61,11 @@ class MixtureOfExperts(nn.Module):
 
     def likely(self, x: Tensor, count: int) -> list[int]:
         """The ``count`` most likely experts of each row of ``x`` (T, E), together, the likeliest first."""
-        probs = torch.softmax(self.route(x), -1, dtype=torch.float32)
+        logits = self.route(x)
+        if len(x) == 1:  # as told while decoding, many times a token
+            best_first: list[int] = logits[0].topk(min(count, logits.shape[1]))[1].tolist()
+            return best_first
+        probs = torch.softmax(logits, -1, dtype=torch.float32)
         best, chosen = probs.topk(min(count, probs.shape[1]), -1)
         order = best.reshape(-1).argsort(descending=True, stable=True)
         return list(dict.fromkeys(chosen.reshape(-1)[order].tolist()))
