@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench rivals clean
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,6 +38,11 @@ format: setup  ## apply lint fixes and formatting
 
 bench: setup  ## decode speed of every method on the packaged prompts
 	$(BIN)/vivace bench decode --methods plain,lookup,multirate
+
+RUNS ?= runs/rivals
+rivals: setup  ## train every rival on DATA="FILE ..." and measure all methods in one run; hours
+	$(BIN)/python -m benchmarks.rivals train --runs $(RUNS) $(foreach file,$(DATA),--data $(file))
+	$(BIN)/python -m benchmarks.rivals measure --runs $(RUNS) --json $(RUNS)/rivals.json
 
 clean:  ## remove caches and the environment
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
