@@ -1,6 +1,7 @@
-"""Modules over weights in eight or four bits (``kernels/low_bit.py``): projections, the head, and the embedding's rows.
+"""Modules over weights in eight or four bits: projections, the head, and the embedding's rows.
 
-With a native body they multiply integers natively, without one in PyTorch; the numbers are the same.
+The formats are in ``kernels/low_bit.py`` and ``kernels/palette.py``. With a native body they are multiplied natively,
+without one in PyTorch; numbers of the former are the same.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from vivace.errors import UnsupportedError
-from vivace.kernels.low_bit import LowBit, multiply
+from vivace.kernels.low_bit import Rounded, multiply
 from vivace.kernels.native import Matrix, NativeBody
 
 
 class LowBitLinear(nn.Module):
     """``x W^T + b`` over rounded weights, optionally added to a residual; can choose its largest output."""
 
-    def __init__(self, weight: LowBit, bias: Tensor | None = None, body: NativeBody | None = None) -> None:
+    def __init__(self, weight: Rounded, bias: Tensor | None = None, body: NativeBody | None = None) -> None:
         super().__init__()
         self.body = body
         self.weight = weight
@@ -50,7 +51,7 @@ class LowBitLinear(nn.Module):
 class LowBitRows(nn.Module):
     """Rows of a rounded matrix, as an embedding gives them."""
 
-    def __init__(self, weight: LowBit, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Rounded, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = weight
         self.codes = frozen(weight.codes)

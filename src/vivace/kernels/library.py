@@ -16,7 +16,7 @@ FEATURES = {"avx2": 1, "avx512": 2}
 BODIES = {"avx2": 0, "avx512": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
-FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3}
+FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4}
 LANES = 16
 """Outputs of a tile of a packed matrix."""
 

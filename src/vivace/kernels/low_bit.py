@@ -3,12 +3,13 @@
 * ``int8``: whole numbers -127..127 times a scale for each output, the largest weight's share.
 * ``q4``: codes into 16 whole numbers (``TABLE``, denser around zero as weights are) times a bfloat16 scale for each
   output and 64 inputs; the scale, of either sign, is the one of twelve tried that loses the least squared error.
+* ``lut4``: choices among sixteen bfloat16 entries for sixteen outputs, which no integer is made of (``palette.py``).
 
-A row of inputs becomes whole numbers -127..127 as well, with a scale for each 64 of them, so that one large input
-costs its own group its digits and no other. Products within a group are exact; groups are scaled and added in order
-in float32. ``multiply`` does this in PyTorch: the oracle of the native bodies, and what runs without them.
+For the first two a row of inputs becomes whole numbers -127..127 as well, with a scale for each 64 of them, so that one
+large input costs its own group its digits and no other. Products within a group are exact; groups are scaled and added
+in order in float32. ``multiply`` does this in PyTorch: the oracle of the native bodies, and what runs without them.
 
-Both layouts are the native ones (``native/abi.h``): sixteen outputs side by side, four inputs each.
+Their layouts are the native ones (``native/abi.h``): sixteen outputs side by side, four inputs each.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.errors import ConfigError, DependencyError, nearest
+from vivace.kernels import palette
 from vivace.kernels.library import LANES, CQuantised, open_library, runnable
+from vivace.kernels.palette import Palette
 
-Format = Literal["int8", "q4"]
-Weights = Literal["bf16", "int8", "q4"]
+Format = Literal["int8", "q4", "lut4"]
+Weights = Literal["bf16", "int8", "q4", "lut4"]
 """What the matrices of a model are kept as; ``bf16`` leaves them as the checkpoint has them."""
 
 GROUP = 64
@@ -58,7 +61,7 @@ def check_weights(name: str) -> Weights:
 class LowBit:
     """A matrix in few bits, as the native bodies read it."""
 
-    format: Format
+    format: Literal["int8", "q4"]
     codes: Tensor
     """uint8: int8 (tiles, groups, 16, 16, 4), each 128 too large; q4 (tiles, groups, 8, 16, 4), two codes a byte."""
     scales: Tensor
@@ -109,6 +112,8 @@ def size_of(out_width: int, in_width: int, format: Weights) -> int:
     tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "bf16":
         return out_width * in_width * 2
+    if format == "lut4":
+        return palette.num_bytes(out_width, in_width)
     if format == "int8":
         return tiles * LANES * (groups * GROUP + 4)
     return tiles * LANES * groups * (GROUP // 2 + 2)
@@ -123,12 +128,18 @@ def _table(device: torch.device) -> Tensor:
     return torch.tensor(TABLE, dtype=torch.int8, device=device)
 
 
-def quantise(weight: Tensor, format: Format) -> LowBit:
+Rounded = LowBit | Palette
+"""A matrix in few bits, whichever."""
+
+
+def quantise(weight: Tensor, format: Format) -> Rounded:
     """Round a matrix (out, in), some rows at a time.
 
     Four-bit scales are searched natively where there is a native library, in PyTorch elsewhere (slowly); the two
     differ where two scales lose the same.
     """
+    if format == "lut4":
+        return palette.palettize(weight)
     out_width, in_width = weight.shape
     tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "int8":
@@ -222,12 +233,14 @@ def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
     return (groups * inverse[:, :, None]).round(), torch.where(most < TINY, 0.0, most / 127.0)
 
 
-def multiply(x: Tensor, weight: LowBit, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Rounded, bias: Tensor | None = None) -> Tensor:
     """``x W^T + b`` as the native bodies compute it, (T, in) -> (T, out) in x's dtype.
 
     Sums within a group are exact in float32. A group is added with one rounding, as a fused multiplication and
     addition does: the product of its sum and its scale is exact in float64.
     """
+    if isinstance(weight, Palette):
+        return weight.multiply(x, bias)
     whole, scales = prepare(x)
     integers = weight.integers().view(-1, weight.groups, GROUP).permute(1, 2, 0).float()
     factors = weight.factors()

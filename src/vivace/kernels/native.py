@@ -31,7 +31,8 @@ from vivace.kernels.library import (
     CNorm,
     CPlan,
 )
-from vivace.kernels.low_bit import TABLE, LowBit
+from vivace.kernels.low_bit import TABLE, LowBit, Rounded
+from vivace.kernels.palette import Palette
 
 MAX_GROUP = 128
 """Query heads per key/value head that attention has room for."""
@@ -54,7 +55,7 @@ def pack(weight: Tensor) -> Tensor:
 class Matrix:
     """Weights as a body reads them; whoever holds it keeps the tensors where they are."""
 
-    weight: Tensor | LowBit
+    weight: Tensor | Rounded
     """Packed, row-major (out, in), or in few bits."""
     bias: Tensor | None
     in_width: int
@@ -63,7 +64,7 @@ class Matrix:
     @property
     def format(self) -> str:
         """How ``weight`` lies: in "tiles" if it went through ``pack``, "row_major", or a format of few bits."""
-        if isinstance(self.weight, LowBit):
+        if isinstance(self.weight, LowBit | Palette):
             return self.weight.format
         return "tiles" if self.weight.dim() == 4 else "row_major"
 
@@ -72,7 +73,7 @@ class Matrix:
         """For the library."""
         bias = _address(self.bias)
         sizes = (self.in_width, self.out_width, FORMATS[self.format])
-        if isinstance(self.weight, LowBit):
+        if isinstance(self.weight, LowBit | Palette):
             codes, scales = self.weight.codes, self.weight.scales
             assert codes.is_contiguous()
             assert scales.is_contiguous()
@@ -93,7 +94,7 @@ class Matrix:
         """Inputs (T, in) as the body wants them: packed matrices take an even number."""
         assert x.dtype == torch.bfloat16
         assert x.shape[1] == self.in_width
-        return F.pad(x, (0, 1)) if self.format == "tiles" and self.in_width % 2 else x.contiguous()
+        return F.pad(x, (0, 1)) if self.format in ("tiles", "lut4") and self.in_width % 2 else x.contiguous()
 
 
 class NativeBody:

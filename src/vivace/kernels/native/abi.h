@@ -16,7 +16,9 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 // INT8: bytes 128 too large, [ceil(out / 16)][ceil(in / 64)][16][16][4], and a float for each output.
 // Q4: two codes a byte, [ceil(out / 16)][ceil(in / 64)][8][16][4], low half first, and bfloat16 scales
 // [ceil(out / 16)][ceil(in / 64)][16]; a code chooses one of the sixteen bytes of the table.
-enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4 };
+// LUT4: four codes a word of 16 bits, [ceil(out / 16)][ceil(in / 8)][16][2], for an output and the even or the odd inputs
+// of eight; a code chooses one of its tile's bfloat16 entries, which lie in `scales`, [ceil(out / 16)][16].
+enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4, LUT4 };
 
 extern "C" {
 
@@ -26,7 +28,7 @@ struct Matrix {
     const bf16* bias;  // (out,) or null
     int64_t in, out;
     int64_t format;
-    const void* scales;   // of INT8 and Q4
+    const void* scales;   // of INT8 and Q4, entries of LUT4
     const int8_t* table;  // of Q4
 };
 

@@ -4,6 +4,7 @@
 
 namespace {
 
+constexpr int64_t MAX_LUT_SUMS = 2;
 constexpr int64_t MAX_INT_ROWS = 4;
 
 inline float max_of(Vec a) {
@@ -76,6 +77,31 @@ struct Table {
         const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
         low.low = chosen(a), low.high = chosen(b);
         high.low = chosen(_mm256_srli_epi16(a, 4)), high.high = chosen(_mm256_srli_epi16(b, 4));
+    }
+};
+
+struct Entries {
+    __m256i low, high;  // halves of the entries, each twice
+    Entries() = default;
+    explicit Entries(const bf16* p) {
+        alignas(16) uint8_t bytes[2][16];
+        for (int i = 0; i < 16; ++i) bytes[0][i] = (uint8_t)p[i], bytes[1][i] = (uint8_t)(p[i] >> 8);
+        low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[0]));
+        high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[1]));
+    }
+    // The entries that the lowest four bits of each word choose; a byte of 128 and more chooses nothing.
+    __m256i chosen(__m256i words) const {
+        const __m256i code = _mm256_and_si256(words, _mm256_set1_epi16(15));
+        const __m256i first = _mm256_or_si256(code, _mm256_set1_epi16((int16_t)0x8000));
+        const __m256i second = _mm256_or_si256(_mm256_slli_epi16(code, 8), _mm256_set1_epi16(0x80));
+        return _mm256_or_si256(_mm256_shuffle_epi8(low, first), _mm256_shuffle_epi8(high, second));
+    }
+    void choose(const uint8_t* p, Tile* tiles) const {
+        const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+        tiles[0].set(chosen(a), chosen(b));
+        tiles[1].set(chosen(_mm256_srli_epi16(a, 4)), chosen(_mm256_srli_epi16(b, 4)));
+        tiles[2].set(chosen(_mm256_srli_epi16(a, 8)), chosen(_mm256_srli_epi16(b, 8)));
+        tiles[3].set(chosen(_mm256_srli_epi16(a, 12)), chosen(_mm256_srli_epi16(b, 12)));
     }
 };
 

@@ -4,6 +4,7 @@
 
 namespace {
 
+constexpr int64_t MAX_LUT_SUMS = 12;  // tile sums held in registers beside tiles and entries
 constexpr int64_t MAX_INT_ROWS = 12;  // rows whose sums fit the registers
 
 inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
@@ -40,6 +41,20 @@ struct Table {
         const __m512i both = _mm512_loadu_si512(p);
         low.bytes = _mm512_shuffle_epi8(entries, _mm512_and_si512(both, mask));
         high.bytes = _mm512_shuffle_epi8(entries, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
+    }
+};
+
+// Sixteen bfloat16, and tiles of four pairs of inputs chosen by the four codes of each word.
+struct Entries {
+    __m512i twice;  // whatever a code's next bit is
+    Entries() = default;
+    explicit Entries(const bf16* p) : twice(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p))) {}
+    void choose(const uint8_t* p, Tile* tiles) const {
+        const __m512i words = _mm512_loadu_si512(p);
+        tiles[0].pair = (__m512bh)_mm512_permutexvar_epi16(words, twice);
+        tiles[1].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), twice);
+        tiles[2].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), twice);
+        tiles[3].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), twice);
     }
 };
 

@@ -1,12 +1,13 @@
 // Projections of few rows, whatever the weights lie in: a format says what the sums of a tile are, the rest is here.
 #pragma once
+#include "linear_lut4.h"
 #include "linear_q4.h"
 
 namespace {
 
 // Numbers from one row of inputs to the next.
 inline int64_t row_stride(const Matrix& m) {
-    return is_low_bit(m) ? prepared_width(m) : m.format == TILES ? even(m.in) : m.in;
+    return is_low_bit(m) ? prepared_width(m) : m.format == TILES || m.format == LUT4 ? even(m.in) : m.in;
 }
 
 // A row of inputs as a matrix wants it; nothing where it takes it as it is.
@@ -26,6 +27,8 @@ inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, i
             return sum_int_tiles<Int8Tiles>(m, tile, count, x, stride, rows, sums);
         case Q4:
             return sum_int_tiles<Q4Tiles>(m, tile, count, x, stride, rows, sums);
+        case LUT4:
+            return sum_lut4_tiles(m, tile, count, x, stride, rows, sums);
     }
 }
 

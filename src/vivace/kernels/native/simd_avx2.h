@@ -129,9 +129,9 @@ struct Tile {
     Vec low0, high0, low1, high1;
     Tile() = default;
     explicit Tile(const bf16* p) {
-        const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 16));
-        low0 = low(a), high0 = high(a), low1 = low(b), high1 = high(b);
+        set(_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 16)));
     }
+    void set(__m256i a, __m256i b) { low0 = low(a), high0 = high(a), low1 = low(b), high1 = high(b); }
 };
 struct Inputs {
     Vec even, odd;
