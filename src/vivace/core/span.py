@@ -72,7 +72,8 @@ class NativeSpan:
         """Whether a call is decoding: single rows over a cache."""
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
-        weights = (w for deltas in step.deltas for w in (*deltas.down.values(), *deltas.up.values()))
+        fresh = (deltas for deltas in step.deltas if deltas not in self._terms)
+        weights = (w for deltas in fresh for w in (*deltas.down.values(), *deltas.up.values()))
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
