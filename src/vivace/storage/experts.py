@@ -100,7 +100,7 @@ class ExpertCache:
         num_slots: int,
         *,
         num_threads: int = 4,
-        chunk_bytes: int = 256 * 1024,
+        chunk_bytes: int = 512 * 1024,
     ) -> None:
         """Allocate the slots and start the threads; ``close`` stops them.
 
@@ -126,13 +126,18 @@ class ExpertCache:
         """Filled when it is there."""
         self._chunk_bytes = chunk_bytes
         self._slots = _slots(shelf, num_slots)
+        self._empty = self._slots[::-1]
         self._at: dict[Key, _Slot] = {}
         self._likely: dict[Key, tuple[int, int]] = {}
         self._chunks: list[_Chunk] = []
         self._held: set[Key] = set()
         self._clock = -1
         self._number = itertools.count()
-        self._changed = threading.Condition()
+        self._victims: list[tuple[float, int, _Slot]] = []
+        """Whom to evict at this clock, the best last."""
+        self._sorted_at = -1
+        lock = threading.Lock()
+        self._asked, self._arrived = threading.Condition(lock), threading.Condition(lock)
         self._is_closed = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
@@ -149,9 +154,9 @@ class ExpertCache:
 
     def close(self) -> None:
         """Stop the threads."""
-        with self._changed:
+        with self._asked:
             self._is_closed = True
-            self._changed.notify_all()
+            self._asked.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -163,7 +168,7 @@ class ExpertCache:
 
     def expect(self, layer: int, likely: Sequence[int]) -> None:
         """Load these before their layer runs, if there is time and room; the likeliest first."""
-        with self._changed:
+        with self._asked:
             turn = self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
             due = turn * self.num_layers + layer
             if self.trace is not None:
@@ -171,7 +176,8 @@ class ExpertCache:
             for rank, expert in enumerate(likely):
                 self.policy.expected((layer, expert), due)
                 self._want((layer, expert), due, rank)
-            self._changed.notify_all()
+            if self._likely:
+                self._asked.notify()
 
     def serve(self, layer: int, chosen: Sequence[int], num_rows: int = 1) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready.
@@ -181,7 +187,7 @@ class ExpertCache:
         """
         left = {(layer, expert): None for expert in chosen}
         held = set(left)
-        with self._changed:
+        with self._asked:
             self._begin(layer, chosen, num_rows)
             self._held = held
             self._count(left)
@@ -190,16 +196,17 @@ class ExpertCache:
                 slot = self._wait_for(left)
                 assert slot.key is not None
                 yield slot.key[1], slot.expert
-                with self._changed:
+                with self._asked:
                     del left[slot.key]
                     held.discard(slot.key)
         finally:
-            with self._changed:
+            with self._asked:
                 held.clear()
                 self._forget([key for key, slot in self._at.items() if slot.error is not None])
                 if not self.policy.keeps:
                     self._forget([(layer, expert) for expert in chosen])
-                self._changed.notify_all()
+                if self._likely:
+                    self._asked.notify()
 
     def _begin(self, layer: int, chosen: Sequence[int], num_rows: int) -> None:
         """Turn the clock to this layer."""
@@ -239,14 +246,13 @@ class ExpertCache:
 
     def _wait_for(self, left: dict[Key, None]) -> _Slot:
         """Ask for what is missing and give the first that is there."""
-        with self._changed:
+        with self._arrived:
             while True:
                 for key in left:
                     slot = self._at.get(key)
                     if slot is None:
                         if (slot := self._room(None)) is not None:
                             self._load(key, slot, (self._clock, -1), is_guess=False)
-                            self._changed.notify_all()
                     elif slot.error is not None:
                         error = _unreadable(key, slot.error)
                         self._forget([key])
@@ -255,7 +261,7 @@ class ExpertCache:
                 if ready is not None:
                     return ready
                 begun = time.perf_counter()
-                self._changed.wait()
+                self._arrived.wait()
                 self.counts.wait_s += time.perf_counter() - begun
 
     def _want(self, key: Key, due: int, rank: int) -> None:
@@ -264,18 +270,37 @@ class ExpertCache:
 
     def _room(self, due: int | None) -> _Slot | None:
         """A slot for a load: an empty one, or that of the expert which is needed last, after ``due`` at any rate."""
-        best, latest = None, -1.0 if due is None else float(due)
-        for slot in self._slots:
-            if slot.key is None:
+        if self._empty:
+            return self._empty.pop()
+        if self._sorted_at != self._clock:
+            self._sort_victims()
+        while self._victims:
+            use, _, slot = self._victims[-1]
+            key = slot.key
+            if key is None or key in self._held or not slot.is_ready or self.policy.next_use(key, self._clock) < use:
+                self._victims.pop()  # it has moved since: seen again when the clock has turned
+            elif due is not None and use <= due:
+                return None
+            else:
+                self._victims.pop()
+                del self._at[key]
                 return slot
-            if slot.key in self._held or not slot.is_ready:
-                continue
-            use = self.policy.next_use(slot.key, self._clock)
-            if use > latest:
-                best, latest = slot, use
-        if best is not None and best.key is not None:
-            del self._at[best.key]
-        return best
+        return self._any_room() if due is None else None
+
+    def _sort_victims(self) -> None:
+        """Once a layer: asking about every slot for every load would cost more than it gives."""
+        next_use, clock = self.policy.next_use, self._clock
+        ready = ((n, slot, slot.key) for n, slot in enumerate(self._slots) if slot.is_ready)
+        self._victims = sorted((next_use(key, clock), -n, slot) for n, slot, key in ready if key is not None)
+        self._sorted_at = clock
+
+    def _any_room(self) -> _Slot | None:
+        """For a layer that waits: whoever may go, those that came since victims were sorted included."""
+        for slot in self._slots:
+            if slot.key is not None and slot.is_ready and slot.key not in self._held:
+                del self._at[slot.key]
+                return slot
+        return None
 
     def _load(self, key: Key, slot: _Slot, urgency: tuple[int, int], *, is_guess: bool) -> None:
         starts = range(0, self.shelf.bundle_bytes, self._chunk_bytes)
@@ -288,6 +313,7 @@ class ExpertCache:
         for first in starts:
             stop = min(first + self._chunk_bytes, self.shelf.bundle_bytes)
             heapq.heappush(self._chunks, _Chunk((*urgency, next(self._number)), slot, key, first, stop))
+        self._asked.notify(len(starts))
 
     def _forget(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -295,14 +321,15 @@ class ExpertCache:
             if slot is not None and slot.chunks_left == 0:
                 del self._at[key]
                 slot.key, slot.is_ready, slot.error = None, False, None
+                self._empty.append(slot)
 
     def _work(self) -> None:
         """A thread's life: the most urgent chunk, again and again."""
         while True:
-            with self._changed:
+            with self._asked:
                 chunk = self._next()
                 while chunk is None and not self._is_closed:
-                    self._changed.wait()
+                    self._asked.wait()
                     chunk = self._next()
                 if chunk is None or self._is_closed:
                     return
@@ -311,7 +338,7 @@ class ExpertCache:
                 self.shelf.read(chunk.key, chunk.first, chunk.slot.view[chunk.first : chunk.stop])
             except (OSError, VivaceError) as exc:
                 error = exc
-            with self._changed:
+            with self._arrived:
                 self._finish(chunk.slot, error)
 
     def _next(self) -> _Chunk | None:
@@ -332,7 +359,7 @@ class ExpertCache:
             slot.is_ready = True
         elif slot.key not in self._held:  # nobody waits: whoever asks will read it again, and hear of it
             self._forget([slot.key])
-        self._changed.notify_all()
+        self._arrived.notify_all()
 
 
 class LayerExperts:

@@ -142,9 +142,10 @@ class NextUse:
         due = self.due.get(key, -1)
         if due > clock:
             return due
-        turn = clock + 1 + (key[0] - clock - 1) % self.num_layers
-        idle = (clock - self.last.get(key, -self.num_layers)) // self.num_layers
-        return turn + self.num_layers * idle + 0.5  # what is expected goes before what merely was there
+        layers = self.num_layers
+        last = self.last.get(key, key[0] - layers)
+        idle = (clock - last) // layers
+        return last + layers * (2 * idle + 1) + 0.5  # what is expected goes before what merely was there
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Whatever is expected is asked for by the cache itself."""
