@@ -161,7 +161,7 @@ def start(name: str, model: Path, dtype: str, threads: int, logs: Path) -> Itera
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(15)
+            process.wait(5)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -188,8 +188,11 @@ def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens
         return reply.usage.completion_tokens, reply.choices[0].message.content or ""
 
     before, started = server.passes(), time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
+    pool = ThreadPoolExecutor(concurrency)
+    try:
         found = list(pool.map(answer, prompts))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # who stops us does not wait for answers
     elapsed, after = time.perf_counter() - started, server.passes()
     passes = None if before is None or after is None else after - before
     tokens = sum(count for count, _ in found)
