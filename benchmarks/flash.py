@@ -11,9 +11,10 @@ activate many of the same. Predictors are the factors themselves and miss nothin
 much is read, how fast, and what it costs; not what predictors of a trained model miss.
 
 Every row reads directly from the device, past the page cache, decodes the same prompt for itself, and says what the
-kernel counted. naive reads all matrices for every token; hybrid keeps half of the model; the others keep what fits
-beside attention in half of the model. Rows take turns within a repeat, each in a process of its own. Tokens are
-sampled, nearly evenly: greedy decoding of random weights repeats itself, and would read nothing new.
+kernel counted. All rows but the last run on PyTorch. naive reads all matrices for every token; hybrid keeps half of the
+model; the others keep what fits beside attention in half of the model. Rows take turns within a repeat, each in a
+process of its own. Tokens are sampled, nearly evenly: greedy decoding of random weights repeats itself, and would read
+nothing new.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
+from vivace.kernels.choice import choose
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.loading import Storage, load_stored, read_bundle
@@ -217,10 +219,14 @@ def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Dec
 
 
 @contextmanager
-def sparse(store: Store, share: float, window: int, *, is_bundled: bool) -> Iterator[tuple[Decoder, Storage]]:
+def sparse(
+    store: Store, share: float, window: int, *, is_bundled: bool, is_native: bool = False
+) -> Iterator[tuple[Decoder, Storage]]:
     """The neurons that predictors ask for; window 0 keeps none of them."""
     budget = int(share * plan_memory(store, None, TOKENS).total_bytes)
-    model, storage = load_stored(store.folder, budget, reader="direct", num_tokens=TOKENS, window=max(1, window))
+    keep = max(1, window)
+    body = choose("auto").body if is_native else None
+    model, storage = load_stored(store.folder, budget, reader="direct", num_tokens=TOKENS, window=keep, body=body)
     assert storage.neurons is not None
     if not window:
         old = storage.neurons.caches
@@ -245,6 +251,7 @@ def rows(folder: Path, share: float) -> dict[str, Opening]:
         "+ predictor": lambda: sparse(neurons, share, 0, is_bundled=False),
         "+ window": lambda: sparse(neurons, share, 4, is_bundled=False),
         "+ bundling": lambda: sparse(neurons, share, 4, is_bundled=True),
+        "+ native kernels": lambda: sparse(neurons, share, 4, is_bundled=True, is_native=True),
     }
 
 

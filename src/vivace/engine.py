@@ -176,7 +176,8 @@ def load(
     storage = None
     if is_store(folder):
         _check_stored(kept, device)
-        model, storage = load_stored(folder, None if memory is None else parse_bytes(memory), reader=reader)
+        budget = None if memory is None else parse_bytes(memory)
+        model, storage = load_stored(folder, budget, reader=reader, body=choice.body)
         _check_stored_dtype(dtype, model.dtype)
     elif memory is not None or reader != "auto":
         asked = "memory" if memory is not None else "reader"
@@ -191,9 +192,10 @@ def load(
     if draft_model is not None:
         require_same_pieces(tokenizer, load_tokenizer(resolve(draft_model)))
         second = load_decoder(draft_model, dtype=dtype, device=device, packer=packer)
-    if storage is not None and storage.plan.streamed:
+    if storage is not None and storage.plan.streamed and storage.body is None:
         choice = _torch_only(kernels)
-    choice = _settle(choice, kernels, [model] if second is None else [model, second], is_packed=packer is not None)
+    is_packed = packer is not None or (storage is not None and storage.body is not None)
+    choice = _settle(choice, kernels, [model] if second is None else [model, second], is_packed=is_packed)
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)

@@ -16,8 +16,10 @@ from tests.parity.families import CONFIGS, make, randomise
 from tests.storage.stored import PROMPTS, TOKENS, answers, distance, opened, same
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
+from vivace.core.packed import PackedLinear
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
+from vivace.kernels.native import NativeBody
 from vivace.storage import thresholds
 from vivace.storage.budget import plan_memory
 from vivace.storage.calibrate import calibrate
@@ -236,3 +238,18 @@ def test_budgets(case: Case) -> None:
     half = plan_memory(case.selected, int(full.num_bytes * 0.7), TOKENS)
     assert WIDTH // 32 <= half.neurons_per_layer < WIDTH
     assert half.num_bytes <= full.num_bytes * 0.7
+
+
+def test_native_kernels_beside_neurons(case: Case, body: NativeBody, tmp_path: Path) -> None:
+    store = write_store(case.folder / "model", tmp_path / "store", layout="selected", dtype="bfloat16")
+    resident = load_decoder(case.folder / "model", dtype="bfloat16")
+    model, storage = load_stored(store.folder, reader="buffered", num_tokens=TOKENS, body=body)
+    assert storage.body is body
+    assert isinstance(model.layers[0].qkv, PackedLinear)
+    found, plain = first_logprobs(model), first_logprobs(resident)
+    assert (found - plain).abs().max() < 0.1 * (plain.max() - plain.min())
+    assert found.argmax() == plain.argmax()
+    storage.close()
+    _, unused = load_stored(case.selected.folder, reader="buffered", num_tokens=TOKENS, body=body)
+    assert unused.body is None, "float32 is PyTorch's"
+    unused.close()

@@ -161,3 +161,15 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(llama: Store, tmp_path: Path) 
     store.path.write_bytes(raw)
     with pytest.raises(CorruptError, match="bundle resident has checksum"):
         load_stored(store.folder, reader="buffered")
+
+
+@pytest.mark.parametrize("share", [None, 0.95, 0.85])
+def test_experts_of_a_store(share: float | None, tmp_path: Path) -> None:
+    make("qwen3_moe").save_pretrained(tmp_path / "model")
+    store = write_store(tmp_path / "model", tmp_path / "store")
+    plain = answers(load_decoder(tmp_path / "model"))
+    with opened(store, share) as (model, storage):
+        assert same(answers(model), plain)
+        assert storage.experts is not None
+        assert (storage.experts.num_slots < 12) == (share is not None)
+        assert "experts in memory" in storage.report

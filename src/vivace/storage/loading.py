@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 
 from vivace.checkpoint.load import put
 from vivace.core.model import Decoder
+from vivace.core.packed import PackedLinear, Packer
 from vivace.core.parts import DenseParts
 from vivace.errors import CapacityError, CorruptError
+from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_parts import CachedParts
@@ -43,6 +46,8 @@ class Storage:
     neurons: Neurons | None = None
     experts: ExpertCache | None = None
     expected_tokens_per_s: float | None = None
+    body: NativeBody | None = None
+    """Runs what lies beside neurons; None is PyTorch."""
 
     @property
     def report(self) -> str:
@@ -109,6 +114,7 @@ def load_stored(
     reader: str = "auto",
     num_tokens: int | None = None,
     window: int = WINDOW,
+    body: NativeBody | None = None,
 ) -> tuple[Decoder, Storage]:
     """The decoder of a store, frozen.
 
@@ -118,6 +124,7 @@ def load_stored(
         reader: "auto", "direct", "buffered" or "mmap".
         num_tokens: longest text, prompt and answer together; None is the model's context, 2048 at most.
         window: tokens whose neurons stay in memory, in a store of neurons.
+        body: runs what lies beside neurons, which PyTorch runs; other stores that are streamed are PyTorch's alone.
 
     Raises:
         CheckpointError: the store is missing, broken or foreign.
@@ -158,10 +165,22 @@ def load_stored(
     assert not left, left
     if neurons is not None:
         decoder.owned = (neurons,)
+    used = body if neurons is not None and decoder.dtype == torch.bfloat16 else None
+    if used is not None:
+        _pack_around(decoder, used)
     speed = choice.gb_per_s
     expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
-    storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected)
+    storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected, used)
     return decoder.requires_grad_(False).eval(), storage
+
+
+def _pack_around(decoder: Decoder, body: NativeBody) -> None:
+    """Give a native body all that is not a neuron."""
+    packer = Packer(body)
+    packer.pack_ends(decoder)
+    for index in range(decoder.config.num_layers):
+        packer.pack_layer(decoder, index)
+    decoder.projection = partial(PackedLinear, body)
 
 
 def read_bundle(store: Store, pool: ReadPool, name: str) -> dict[str, nn.Parameter]:
