@@ -63,18 +63,19 @@ def noisy(weights: nn.Module, dtype: torch.dtype, noise: float = 0.1) -> nn.Modu
     return weights.to(dtype).requires_grad_(False)
 
 
-def rival(name: str, model: Decoder) -> Drafter:
-    """One of ``RIVALS`` with random weights."""
+def rival(name: str, model: Decoder, *, on: Decoder | None = None) -> Drafter:
+    """One of ``RIVALS`` with random weights that begin from ``model``, to draft for it or for a packed one."""
     torch.manual_seed(5)
     config, plan = RIVALS[name]
+    target = model if on is None else on
     match config:
         case MedusaConfig():
             heads = MedusaHeads(config, model.config)
             heads.start_from(model)
-            return Medusa(model, noisy(heads, model.dtype, 0.02), plan)
+            return Medusa(target, noisy(heads, model.dtype, 0.02), plan)
         case EagleConfig():
-            return Eagle(model, noisy(EagleLayer(config, model.config), model.dtype), plan)
+            return Eagle(target, noisy(EagleLayer(config, model.config), model.dtype), plan)
         case ExitConfig():
-            return exit_drafter(model, noisy(Exit(config, model.config), model.dtype), plan)
+            return exit_drafter(target, noisy(Exit(config, model.config), model.dtype), plan)
         case _:
-            return Lookahead(model, plan)
+            return Lookahead(target, plan)

@@ -1,4 +1,4 @@
-"""Leaving early by confidence, skipping layers by place: nothing lost with everything shut, and no slot minds others."""
+"""Leaving early by confidence, skipping layers by place: nothing lost when shut, and no slot minds others."""
 
 from __future__ import annotations
 
