@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,7 @@ from torch import Tensor
 from vivace.core.seams import Expert
 from vivace.errors import CapacityError, CheckpointError, VivaceError
 from vivace.storage.policies import Hint, Key, Policy, Trace, Visit
-
-ALIGNMENT = 4096
+from vivace.storage.readers import PAGE, aligned
 
 
 class Shelf(Protocol):
@@ -117,7 +115,7 @@ class ExpertCache:
         """
         if num_slots < 1:
             raise CapacityError(f"{num_slots} slots hold no expert of {shelf.bundle_bytes} bytes; give more memory")
-        assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
+        assert chunk_bytes % PAGE == 0, chunk_bytes
         self.shelf = shelf
         self.policy = policy
         self.num_layers = num_layers
@@ -380,9 +378,9 @@ class LayerExperts:
 
 def _slots(shelf: Shelf, count: int) -> list[_Slot]:
     """Page-aligned memory of ``count`` bundles."""
-    stride = -(-shelf.bundle_bytes // ALIGNMENT) * ALIGNMENT
-    memory = mmap.mmap(-1, count * stride)
-    whole, every = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
+    stride = -(-shelf.bundle_bytes // PAGE) * PAGE
+    whole = aligned(count * stride)
+    every = torch.frombuffer(whole, dtype=torch.uint8)
     slots = []
     for first in range(0, count * stride, stride):
         stop = first + shelf.bundle_bytes
