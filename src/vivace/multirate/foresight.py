@@ -4,7 +4,8 @@ The residual p of ``residual.py`` in its ``lite`` form, which runs no expert, co
 covers in ``rate`` R: after n layers it is to be where the slow residual is at layers R n .. R n + R - 1, and the
 frozen routers of those layers are asked about it:
 
-    p^0 = h^0      g_m = Router_m(LN2_m(s_m p^n)),  n = floor(m / R),  m > n      expected at m: the top k' of g_m
+    p^0 = h^0      g_m = Router_m(LN2_m(s_m p^n + t_m h^n)),  n = floor(m / R),  m > n
+    expected at m: the top k' of g_m
 
 A router reads the residual u_m *after* its layer's attention, so that, and not the layer's input, is what p learns to
 be (``ForesightObjective``):
@@ -12,7 +13,8 @@ be (``ForesightObjective``):
     L = mean over m, t of  a_rt KL(softmax Router_m(LN2_m(u_m)) || softmax g_m) + a_al (1 - cos(p^n, u_m))
 
 The guess only moves loads earlier; what runs is what the true router chooses. That an accelerated residual tells which
-experts come is the paper's; its rates, its losses, the scale s_m and that one p speaks for R layers are ours.
+experts come is the paper's; its rates, its losses, the scales s_m and t_m (the slow residual is there too when p is)
+and that one p speaks for R layers are ours.
 """
 
 from __future__ import annotations
@@ -89,14 +91,16 @@ class Foresight(AcceleratorTerms):
         self.model = model
         self.scale = nn.Parameter(torch.ones(model.num_layers, model.width))
         """s_m, per component, before the norm of the router that is asked."""
+        self.slow_scale = nn.Parameter(torch.zeros(model.num_layers, model.width))
+        """t_m, of the slow residual at p's depth."""
 
     def targets(self, depth: int) -> Iterator[int]:
         """Mixtures that p speaks for after ``depth`` layers."""
         return filter(self.model.is_moe, self.config.targets(depth, self.model.num_layers))
 
-    def at(self, layer: int, p: Tensor) -> Tensor:
-        """What stands for the residual that the router of a layer will read, (T, E)."""
-        return p * self.scale[layer]
+    def at(self, layer: int, p: Tensor, slow: Tensor) -> Tensor:
+        """What stands for the residual that the router of a layer will read, (T, E); ``slow`` is at p's depth."""
+        return p * self.scale[layer] + slow * self.slow_scale[layer]
 
 
 class ForesightClimb:
@@ -128,18 +132,18 @@ class ForesightClimb:
         which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
         both = step.readers(rows, self.foresight.terms(which), fed=False)
         p = slow
-        self._tell(model, 0, p)
+        self._tell(model, 0, p, slow)
         for index in range(depth):
             out = model.run(torch.cat((slow, p)), both, index, index + 1)
             slow, p = out[:count], out[count:]
-            self._tell(model, index + 1, p)
+            self._tell(model, index + 1, p, slow)
         return slow, depth
 
-    def _tell(self, model: Decoder, depth: int, p: Tensor) -> None:
+    def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
         for index in self.foresight.targets(depth):
             layer = model.layers[index]
             assert isinstance(layer, Layer)
-            layer.expect(self.foresight.at(index, p), self.count)
+            layer.expect(self.foresight.at(index, p, slow), self.count)
 
 
 @dataclass(frozen=True)
@@ -169,11 +173,14 @@ class ForesightObjective:
         """One loss over all mixtures and answer positions, ready for ``backward``; ``recall`` is of the top k."""
         rows = batch.predicting
         step = Step.dense(*batch.tokens.shape)
-        start, truth = _slow(model, batch.tokens.reshape(-1), step, rows)
+        entering, truth = _slow(model, batch.tokens.reshape(-1), step, rows)
+        start = entering[0]
         loss, recall = start.new_zeros(()), 0.0
         for depth, p in self._accelerated(model, start, step):
             for index in self.foresight.targets(depth):
-                kl, away, right = self._compare(model, index, p[rows], truth[index])
+                guess = self.foresight.at(index, p[rows], entering[depth][rows])
+                kl, right = self._compare(model, index, guess, truth[index])
+                away = (1 - F.cosine_similarity(p[rows].float(), truth[index].float(), dim=-1)).mean()
                 loss = loss + self.loss.routing * kl + self.loss.alignment * away
                 recall += right / len(truth)
         yield loss / len(truth), {"recall": recall}
@@ -190,30 +197,31 @@ class ForesightObjective:
             p = model.run(p, reading, index, index + 1)
             yield index + 1, p
 
-    def _compare(self, model: Decoder, index: int, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Mean KL of the two routings, mean distance of the residuals, and recall of the true top k."""
+    def _compare(self, model: Decoder, index: int, seen: Tensor, u: Tensor) -> tuple[Tensor, float]:
+        """Mean KL of the routings of two residuals (n, E), and recall of the true top k."""
         layer, moe = model.layers[index], model.config.moe
         assert isinstance(layer, Layer)
         assert moe is not None
-        guess = layer.route(self.foresight.at(index, p)).float()
+        guess = layer.route(seen).float()
         true = layer.route(u).float()
         kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(true, -1), reduction="batchmean", log_target=True)
-        away = (1 - F.cosine_similarity(p.float(), u.float(), dim=-1)).mean()
         with torch.no_grad():
             found, sought = guess.topk(moe.top_k, -1)[1], true.topk(moe.top_k, -1)[1]
             right = (sought[:, :, None] == found[:, None, :]).any(-1).float().mean()
-        return kl, away, float(right)
+        return kl, float(right)
 
 
 @torch.no_grad()
-def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """The frozen pass: embedded rows (B * T, E), and u_m (n, E) of some rows for each mixture m."""
-    start = h = model.embed(tokens, step)
+def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """The frozen pass: h^n (B * T, E) of every layer n, and u_m (n, E) of some rows for each mixture m."""
+    h = model.embed(tokens, step)
+    entering: list[Tensor] = []
     read: dict[int, Tensor] = {}
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
+        entering.append(h)
         u = layer.attend(h, step)
         if model.config.is_moe(index):
             read[index] = u[rows]
         h = layer.feed(u, step)
-    return start, read
+    return entering, read
