@@ -27,6 +27,8 @@ from vivace.multirate.exits import RouterLesson
 from vivace.multirate.gates import GatesConfig
 from vivace.multirate.objective import MultirateLoss
 from vivace.multirate.router import RouterConfig
+from vivace.multistream.config import MultistreamConfig, StreamPlan
+from vivace.multistream.objective import MultistreamLoss
 from vivace.recipe import METHODS, RECIPES
 from vivace.serve import bodies, meters
 from vivace.serve.config import ServeConfig
@@ -197,6 +199,11 @@ def wanted() -> dict[Path, str]:
         ROOT / "docs" / "techniques" / "multirate.md": {
             "config": fields_table(MultirateConfig),
             "loss": fields_table(MultirateLoss),
+        },
+        ROOT / "docs" / "techniques" / "multistream.md": {
+            "config": fields_table(MultistreamConfig),
+            "loss": fields_table(MultistreamLoss),
+            "plan": fields_table(StreamPlan),
         },
         ROOT / "docs" / "techniques" / "dynamic_depth.md": {
             "gates": fields_table(GatesConfig),
