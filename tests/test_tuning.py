@@ -49,6 +49,7 @@ def test_the_candidates_are_different_plans_within_the_limit() -> None:
     assert max(len(plan.widths) for plan in plans) == 3
     assert {describe(plan) for plan in plans} >= {"chain 1", "chain 3", "tree 2-2-1"}
     assert describe(DraftPlan.chain(4)) != describe(DraftPlan((1,) * 4, 0.5)) == "chain 4 if >= 0.5"
+    assert describe(DraftPlan((1,) * 3, weights="q4")) == "chain 3 in q4"
     with pytest.raises(ConfigError, match="at least 1, found 0"):
         candidates(0)
 

@@ -53,7 +53,7 @@ class _Player:
 
 
 def candidates(longest: int = 8) -> list[DraftPlan]:
-    """Chains of 1 to ``longest`` guesses, chains that stop at an unsure guess, and small trees.
+    """Chains of 1 to ``longest`` guesses, chains that stop at an unsure guess, rough chains, and small trees.
 
     Raises:
         ConfigError: ``longest`` below 1.
@@ -63,7 +63,8 @@ def candidates(longest: int = 8) -> list[DraftPlan]:
     lengths = range(1, longest + 1)
     chains = [DraftPlan.chain(length) for length in lengths]
     unsure = [DraftPlan((1,) * length, sure) for length in lengths if length in (4, 6, 8) for sure in (0.3, 0.5, 0.7)]
-    return [*chains, *unsure, *(DraftPlan(widths) for widths in _TREES if len(widths) <= longest)]
+    rough = [DraftPlan((1,) * length, weights=kind) for length in lengths if length >= 3 for kind in ("int8", "q4")]
+    return [*chains, *unsure, *rough, *(DraftPlan(widths) for widths in _TREES if len(widths) <= longest)]
 
 
 def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[AnyPlan]:
