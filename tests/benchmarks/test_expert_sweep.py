@@ -1,0 +1,36 @@
+"""The sweep of machines: every cell is there, no gain passes its bound, and the picture is the same twice."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from benchmarks import expert_sweep
+from vivace.storage.policies import Hint, Trace, Visit
+from vivace.storage.simulator import Machine
+
+LAYERS, EXPERTS = 4, 6
+
+
+def trace() -> Trace:
+    draw, made = random.Random(0), Trace(LAYERS)
+    made.visits.append(Visit(0, 9, tuple(range(EXPERTS))))  # a prompt chunk, which is left out
+    for clock in range(LAYERS, 16 * LAYERS):
+        chosen = tuple(sorted(draw.sample(range(EXPERTS), 2)))
+        made.hints.append(Hint(clock - 2, clock, (*chosen, 5)))
+        made.visits.append(Visit(clock, 1, chosen))
+    return made
+
+
+def test_every_cell(tmp_path: Path) -> None:
+    decoding = expert_sweep.decoding(trace(), 2)
+    assert all(visit.num_rows == 1 for visit in decoding.visits)
+    assert all(len(hint.likely) == 2 for hint in decoding.hints)
+    rows = expert_sweep.sweep(decoding, LAYERS * EXPERTS, Machine(1e9, 1_000_000, 1, 50e-6, 20e-6, chunk_bytes=1 << 20))
+    assert len(rows) == len(expert_sweep.SHARES) * len(expert_sweep.BANDWIDTHS)
+    for row in rows:
+        assert row["over_lru"] <= row["bound_over_lru"] * 1.02
+        assert row["of_oracle"] <= 1.01, "an oracle that loads in the order of use is hard to beat"
+    for name in ("a.svg", "b.svg"):
+        expert_sweep.draw(rows, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
