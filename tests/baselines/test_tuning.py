@@ -14,7 +14,7 @@ from vivace.baselines.lookahead import LookaheadPlan
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.decode.shallow import DraftPlan
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, NotFoundError
 from vivace.evaluate.contest import Question
 from vivace.tuning import TUNED, candidates_of, describe, keep_plan, search
 
@@ -33,10 +33,12 @@ def engine(tmp_path: Path) -> vivace.Engine:
 
 
 def test_every_candidate_is_another_draft(engine: vivace.Engine) -> None:
-    for method in TUNED:
+    for method in set(TUNED) - {"multistream"}:  # its plans depend on an adapter, see tests/multistream
         plans = candidates_of(engine, method, 4)
         assert len({describe(plan) for plan in plans}) == len(plans) > 2, method
     assert max(len(plan.widths) for plan in candidates_of(engine, "medusa") if isinstance(plan, MedusaPlan)) == 2
+    with pytest.raises(NotFoundError, match="multistream"):
+        candidates_of(engine, "multistream", 4)
     with pytest.raises(ConfigError, match="'plain' has no draft to tune"):
         candidates_of(engine, "plain")
 
