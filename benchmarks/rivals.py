@@ -134,7 +134,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "kernels": base.kernels.name,
         "prompts": given.prompts,
         "num_prompts": len(asked),
-        "extra_bytes": {kind: _weight_bytes(folder) for kind, folder in found.items()},
+        "extra_bytes": _extra_bytes(base, found),
         "runs": [_row(record, records, owners, prompts, base) for record in records],
     }
 
@@ -156,8 +156,14 @@ def _row(
     return {**asdict(speed), "identical": own.identical, "num_different": own.num_different, "quality": quality}
 
 
-def _weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+def _extra_bytes(engine: Engine, found: Mapping[str, Path]) -> dict[str, int]:
+    """Of the weights beside the base, by kind."""
+    folders = {kind: engine.methods.adapter_folder(kind) for kind in ADAPTERS} | dict(found)
+    return {
+        kind: sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        for kind, folder in folders.items()
+        if folder is not None and folder.is_dir()
+    }
 
 
 def table(report: Mapping[str, Any]) -> str:
