@@ -18,7 +18,10 @@ from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
 from vivace.core.packed import PackedLinear
 from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
+from vivace.decode.plain import NoDrafts
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.errors import CheckpointError, ConfigError, CorruptError, MismatchError, NotFoundError
 from vivace.kernels.native import NativeBody
 from vivace.storage import thresholds
 from vivace.storage.budget import plan_memory
@@ -253,3 +256,30 @@ def test_native_kernels_beside_neurons(case: Case, body: NativeBody, tmp_path: P
     _, unused = load_stored(case.selected.folder, reader="buffered", num_tokens=TOKENS, body=body)
     assert unused.body is None, "float32 is PyTorch's"
     unused.close()
+
+
+def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neurons that did not come are not taken for those that did."""
+    calibrate(case.folder / "model", case.selected, TEXTS, 0.3)
+    with opened(case.selected, 0.9) as (model, _):
+        plain = answers(model, PROMPTS[:1])[0]
+        session = Session(model, num_slots=1, capacity=TOKENS, chunk=16)
+        session.admit(Request(PROMPTS[0], 8, NoDrafts(), logprobs=True))
+        with torch.inference_mode():
+            tokens = [token for _ in range(5) for token in _stepped(session)]
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", _broken)
+                with pytest.raises(CheckpointError, match="Input/output error"):
+                    tokens.extend(token for _ in range(3) for token in _stepped(session))
+            while not session.is_idle:
+                tokens += _stepped(session)
+    (case.selected.folder / thresholds.FILE).unlink()
+    assert tuple(tokens) == plain.tokens
+
+
+def _stepped(session: Session) -> list[int]:
+    return [token for emitted in session.step() for token in emitted.tokens]
+
+
+def _broken(file: int, into: list[memoryview], at: int) -> int:
+    raise OSError(5, "Input/output error")
