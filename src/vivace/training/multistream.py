@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
-from vivace.core.config import ModelConfig
 from vivace.errors import MismatchError
+from vivace.multistream.calibration import SURVIVING, kept_edges, threshold_for
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.multistream.streams import Streams
@@ -47,25 +47,30 @@ class MultistreamRecipe(FrozenRecipe):
                     f"one for {self.kind} with {asdict(self.adapter)}"
                 )
             streams.load_state_dict({name: value.float() for name, value in tensors.items()})
-        return StreamTraining(self, streams, model)
+        return StreamTraining(self, streams, ground)
 
 
 class StreamTraining:
     """Fills ``Trainee``."""
 
-    def __init__(self, recipe: MultistreamRecipe, streams: Streams, model: ModelConfig) -> None:
+    def __init__(self, recipe: MultistreamRecipe, streams: Streams, ground: Ground) -> None:
         self.recipe = recipe
         self.streams = streams
-        self.model = model
+        self.ground = ground
         self.objective = MultistreamObjective(streams, recipe.loss)
-        self.depth = (model.num_layers - recipe.adapter.insertion) * recipe.adapter.streams
+        self.depth = (ground.engine.model.config.num_layers - recipe.adapter.insertion) * recipe.adapter.streams
 
     def finish(self) -> Outcome:
         """The weights, with the draft that the recipe gives."""
-        config, width = self.recipe.adapter, self.model.width
-        own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, self.model.vocab_size)
+        config, model = self.recipe.adapter, self.ground.engine.model
+        width, vocab_size = model.config.width, model.config.vocab_size
+        own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, vocab_size)
         note = (
             f", {own:,} of them embeddings and pruner as the paper counts; {config.streams} heads of Medusa would have "
             f"{heads:,}, {heads / own:.0f} times as many"
         )
-        return Outcome(self.recipe.plan, self.recipe.adapter, self.streams.tensors(), note)
+        if self.streams.pruner is not None:
+            batches = self.ground.batches(self.ground.held_back)
+            threshold = threshold_for(kept_edges(model, self.streams, batch) for batch in batches)
+            note += f"; a pruning threshold of {threshold:.2g} spares {SURVIVING:.0%} of the edges that are kept"
+        return Outcome(self.recipe.plan, config, self.streams.tensors(), note)
