@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build
 from vivace.core.seams import Batch, Draft
@@ -26,6 +27,14 @@ def batch(seed: int, length: int = 24) -> Batch:
     stops = torch.tensor([length, length - 3, length, 12])[:, None]
     place = torch.arange(length)
     return Batch(tokens, (place >= starts) & (place < stops))
+
+
+def own_words(model, length: int = 24) -> Batch:
+    """What the model says after four prompts of six tokens."""
+    tokens = [
+        [*given, *plain_text(model, given, length - 6).new] for given in (tuple(range(p, p + 6)) for p in range(4))
+    ]
+    return Batch(torch.tensor(tokens), torch.arange(length).expand(4, length) >= 6)
 
 
 def teacher_forced(model, streams, tokens: torch.Tensor) -> torch.Tensor:
@@ -91,8 +100,9 @@ def test_chunks_give_the_gradient_of_the_whole(deep, streams) -> None:
 
 @pytest.fixture(scope="module")
 def taught(deep) -> tuple[Streams, list[dict[str, float]]]:
-    """Streams that learnt four rows by heart, and what was seen while they did."""
+    """Streams that learnt by heart what the model says, and what was seen while they did."""
     model = deep(torch.float32)
+    text = own_words(model)
     torch.manual_seed(0)
     config = MultistreamConfig(streams=3, insertion=2, rank=16, bottleneck=64)
     task = MultistreamObjective(Streams(config, model.config), MultistreamLoss())
@@ -102,7 +112,7 @@ def taught(deep) -> tuple[Streams, list[dict[str, float]]]:
     for _ in range(120):
         optimiser.zero_grad()
         metrics: dict[str, float] = {}
-        for loss, part in task.losses(model, batch(3)):
+        for loss, part in task.losses(model, text):
             loss.backward()
             metrics |= {**part, "loss": metrics.get("loss", 0.0) + float(loss.detach())}
         optimiser.step()
@@ -123,10 +133,12 @@ def test_training_teaches_streams_and_pruner_and_leaves_the_base(taught) -> None
 def test_taught_streams_draft_what_is_kept(deep, taught, attach) -> None:
     """Streams of the last kept node: those of the root, say, would guess one token late and keep nothing."""
     model, (made, _) = deep(torch.float32), taught
-    prompt = tuple(batch(3).tokens[2, :7].tolist())
     drafter = StreamDrafter(model, made, StreamPlan((2, 2, 1), attach))
-    [result] = finish(Session(model, num_slots=1, capacity=64, chunk=8), [Request(prompt, 12, drafter)])
-    assert len(result.tokens) == 12
+    asked = [Request(tuple(range(p, p + 6)), 18, drafter) for p in range(4)]
+    found = finish(Session(model, num_slots=2, capacity=64, chunk=8), asked)
+    assert [r.tokens for r in found] == [tuple(row[6:]) for row in own_words(model).tokens.tolist()]
+    passes = sum(r.stats.num_spec_steps for r in found)
+    assert sum(r.stats.num_tokens for r in found) > 2.7 * passes
 
 
 @pytest.mark.parametrize(
