@@ -100,15 +100,18 @@ def main() -> None:
             print(f"warming up {server.name}", flush=True)
             measure(server, prompts[: max(levels)], max(levels), asked.max_tokens)
         runs, texts = _rounds(servers, prompts, levels, asked, ends_at)
+        told = {server.name: _get(f"{server.url}/version") for server in servers}
     same = {name: sum(map(str.__eq__, found, texts[names[0]])) for name, found in texts.items()}
     table = [_line(name, level, runs, same[name], len(prompts)) for level in levels for name in names]
     for line in table:
         print("{concurrency:3d} at once  {server:22s} {tokens_per_s:8.1f} tokens/s  {ours_over_it:5.2f}".format(**line))
+    print(f"{names[0]} says {told[names[0]]}")
     print(f"last column: {names[0]} in units of it; answers identical to {names[0]}'s: {same} of {len(prompts)}")
     made = {
         "provenance": asdict(provenance(torch.device("cpu"))),
         "settings": {key: str(value) for key, value in vars(asked).items() if key != "out"},
         "commands": {name: ["python", *SERVERS[name]] for name in names},
+        "servers": told,
         "table": table,
         "runs": [asdict(run) for run in runs],
     }
