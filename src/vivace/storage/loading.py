@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import zlib
 from dataclasses import dataclass
 from functools import partial
@@ -154,6 +156,8 @@ def load_stored(
         parts = StreamedParts(store.config, stream)
     with torch.device("meta"):
         decoder = Decoder(store.config, parts)
+    used = body if neurons is not None and store.dtype == torch.bfloat16 else None
+    packer = None if used is None else Packer(used)
     for name in ("resident", *plan.resident):
         for parameter, values in read_bundle(store, pool, name).items():
             if parameter == "selector":
@@ -161,26 +165,35 @@ def load_stored(
                 neurons.select_by(name, values)
             else:
                 put(decoder, parameter, values)
+        if packer is not None:
+            _pack(decoder, packer, name)
     left = [name for name, parameter in decoder.named_parameters() if parameter.is_meta]
     assert not left, left
     if neurons is not None:
         decoder.owned = (neurons,)
-    used = body if neurons is not None and decoder.dtype == torch.bfloat16 else None
     if used is not None:
-        _pack_around(decoder, used)
+        decoder.projection = partial(PackedLinear, used)
     speed = choice.gb_per_s
     expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
     storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected, used)
     return decoder.requires_grad_(False).eval(), storage
 
 
-def _pack_around(decoder: Decoder, body: NativeBody) -> None:
-    """Give a native body all that is not a neuron."""
-    packer = Packer(body)
-    packer.pack_ends(decoder)
-    for index in range(decoder.config.num_layers):
-        packer.pack_layer(decoder, index)
-    decoder.projection = partial(PackedLinear, body)
+def _pack(decoder: Decoder, packer: Packer, bundle: str) -> None:
+    """Give a native body what has just been read, so that no more than a layer is there twice."""
+    if bundle == "resident":
+        packer.pack_ends(decoder)
+    elif bundle.endswith(".attention"):
+        packer.pack_layer(decoder, int(bundle.split(".")[1]))
+    _give_back()
+
+
+def _give_back() -> None:
+    """Freed memory goes back to the system where the C library can be asked: glibc keeps tens of MiB a matrix."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def read_bundle(store: Store, pool: ReadPool, name: str) -> dict[str, nn.Parameter]:
