@@ -149,7 +149,9 @@ class Bench:
 
     def ahead(self) -> Traversal:
         """Foresight if there is one, else the next layer's guess."""
-        return ForesightClimb(self.foresight, self.options.count) if self.foresight else self.guess()
+        if self.foresight is None:
+            return self.guess()
+        return ForesightClimb(self.foresight, self.options.count, refine=self.options.refine)
 
     def guess(self) -> Traversal:
         """The next layer's guess."""
@@ -266,6 +268,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--count", type=int, help="experts expected for each layer; the router's own number")
+    parser.add_argument("--refine", action="store_true", help="foresight asks again a layer before each router")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 

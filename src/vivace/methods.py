@@ -234,8 +234,9 @@ class Methods:
         foresight = Foresight(build(ForesightConfig, written["config"]), self.model.config)
         self._require_shapes("foresight", foresight.state_dict(), tensors)
         foresight.load_state_dict(dict(tensors))
+        plan = build(ForesightPlan, written["plan"])
         foresight.to(self.model.device, self.model.dtype).requires_grad_(False)
-        return NoDrafts("foresight", ForesightClimb(foresight, build(ForesightPlan, written["plan"]).count))
+        return NoDrafts("foresight", ForesightClimb(foresight, plan.count, refine=plan.refine))
 
     def _leaving(self, method: str, length: int | None, quality: float | None) -> Drafter:
         if length is not None:

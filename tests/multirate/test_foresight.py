@@ -72,10 +72,10 @@ def test_every_layer_but_the_first_is_foreseen_once_from_below(rate: int, num_la
     assert all(m > n for n, m in targets), "a guess from at or above its layer comes too late"
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_the_text_is_the_plain_one(model: Decoder, noise: float) -> None:
+@pytest.mark.parametrize(("noise", "refine"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_the_text_is_the_plain_one(model: Decoder, noise: float, refine: bool) -> None:
     plain, seeing = NoDrafts(), NoDrafts()
-    seeing.traversal = ForesightClimb(foresight(model, noise), 3)
+    seeing.traversal = ForesightClimb(foresight(model, noise), 3, refine=refine)
     results = []
     for drafter in (plain, seeing):
         requests = [Request((5, 9, 41, 7), 8, drafter, logprobs=True), Request((8, 3), 8, drafter, logprobs=True)]
@@ -94,6 +94,16 @@ def test_each_layer_hears_before_it_runs(model: Decoder, heard: list[tuple[str, 
         likely = next(experts for kind, layer, experts in heard if (kind, layer) == ("expected", index))
         assert 2 <= len(likely) <= 6
         assert len(set(likely)) == len(likely)
+
+
+def test_refining_asks_again_from_the_layer_below(
+    model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
+) -> None:
+    with torch.inference_mode():
+        climb = ForesightClimb(foresight(model, 0.1), 2, refine=True)
+        climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
+    top = model.config.num_layers - 1
+    assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
 
 
 def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:

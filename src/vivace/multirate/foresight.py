@@ -67,6 +67,8 @@ class ForesightPlan:
 
     count: int | None = None
     """Experts expected for each row and layer, k'; None is as many as the router takes."""
+    refine: bool = False
+    """Ask each router once more a layer before it runs, about the slow residual: what p missed may still come."""
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
@@ -106,25 +108,29 @@ class Foresight(AcceleratorTerms):
 class ForesightClimb:
     """Fills ``Traversal``: all rows up the layers, each with a companion that tells which experts will be needed."""
 
-    def __init__(self, foresight: Foresight, count: int | None = None) -> None:
+    def __init__(self, foresight: Foresight, count: int | None = None, *, refine: bool = False) -> None:
         """Set how.
 
         Args:
             foresight: trained on the model.
             count: experts expected for each row and layer, k'; None is as many as the router takes.
+            refine: ask each router again a layer before it runs, about the slow residual.
         """
         assert foresight.model.moe is not None
         self.foresight = foresight
         self.count = foresight.model.moe.top_k if count is None else count
+        self.refine = refine
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone."""
         step = Step.of(draft, cache, chunk=chunk)
         start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
         slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
-        if not chunk and start == 0:
-            slow, start = self._ahead(model, slow, step, rows)
-        return TargetPass(hidden=model.run(slow, step, start), rows=rows)
+        if chunk or start:
+            return TargetPass(hidden=model.run(slow, step, start), rows=rows)
+        slow, start = self._ahead(model, slow, step, rows)
+        watch = (lambda index, h: self._look_again(model, index + 1, h)) if self.refine else None
+        return TargetPass(hidden=model.run(slow, step, start, watch=watch), rows=rows)
 
     def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, int]:
         """Both streams as far as the accelerated one goes: slow rows there, and where that is."""
@@ -137,7 +143,16 @@ class ForesightClimb:
             out = model.run(torch.cat((slow, p)), both, index, index + 1)
             slow, p = out[:count], out[count:]
             self._tell(model, index + 1, p, slow)
+            if self.refine:
+                self._look_again(model, index + 1, slow)
         return slow, depth
+
+    def _look_again(self, model: Decoder, depth: int, slow: Tensor) -> None:
+        """The layer after the next, by the slow residual."""
+        if depth + 1 < model.config.num_layers and model.config.is_moe(depth + 1):
+            layer = model.layers[depth + 1]
+            assert isinstance(layer, Layer)
+            layer.expect(slow, self.count)
 
     def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
         for index in self.foresight.targets(depth):
