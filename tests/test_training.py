@@ -12,7 +12,7 @@ import torch
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
-from vivace.cli.train import KINDS
+from vivace.cli.train import KINDS, WHOLE
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.multirate.config import MultirateConfig
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_line_names_every_kind() -> None:
-    assert set(KINDS) == {"decoder", *RECIPES}
+    assert set(KINDS) == {*WHOLE, "draft", "calm", "lite", *RECIPES}
 
 
 def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Path) -> None:
