@@ -75,8 +75,8 @@ def test_transformers_generates_with_streams(place) -> None:
 def test_inspect_counts_as_the_paper_does(place) -> None:
     facts = adapter_facts(place / "adapters" / "multistream")
     width = vivace.load(place).model.config.width
-    assert facts["embeddings_and_pruner"] == CONFIG.num_paper_parameters(width)
-    assert facts["embeddings_and_pruner"] + facts["low_rank_adapters"] == facts["parameters"]
+    assert facts["embeddings_pruner"] == CONFIG.num_paper_parameters(width)
+    assert facts["embeddings_pruner"] + facts["low_rank_adapters"] == facts["parameters"]
 
 
 def test_tune_tries_what_the_streams_can_fill(place) -> None:

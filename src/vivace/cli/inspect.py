@@ -168,7 +168,7 @@ def _counted(kind: str, weights: dict[str, Tensor]) -> dict[str, int]:
         return {}
     own = sum(tensor.numel() for name, tensor in weights.items() if name == "embeddings" or name.startswith("pruner."))
     return {
-        "embeddings_and_pruner": own,
+        "embeddings_pruner": own,
         "low_rank_adapters": sum(tensor.numel() for tensor in weights.values()) - own,
     }
 
