@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vivace.errors import ConfigError
 from vivace.kernels import low_bit
-from vivace.kernels.library import BODIES
+from vivace.kernels.library import AVX2_WITHOUT_VNNI, BODIES, runnable
 from vivace.kernels.low_bit import GROUP, LowBit, check_weights, multiply, native_q4, quantise, search_q4
 from vivace.kernels.native import Matrix, NativeBody
 
@@ -65,6 +65,21 @@ def test_linear(body: NativeBody) -> None:
     before = torch.get_num_threads()
     linear_is_the_reference(body)
     torch.set_num_threads(before)
+
+
+def test_linear_without_vnni(library: ctypes.CDLL) -> None:
+    """Pairs of products in sixteen bits, as processors without the dot product sum them: the largest there are fit."""
+    if "avx2" not in runnable(library):
+        pytest.skip("this processor does not run the avx2 kernels")
+    masked = NativeBody("avx2", library)
+    masked._index = AVX2_WITHOUT_VNNI
+    before = torch.get_num_threads()
+    linear_is_the_reference(masked)
+    torch.set_num_threads(before)
+    for sign in (1, -1):
+        x, weight = torch.full((2, 128), 3.0).bfloat16(), quantise(torch.full((16, 128), sign * 7.0).bfloat16(), "int8")
+        x[1] *= sign
+        assert torch.equal(masked.linear(Matrix(weight, None, 128, 16), x), multiply(x, weight))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,6 +14,9 @@ FEATURES = {"avx2": 1, "avx512": 2}
 """Bit of ``vivace_features`` that says a body runs here."""
 
 BODIES = {"avx2": 0, "avx512": 1}
+AVX2_WITHOUT_VNNI = 2
+"""What "avx2" is on a processor without VNNI, to be tested on one that has it."""
+
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
 FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4}
