@@ -156,8 +156,8 @@ def load(
             uses ``<model>/adapters/<method>``.
         draft_model: a smaller checkpoint for the method ``draft``.
         kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2" or "avx512".
-        weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8" or
-            "q4". They are rounded while they are read, and ``dtype="auto"`` then computes in bfloat16.
+        weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8",
+            "q4" or "lut4". They are rounded while they are read, and ``dtype="auto"`` then computes in bfloat16.
         memory: what weights, buffers and cache may take together, such as "2GiB"; for a store (``vivace convert
             --store``), whose remaining weights are read while they are used. None is all of it in memory.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
