@@ -172,7 +172,9 @@ def test_sampled_text_has_the_targets_law(models: Models, plan: DraftPlan) -> No
     assert 0.02 < kept < 0.98
 
 
-@pytest.mark.parametrize("fields", [{"widths": ()}, {"widths": (1, 0)}, {"widths": (5, 6)}, {"min_confidence": 1.0}, {"weights": "int9"}])
+@pytest.mark.parametrize(
+    "fields", [{"widths": ()}, {"widths": (1, 0)}, {"widths": (5, 6)}, {"min_confidence": 1.0}, {"weights": "int9"}]
+)
 def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         DraftPlan(**fields)  # type: ignore[arg-type]
