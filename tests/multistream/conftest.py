@@ -28,7 +28,8 @@ def deep() -> Callable[[torch.dtype], Decoder]:
 
     def get(dtype: torch.dtype) -> Decoder:
         if dtype not in made:
-            made[dtype] = build(dtype, num_layers=6, seed=3).requires_grad_(False)
+            with torch.inference_mode(False):  # tests that train get it too, whoever asks first
+                made[dtype] = build(dtype, num_layers=6, seed=3).requires_grad_(False)
         return made[dtype]
 
     return get
