@@ -57,6 +57,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.opened: dict[str, Any] = {}
         self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.storage = None
 
     def answer(self, request: Any) -> str:
         text = request if isinstance(request, str) else request[-1]["content"]
