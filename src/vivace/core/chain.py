@@ -62,6 +62,10 @@ class NativeChain:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
+    def prepare(self, companion: Companion, weights: Weights) -> None:
+        """Lay weights out and make copies now, so that the first draft takes no longer than the next."""
+        self._of(companion, weights)
+
     def draft(
         self,
         roots: Sequence[Root],

@@ -342,6 +342,10 @@ class Chain(Protocol):
         """Whether it can draft with this one."""
         ...
 
+    def prepare(self, companion: Companion, weights: Weights) -> None:
+        """Make now whatever the first draft would have to make."""
+        ...
+
     def draft(
         self,
         roots: Sequence[Root],

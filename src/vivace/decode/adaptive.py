@@ -44,6 +44,8 @@ class Measured:
     nt: float = 0.0
     tried: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
     kept: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+    is_warm: bool = False
+    """It was taken once before: a first step may lay out weights and says nothing about the next."""
     steps: int = 0
     idle: int = 0
     """Steps since it was last taken."""
@@ -144,6 +146,9 @@ class Adaptive:
             return
         guesses = (len(draft.tokens) - sum(draft.given)) / len(draft.slots)
         arm = self._measured.setdefault((self._batch, self.choice.drafter), Measured())
+        if not arm.is_warm:
+            arm.is_warm = True
+            return
         arm.record(guesses, self._clock() - self._started, min(self._allowed, LONGEST), verdict.accepted)
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

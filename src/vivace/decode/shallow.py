@@ -128,6 +128,9 @@ class ShallowDrafter(Forgetful):
         self.plan = plan
         self.name = name
         self.traversal: Traversal = Climb()
+        chain, companion = model.chain, guess.companion
+        if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
+            chain.prepare(companion, plan.weights)
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens and a chain or tree of guesses, with residuals at the gate."""
