@@ -109,7 +109,8 @@ def main() -> None:
     print(f"last column: {names[0]} in units of it; answers identical to {names[0]}'s: {same} of {len(prompts)}")
     made = {
         "provenance": asdict(provenance(torch.device("cpu"))),
-        "settings": {key: str(value) for key, value in vars(asked).items() if key != "out"},
+        "settings": {key: str(value) for key, value in vars(asked).items() if key != "out"}
+        | {"model": asked.model.name},
         "commands": {name: ["python", *SERVERS[name]] for name in names},
         "servers": told,
         "table": table,
