@@ -29,13 +29,11 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Batch, Traversal
 from vivace.core.step import Step
-from vivace.decode.depth import Depth, Leaving, Missing
+from vivace.decode.depth import Depth, Leaving, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 
 Measure = Literal["softmax", "cosine", "learned", "probability"]
-DEFAULT_QUALITY = 0.98
-"""Agreement of exits where nobody says."""
 _FEWEST = 20
 """Held-back tokens that have to leave before their agreement says anything."""
 
@@ -79,12 +77,7 @@ class ConfidencePlan:
         Raises:
             ConfigError: the adapter was not calibrated to it.
         """
-        wanted = DEFAULT_QUALITY if quality is None else quality
-        for plan in self.qualities:
-            if abs(plan.quality - wanted) < 1e-9:
-                return plan
-        known = ", ".join(f"{plan.quality:g}" for plan in self.qualities)
-        raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
+        return at_quality(self.qualities, quality)
 
 
 class Confidence(Trained):

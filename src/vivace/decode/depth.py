@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,34 @@ from vivace.errors import ConfigError
 
 Missing = Literal["deferred", "propagate", "mask"]
 """What stands for the entries above a row's exit."""
+DEFAULT_QUALITY = 0.98
+"""Agreement of exits where nobody says."""
+
+
+class Calibrated(Protocol):
+    """Thresholds for one stated agreement."""
+
+    @property
+    def quality(self) -> float:
+        """The agreement."""
+        ...
+
+
+P = TypeVar("P", bound=Calibrated)
+
+
+def at_quality(plans: Sequence[P], quality: float | None) -> P:
+    """The thresholds for an agreement; None is the default one.
+
+    Raises:
+        ConfigError: the adapter was not calibrated to it.
+    """
+    wanted = DEFAULT_QUALITY if quality is None else quality
+    for plan in plans:
+        if abs(plan.quality - wanted) < 1e-9:
+            return plan
+    known = ", ".join(f"{plan.quality:g}" for plan in plans)
+    raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
 
 
 class ExitPolicy(Protocol):

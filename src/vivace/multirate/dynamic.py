@@ -17,15 +17,12 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Traversal
 from vivace.core.step import Step
-from vivace.decode.depth import Depth, Leaving, Missing
+from vivace.decode.depth import Depth, Leaving, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.multirate.gates import GatedAccelerator, GatesConfig
 from vivace.multirate.router import RouterConfig, make_router
 from vivace.multirate.thresholds import QualityPlan
-
-DEFAULT_QUALITY = 0.98
-"""Agreement of exits where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,7 @@ class DynamicPlan:
         Raises:
             ConfigError: the adapter was not calibrated to it.
         """
-        wanted = DEFAULT_QUALITY if quality is None else quality
-        for plan in self.qualities:
-            if abs(plan.quality - wanted) < 1e-9:
-                return plan
-        known = ", ".join(f"{plan.quality:g}" for plan in self.qualities)
-        raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
+        return at_quality(self.qualities, quality)
 
 
 class DynamicWeights:
