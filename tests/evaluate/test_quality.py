@@ -75,8 +75,12 @@ def test_each_task_gets_its_metrics() -> None:
         Prompt("Write SQL for: x", ("SELECT X FROM TABLE ;",), "wikisql"),
         Prompt("Write SQL for: y", ("SELECT Y FROM TABLE ;",), "wikisql"),
         Prompt("Hello"),
+        Prompt(
+            "Write SQL for: z", ('SELECT DISTINCT Aalias0.N FROM A AS Aalias0 WHERE Aalias0.D = "EE" ;',), "advising"
+        ),
     ]
     texts = ["Oak serves French food here .", "Oak.", "select x from table", "SELECT X FROM TABLE ;", "Hi"]
+    texts.append("SELECT DISTINCT Aalias0.N FROM A AS Aalias0 WHERE Aalias0.D = EE")
     values = score(prompts, texts)
     assert values["e2e"] == {
         "num_texts": 2,
@@ -89,6 +93,7 @@ def test_each_task_gets_its_metrics() -> None:
         "num_slots_added": 0,
     }
     assert values["wikisql"] == {"num_texts": 2, "exact_match": 0.5}
+    assert values["advising"] == {"num_texts": 1, "exact_match": 1.0}
     assert values["text"] == {"num_texts": 1}
-    with pytest.raises(ConfigError, match="5 prompts, but 1 texts"):
+    with pytest.raises(ConfigError, match="6 prompts, but 1 texts"):
         score(prompts, ["x"])

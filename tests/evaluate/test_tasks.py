@@ -61,6 +61,23 @@ def test_a_file_says_its_split_or_is_told(tmp_path: Path) -> None:
     ]
 
 
+def test_advising_lies_beside_wikisql_and_is_not_taken_for_it(tmp_path: Path) -> None:
+    """One folder holds both; the schema is the same for every question and no part of the prompt."""
+    rows = [{"question": "Who teaches  Knots ?", "sql": f"SELECT {name} FROM KNOTS ;"} for name in ("A", "B")]
+    write(tmp_path / "train.jsonl", SQL)
+    write(tmp_path / "advising_train.jsonl.gz", rows)
+    write(tmp_path / "advising_dev.jsonl", rows)
+    train, dev = convert("advising", tmp_path, tmp_path / "out")
+    prompt = "Write SQL for: Who teaches Knots ? Database: advising"
+    assert load_prompts(tmp_path / "out" / "advising-train.jsonl") == [
+        Prompt(prompt, (f"SELECT {name} FROM KNOTS ;",), "advising") for name in ("A", "B")
+    ]
+    assert load_prompts(dev.output) == [Prompt(prompt, ("SELECT A FROM KNOTS ;", "SELECT B FROM KNOTS ;"), "advising")]
+    assert (train.num_references, dev.num_rows, dev.num_references) == (2, 1, 2)
+    with pytest.raises(NotFoundError, match=r"no advising_dev.jsonl\[.gz\] in"):
+        convert("advising", write(tmp_path / "other" / "dev.jsonl", rows).parent, tmp_path / "out", split="dev")
+
+
 def test_wrong_questions_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "dev.jsonl", SQL)
     with pytest.raises(ConfigError, match="did you mean 'wikisql'"):

@@ -12,7 +12,7 @@ from vivace.cli.console import console
 
 
 def data(
-    task: Annotated[str, typer.Argument(help="e2e or wikisql.", metavar="TASK")],
+    task: Annotated[str, typer.Argument(help="e2e, wikisql or advising.", metavar="TASK")],
     source: Annotated[Path, typer.Argument(help="A public .jsonl[.gz] file, or a folder of them.", metavar="SRC")],
     output: Annotated[Path, typer.Argument(help="A folder, or the .jsonl file to write.", metavar="OUT")],
     split: Annotated[str | None, typer.Option(help="Only this split: train or dev.")] = None,

@@ -1,7 +1,7 @@
 """Quality of generated texts by the metrics that fit their task, in one table.
 
 Every text with references gets BLEU and ROUGE-L; *e2e* adds the slot error rate, which needs the prompt only;
-*wikisql* has exact match instead of the overlap metrics.
+*wikisql* and *advising* have exact match instead of the overlap metrics.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from vivace.evaluate.overlap import bleu, rouge_l
 from vivace.evaluate.slots import total_slot_errors
 from vivace.evaluate.sql import is_exact_match
 from vivace.prompts import Prompt
+
+SQL_TASKS = ("wikisql", "advising")
+"""Tasks whose answers are queries."""
 
 
 def score(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -41,7 +44,7 @@ def score(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[str, dict[str
 def _score_task(task: str, pairs: Sequence[tuple[Prompt, str]]) -> dict[str, float]:
     values: dict[str, float] = {"num_texts": len(pairs)}
     answered = [(text, prompt.references) for prompt, text in pairs if prompt.references]
-    if answered and task == "wikisql":
+    if answered and task in SQL_TASKS:
         values["exact_match"] = sum(is_exact_match(text, answers) for text, answers in answered) / len(answered)
     elif answered:
         texts, references = zip(*answered, strict=True)

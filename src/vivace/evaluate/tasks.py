@@ -1,8 +1,12 @@
 """Public task data turned into prompt files.
 
-Two tasks: *e2e*, a meaning representation to be put into words (Novikova et al. 2017, arXiv 1706.09254), and
-*wikisql*, a question to be put into SQL (Zhong et al. 2017, arXiv 1709.00103). The source is JSONL, plain or
-``.gz``, with the fields ``mr``, ``ref`` (e2e) or ``question``, ``columns_seen``, ``sql`` (wikisql).
+Three tasks: *e2e*, a meaning representation to be put into words (Novikova et al. 2017, arXiv 1706.09254);
+*wikisql*, a question to be put into SQL over one table (Zhong et al. 2017, arXiv 1709.00103); and *advising*,
+questions about courses, all over one database of many tables (Finegan-Dollak et al. 2018, arXiv 1806.09029). Its
+queries are long. Its schema is the same for every question, so it is learnt and not part of the prompt.
+
+The source is JSONL, plain or ``.gz``, with the fields ``mr``, ``ref`` (e2e), ``question``, ``columns_seen``, ``sql``
+(wikisql) or ``question``, ``sql`` (advising).
 
 A *train* file has one row per reference; any other split one row per distinct prompt, with all its references.
 """
@@ -32,6 +36,8 @@ class Task:
     name: str
     prompt: Callable[[Row], str]
     answer: Callable[[Row], str]
+    file: str = "{split}"
+    """Name of a public file in a folder, without its ending."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,11 @@ def sql_prompt(question: str, columns: Iterable[str]) -> str:
     return f"Write SQL for: {question} Columns: {', '.join(columns)}"
 
 
+def advising_prompt(question: str) -> str:
+    """Prompt of the advising task for one question."""
+    return f"Write SQL for: {question} Database: advising"
+
+
 def _text(row: Row, key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
@@ -74,6 +85,12 @@ TASKS: Mapping[str, Task] = {
     "wikisql": Task(
         "wikisql", lambda row: sql_prompt(_text(row, "question"), _columns(row)), lambda row: _text(row, "sql")
     ),
+    "advising": Task(
+        "advising",
+        lambda row: advising_prompt(_text(row, "question")),
+        lambda row: _text(row, "sql"),
+        file="advising_{split}",
+    ),
 }
 
 
@@ -84,8 +101,8 @@ def convert(
 
     Args:
         task: A key of `TASKS`.
-        source: A public file, or a folder that holds ``train.jsonl[.gz]`` and ``dev.jsonl[.gz]``, itself or in
-            a subfolder named after the task.
+        source: A public file, or a folder that holds ``train.jsonl[.gz]`` and ``dev.jsonl[.gz]``
+            (``advising_train.jsonl[.gz]`` and so on), itself or in a subfolder named after the task.
         output: A folder, filled with ``<task>-<split>.jsonl``, or the ``.jsonl`` file to write.
         split: Only this split; needed for a file whose name says neither ``train`` nor ``dev``.
         complete: Leave out train references of e2e that miss, get wrong or add a slot (``evaluate/slots.py``).
@@ -128,13 +145,14 @@ def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
         if split is None and len(named) != 1:
             raise ConfigError(f"{source} does not say which split it is; give --split train or --split dev")
         return {split or named[0]: source}
+    stems = {name: TASKS[task].file.format(split=name) for name in wanted}
     folders = (source, source / task)
-    names = {name: [folder / f"{name}.jsonl{end}" for folder in folders for end in (".gz", "")] for name in wanted}
+    names = {name: [f / f"{stem}.jsonl{end}" for f in folders for end in (".gz", "")] for name, stem in stems.items()}
     found = {name: path for name, paths in names.items() for path in paths[::-1] if path.is_file()}
     missing = [name for name in wanted if name not in found]
     if not found or (split is not None and missing):
         raise NotFoundError(
-            f"no {' or '.join(f'{name}.jsonl[.gz]' for name in missing)} in {source} or {source / task}"
+            f"no {' or '.join(f'{stems[name]}.jsonl[.gz]' for name in missing)} in {source} or {source / task}"
         )
     return found
 
