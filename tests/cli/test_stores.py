@@ -61,6 +61,28 @@ def test_too_little(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert (found.status, "convert it with --dtype bfloat16" in found.err) == (2, True)
 
 
+def test_memory_wherever_a_model_is_opened(cli: Cli, model: Path, tmp_path: Path) -> None:
+    cli("convert", tmp_path / "store", "--store", "--model", model)
+    stored = ("--model", tmp_path / "store", "--kernels", "torch", "--memory")
+    talk = ("chat", "--max-new-tokens", 8, "--method", "plain")
+    plain = cli(*talk, "--model", model, "--kernels", "torch", stdin="aka\n").out
+    assert cli(*talk, *stored, "430KiB", "--reader", "buffered", stdin="aka\n").out == plain
+    measure = ("bench", "decode", "--methods", "plain,lookup", "--limit", 1, "--repeats", 1, "--max-new-tokens", 4)
+    report = cli(*measure, *stored, "430KiB", "--reader", "buffered", "--json", "-").json
+    assert [run["identical"] for run in report["runs"]] == [True, True]
+    assert report["storage"]["reader"] == "buffered"
+    whole = cli(*measure, "--model", model, "--kernels", "torch", "--json", "-").json
+    assert whole["storage"] is None
+    assert report["roofline"]["weight_bytes"] == pytest.approx(whole["roofline"]["weight_bytes"], rel=0.1)
+    for words in (talk, measure, ("serve",)):
+        found = cli(*words, *stored, "100KiB")
+        assert (found.status, "are too few for store" in found.err, "at least" in found.err) == (2, True, True), words
+    found = cli(*measure, *stored, "430KiB", "--peers", "transformers")
+    assert (found.status, "--peers read checkpoints" in found.err) == (2, True)
+    found = cli("serve", *stored, "430KiB", "--prefix-cache", "1MiB")
+    assert (found.status, "give one of the two" in found.err) == (2, True)
+
+
 def test_thresholds(cli: Cli, model: Path, tmp_path: Path) -> None:
     save_prompts(
         tmp_path / "prompts.jsonl", [Prompt(p.request, ("Some answer.",)) for p in packaged_prompts("e2e")[:20]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +53,8 @@ def decode(
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
     weights: options.Weights = "bf16",
+    memory: options.Memory = None,
+    reader: options.Reader = "auto",
     raw: options.Raw = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
@@ -68,8 +70,12 @@ def decode(
         raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
     rows = read_prompts(prompts, limit)
     rivals_draft = "transformers-assisted" in split_names(peers)
-    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights)
+    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
     engine = open_engine(choice, [*map(_method, names), *(["draft"] if rivals_draft else [])])
+    if engine.storage is not None and split_names(peers):
+        raise ConfigError(
+            f"--peers read checkpoints, {engine.folder} is a store; leave them out, or name the checkpoint"
+        )
     questions = questions_of(engine, rows, raw=raw)
     rivals, heat = enter_peers(
         split_names(peers),
@@ -97,6 +103,7 @@ def decode(
             "kernels": engine.kernels.name,
             "weights": engine.weights,
         },
+        "storage": None if engine.storage is None else engine.storage.facts,
         "peers": None if heat is None else asdict(heat),
         "quality": quality(engine, rows, records, BASELINE),
         "lossy": {name: quality(engine, rows, records, name) for name in names if not METHODS[_method(name)].lossless},
@@ -117,6 +124,9 @@ def facts(engine: Engine) -> dict[str, Any]:
     from vivace.evaluate.roofline import measure_roofline
 
     roofline: Roofline = measure_roofline(engine.model)
+    if engine.storage is not None:  # what a pass reads anew are weights as well
+        streamed = engine.storage.plan.pass_bytes(engine.storage.store)
+        roofline = replace(roofline, weight_bytes=roofline.weight_bytes + streamed)
     measured = {**asdict(roofline), "achieved_bytes_per_s": roofline.achieved_bytes_per_s}
     return {"provenance": asdict(provenance(engine.model.device)), "roofline": measured}
 

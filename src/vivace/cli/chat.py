@@ -26,6 +26,8 @@ def chat(
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
     weights: options.Weights = "bf16",
+    memory: options.Memory = None,
+    reader: options.Reader = "auto",
     max_new_tokens: options.MaxNewTokens = None,
     do_sample: options.DoSample = None,
     temperature: options.Temperature = None,
@@ -37,7 +39,8 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Talk with a model; every turn sees the whole conversation."""
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), [method])
+    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
+    engine = open_engine(choice, [method])
     settings = options.given(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,

@@ -31,6 +31,8 @@ def serve(
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
     weights: options.Weights = "bf16",
+    memory: options.Memory = None,
+    reader: options.Reader = "auto",
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
@@ -59,13 +61,19 @@ def serve(
         int, typer.Option(help="Prompt tokens read between two steps.", min=1, rich_help_panel=_LIMITS)
     ] = 256,
     prefix_cache: Annotated[
-        str, typer.Option(help="Memory for prompts seen before; 0 keeps none.", rich_help_panel=_LIMITS)
-    ] = "256MiB",
+        str | None,
+        typer.Option(
+            help="Memory for prompts seen before; 0 keeps none. Left out: 256MiB, none with --memory.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
 ) -> None:
     """Answer HTTP requests as OpenAI's interface does, many at a time; a page to try it is at /."""
     config_of = _settings()
     if metrics_compat not in (None, "vllm"):
         raise ConfigError(f"--metrics-compat must be vllm, found {metrics_compat!r}")
+    if memory is not None and prefix_cache is not None:
+        raise ConfigError("--prefix-cache takes memory that --memory does not count; give one of the two")
     from vivace.units import parse_bytes
 
     config = config_of(
@@ -80,17 +88,18 @@ def serve(
         max_model_len=max_model_len,
         max_body_bytes=max_body_bytes,
         prefill_budget=prefill_budget,
-        prefix_cache_bytes=parse_bytes(prefix_cache),
+        prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if memory is None else "0")),
         grace_s=grace,
         metrics_compat=metrics_compat is not None,
     )
     found = options.parse_adapters(adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels, weights))
+    engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels, weights, memory, reader))
     from vivace.serve.app import Server, build
 
     server = Server(engine, config, adapters, vivace.__version__)
-    console.note(f"serving {', '.join(server.catalog.names())}; {server.max_model_len} tokens a sequence")
+    at_once = f"{server.worker.num_slots} answers at once"
+    console.note(f"serving {', '.join(server.catalog.names())}; {server.max_model_len} tokens a sequence, {at_once}")
     run(build(server), config)
 
 

@@ -72,12 +72,15 @@ class Server:
         asked = min(context, LONGEST_DEFAULT) if config.max_model_len is None else config.max_model_len
         if asked > context:
             raise Refusal(400, f"max_model_len is {asked}; the context of this model holds {context}")
+        storage = engine.storage
+        if storage is not None and config.max_model_len is None:
+            asked = storage.most_tokens(asked)
         self.max_model_len = asked
         self.calls = Calls()
         self.worker = Worker(
             engine.model,
             self.calls.mail,
-            num_slots=config.num_slots,
+            num_slots=config.num_slots if storage is None else storage.num_slots(config.num_slots, asked),
             capacity=asked,
             max_queue=config.max_queue,
             prefill_budget=config.prefill_budget,

@@ -16,6 +16,7 @@ from vivace.checkpoint.load import put
 from vivace.core.model import Decoder
 from vivace.core.packed import PackedLinear, Packer
 from vivace.core.parts import DenseParts
+from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError, CorruptError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
@@ -95,9 +96,13 @@ class Storage:
         if capacity > self.plan.num_tokens:
             raise CapacityError(
                 f"{capacity} tokens were asked for, this memory has room for the cache of {self.plan.num_tokens}; "
-                "give a lower --max-new-tokens"
+                "give a lower --max-new-tokens (a server: --max-model-len)"
             )
-        return min(wanted, self.plan.num_tokens // capacity)
+        return min(wanted, (self.plan.num_tokens + DRAFT_SLACK) // (capacity + DRAFT_SLACK))
+
+    def most_tokens(self, wanted: int) -> int:
+        """Tokens of one sequence: as many as wanted and as the plan has room for."""
+        return wanted if self.plan.budget_bytes is None else min(wanted, self.plan.num_tokens)
 
     def close(self) -> None:
         """Stop reading and let go of the file; the decoder cannot be used any more."""

@@ -1,0 +1,68 @@
+"""A server over a store under a budget: as many answers at once as there is room for, and a disk that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vivace
+from tests.serve.conftest import local
+from vivace.engine import Engine
+from vivace.errors import CapacityError
+from vivace.serve.app import Server
+from vivace.serve.config import ServeConfig
+from vivace.storage.budget import plan_memory
+from vivace.storage.convert import write_store
+from vivace.storage.store import open_store
+
+CONFIG = ServeConfig(method="plain", max_model_len=200, prefix_cache_bytes=0)
+ASK = {"model": "vivace", "prompt": "aka", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(folder / "tiny", tmp_path_factory.mktemp("stored") / "store").folder
+
+
+@pytest.fixture
+def stored(store: Path) -> Iterator[Engine]:
+    whole = plan_memory(open_store(store), None, 1024).num_bytes
+    engine = vivace.load(store, memory=int(0.96 * whole), reader="buffered", kernels="torch")
+    yield engine
+    assert engine.storage is not None
+    engine.storage.close()
+
+
+def test_a_server_keeps_to_its_budget(stored: Engine) -> None:
+    server = Server(stored, CONFIG)
+    assert (server.max_model_len, server.worker.num_slots) == (200, 4)
+    assert Server(stored, ServeConfig(prefix_cache_bytes=0)).max_model_len == 1024
+    assert stored.storage is not None
+    with pytest.raises(CapacityError, match="--max-model-len"):
+        stored.storage.num_slots(16, 1025)
+
+
+def test_a_disk_that_fails_is_told_and_the_next_answer_is_right(
+    stored: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, left = os.preadv, [0]
+
+    def failing(file: int, into: list[memoryview], at: int) -> int:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(5, "Input/output error")
+        return whole(file, into, at)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with local(stored, CONFIG) as server:
+        plain = server.http().post("/v1/completions", json=ASK).json()["choices"][0]["text"]
+        left[0] = 1
+        broken = server.http().post("/v1/completions", json=ASK)
+        assert left[0] == 0
+        assert broken.status_code == 500
+        assert broken.json()["error"]["message"] == "decoding failed; the log says why"
+        assert "Input/output error; check the disk" in caplog.text
+        assert server.http().post("/v1/completions", json=ASK).json()["choices"][0]["text"] == plain
