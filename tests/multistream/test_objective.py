@@ -13,10 +13,10 @@ from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
-from vivace.multistream.climb import StreamClimb
+from vivace.multistream.climb import Decided, StreamClimb
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
-from vivace.multistream.objective import MultistreamLoss, MultistreamObjective, Places, run_streams
+from vivace.multistream.objective import MultistreamLoss, MultistreamObjective, Places, known_in_text, run_streams
 from vivace.multistream.streams import Streams
 
 
@@ -39,12 +39,14 @@ def own_words(model, length: int = 24) -> Batch:
 
 def teacher_forced(model, streams, tokens: torch.Tensor) -> torch.Tensor:
     """Streams of every position in training's form, (B, T, streams, E)."""
+    has_feedback = streams.config.feedback
     step = Step.dense(*tokens.shape)
     entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, streams.config.insertion)
-    model.run(entering, step, streams.config.insertion)
+    final = model.run(entering, step, streams.config.insertion)
+    known = known_in_text(model, tokens, final) if has_feedback else None
     position = torch.arange(tokens.shape[1]).expand(tokens.shape)
     places = Places(position, torch.ones_like(position, dtype=torch.bool))
-    found = run_streams(model, streams, entering.view(*tokens.shape, -1), step, places)
+    found = run_streams(model, streams, entering.view(*tokens.shape, -1), step, places, known)
     return found.view(*tokens.shape, *found.shape[1:])
 
 
@@ -65,6 +67,24 @@ def test_training_form_is_decoding_form(streams, kind) -> None:
             if attach == "kept":
                 found = climb.follow(model, [0], passed.entering, cache)
             torch.testing.assert_close(found[0], expected[place], atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [{}, {"positions": "learned"}], ids=["rotary", "learned"])
+def test_feedback_is_the_same_in_training_and_decoding(streams, kind) -> None:
+    """The final residual of the kept position, and the token that follows it."""
+    model = build(torch.float32, num_layers=6, seed=3, **kind).requires_grad_(False)
+    made = streams(torch.float32, streams=3, feedback=True)
+    text = batch(0).tokens[0, :12].tolist()
+    expected = teacher_forced(model, made, torch.tensor([text]))[0]
+    climb = StreamClimb(made, StreamPlan((1, 1, 1), "kept"))
+    cache = model.new_cache(1, 64)
+    for place, token in enumerate(text[:-1]):
+        passed = climb.run(model, Draft.given_only({0: [token]}), cache)
+        cache.commit([0], [[0]])
+        decided = Decided(passed.hidden, torch.tensor(text[place + 1 : place + 2]))
+        found = climb.follow(model, [0], passed.entering, cache, decided)
+        torch.testing.assert_close(found[0], expected[place], atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()
@@ -100,11 +120,14 @@ def test_chunks_give_the_gradient_of_the_whole(deep, streams) -> None:
 
 @pytest.fixture(scope="module")
 def taught(deep) -> tuple[Streams, list[dict[str, float]]]:
+    return teach(deep(torch.float32))
+
+
+def teach(model, **fields: object) -> tuple[Streams, list[dict[str, float]]]:
     """Streams that learnt by heart what the model says, and what was seen while they did."""
-    model = deep(torch.float32)
     text = own_words(model)
     torch.manual_seed(0)
-    config = MultistreamConfig(streams=3, insertion=2, rank=16, bottleneck=64)
+    config = MultistreamConfig(streams=3, insertion=2, rank=16, bottleneck=64, **fields)
     task = MultistreamObjective(Streams(config, model.config), MultistreamLoss())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimiser = torch.optim.AdamW([{"params": g["params"]} for g in task.groups()], lr=4e-3)
@@ -127,6 +150,20 @@ def test_training_teaches_streams_and_pruner_and_leaves_the_base(taught) -> None
     assert seen[-1]["kept"] > seen[0]["kept"] + 0.3
     assert seen[-1]["stream 1"] > 0.3
     assert seen[-1]["pruner"] < seen[0]["pruner"]
+
+
+def test_streams_with_feedback_learn_and_draft_what_is_kept(deep) -> None:
+    model = deep(torch.float32)
+    made, seen = teach(model, feedback=True)
+    assert seen[-1]["kept"] > seen[0]["kept"] + 0.3
+    for part in (made.final, made.decided):
+        assert part.norm() > 0.1
+    drafter = StreamDrafter(model, made, StreamPlan((1, 1, 1), "kept"))
+    asked = [Request(tuple(range(p, p + 6)), 18, drafter) for p in range(4)]
+    found = finish(Session(model, num_slots=2, capacity=64, chunk=8), asked)
+    assert [r.tokens for r in found] == [tuple(row[6:]) for row in own_words(model).tokens.tolist()]
+    passes = sum(r.stats.num_spec_steps for r in found)
+    assert sum(r.stats.num_tokens for r in found) > 2.7 * passes
 
 
 @pytest.mark.parametrize("attach", ["every", "kept"])

@@ -168,6 +168,10 @@ def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
         return value.repeat(1, k)
     if name == "pruner.down":
         return value.repeat(1, k) / k
+    if name == "final":
+        return value.repeat(1, k, k)  # the final norm is divided by k
+    if name == "decided":
+        return value.repeat(1, k, k) / k
     return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, k)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 from vivace.multistream.config import StreamPlan
-from vivace.multistream.streams import Streams
+from vivace.multistream.streams import Streams, known_at
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class StreamPass(TargetPass):
     """(n, streams, E) at the top; None where streams follow the kept node in a pass of their own."""
     entering: Tensor | None = None
     """(n, E) residuals entering the insertion layer, for such a pass."""
+
+
+class Decided(NamedTuple):
+    """What verification left at the last committed position of each slot."""
+
+    final: Tensor
+    """(n, E) after all layers."""
+    tokens: Tensor
+    """(n,) the next root."""
 
 
 class StreamClimb:
@@ -58,12 +68,26 @@ class StreamClimb:
         top = model.run(torch.cat((main, start)), both, insertion)
         return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
 
-    def follow(self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache) -> Tensor:
-        """Streams of the last committed position of each slot, (n, E) -> (n, streams, E) at the top."""
+    def follow(
+        self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache, decided: Decided | None = None
+    ) -> Tensor:
+        """Streams of the last committed position of each slot, (n, E) -> (n, streams, E) at the top.
+
+        Args:
+            model: the target.
+            slots: n of them.
+            entering: residuals of those positions entering the insertion layer.
+            cache: where main keys and values are.
+            decided: for streams with feedback.
+        """
         count = len(self.plan.widths)
         positions = [cache.lengths[slot] + place for slot in slots for place in range(count)]
         step = Step.at(cache, [slot for slot in slots for _ in range(count)], positions)
-        start = self.streams.start(entering, count).flatten(0, 1)
+        known = None
+        if decided is not None:
+            first = step.take(torch.arange(0, len(positions), count))
+            known = known_at(model, decided.final, model.embed(decided.tokens, first))
+        start = self.streams.start(entering, count, known).flatten(0, 1)
         step = replace(step, deltas=(self.terms(0, len(start)),))
         return model.run(start, step, self.streams.config.insertion).view(len(slots), count, -1)
 

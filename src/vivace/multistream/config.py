@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -27,6 +27,9 @@ class MultistreamConfig:
     """Width of a silu bottleneck beside the feed-forward of stream rows; 0 leaves it out. Ours, not the paper's."""
     pruner_rank: int = 8
     """Of the early-exit layer that drops unlikely branches; 0 trains none."""
+    feedback: bool = False
+    """Streams also start from the kept position's final residual and from the token that was decided there. Ours: both
+    are known where streams follow the kept node (``attach: kept``), so stream 1 need not guess what is decided."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.streams <= 8:
@@ -38,6 +41,11 @@ class MultistreamConfig:
                 f"rank, bottleneck and pruner_rank must be >= 0, found {self.rank}, {self.bottleneck} "
                 f"and {self.pruner_rank}"
             )
+
+    def precedes(self, other: MultistreamConfig) -> bool:
+        """Whether streams of this shape can go on as ``other``: inserted there or above, feedback or not."""
+        as_other = replace(self, insertion=other.insertion, feedback=other.feedback)
+        return as_other == other and self.insertion >= other.insertion and other.feedback >= self.feedback
 
     def check_fits(self, num_layers: int) -> None:
         """Refuse an insertion layer that is not inside the model."""
@@ -93,6 +101,8 @@ class StreamPlan:
             raise ConfigError(
                 f"draft widths {list(self.widths)} go deeper than the {config.streams} streams that exist"
             )
+        if config.feedback and self.attach == "every":
+            raise ConfigError("these streams start from what was decided at the kept node; set attach to kept")
         if self.threshold and not config.pruner_rank:
             raise ConfigError(f"threshold is {self.threshold:g}, but these streams were trained without a pruner")
 
@@ -103,7 +113,8 @@ def plans_to_try(config: MultistreamConfig) -> list[StreamPlan]:
     shapes += [(width, *[1] * (depth - 1)) for depth in range(1, config.streams + 1) for width in (2, 3)]
     shapes += [(2, 2, *[1] * (depth - 2)) for depth in range(2, config.streams + 1)]
     plans = [StreamPlan(widths, "kept") for widths in shapes]
-    plans += [StreamPlan(widths) for widths in shapes if _fits(widths)]
+    if not config.feedback:
+        plans += [StreamPlan(widths) for widths in shapes if _fits(widths)]
     if config.pruner_rank:
         plans += [StreamPlan(widths, "kept", sure) for widths in shapes if max(widths) > 1 for sure in (0.01, 0.05)]
     return plans

@@ -14,7 +14,7 @@ from torch import Tensor
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.plain import Forgetful
-from vivace.multistream.climb import StreamClimb, StreamPass
+from vivace.multistream.climb import Decided, StreamClimb, StreamPass
 from vivace.multistream.config import StreamPlan
 from vivace.multistream.streams import Streams
 
@@ -42,8 +42,11 @@ class StreamDrafter(Forgetful):
         self.plan = plan
         self.climb = StreamClimb(streams, plan)
         self.traversal: Traversal = self.climb
+        self.has_feedback = streams.config.feedback
         self._kept: dict[int, Tensor] = {}
         """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
+        self._final: dict[int, Tensor] = {}
+        """Of the same node: what came out at the top (E,), for streams with feedback."""
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and a tree below the root of every slot whose streams are known."""
@@ -56,9 +59,15 @@ class StreamDrafter(Forgetful):
             return draft
         kept = torch.stack([self._kept[slot] for slot in guessing])
         if self.plan.attach == "kept":
-            kept = self.climb.follow(self.model, guessing, kept, context.cache)
+            kept = self.climb.follow(self.model, guessing, kept, context.cache, self._decided(context, guessing))
         guesses = dict(zip(guessing, self._guesses(kept), strict=True))
         return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
+
+    def _decided(self, context: Context, slots: Sequence[int]) -> Decided | None:
+        if not self.has_feedback:
+            return None
+        roots = torch.tensor([context.tokens[slot][-1] for slot in slots])
+        return Decided(torch.stack([self._final[slot] for slot in slots]), roots)
 
     def _guesses(self, streams: Tensor) -> list[list[list[int]]]:
         """Tokens to try, likeliest first, by slot and stream; the head reads the streams of kept nodes only."""
@@ -79,11 +88,14 @@ class StreamDrafter(Forgetful):
         assert left is not None
         for slot, path in zip(draft.slots, verdict.paths, strict=True):
             self._kept[slot] = left[path[-1]]
+            if self.has_feedback:
+                self._final[slot] = passed.hidden[path[-1]]
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""
         for slot in slots:
             self._kept.pop(slot, None)
+            self._final.pop(slot, None)
 
 
 def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:

@@ -25,7 +25,7 @@ from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multistream.attention import Heads, attend_streams, stream_mask
-from vivace.multistream.streams import Streams
+from vivace.multistream.streams import Streams, known_at
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Frozen:
     """(B, T, E) at the top."""
     memory: Step
     """Keeps keys and values of every layer."""
+    known: Tensor | None = None
+    """(B, T, 2, E) what ``known_at`` gives at every position, zeros for the token after the last."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,16 @@ class MultistreamObjective:
         insertion = self.streams.config.insertion
         entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
         final = model.run(entering, step, insertion)
-        return Frozen(entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1), step)
+        known = None
+        if self.streams.config.feedback:
+            known = known_in_text(model, tokens, final)
+        return Frozen(entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1), step, known)
 
     def _chunk(
         self, model: Decoder, batch: Batch, frozen: Frozen, places: Places, total: int
     ) -> tuple[Tensor, Mapping[str, float]]:
         """Loss of the streams of some positions, as their share of the batch's mean."""
-        hidden = run_streams(model, self.streams, frozen.entering, frozen.memory, places)
+        hidden = run_streams(model, self.streams, frozen.entering, frozen.memory, places, frozen.known)
         count, length = hidden.shape[1], batch.tokens.shape[1]
         row = places.real.nonzero()[:, :1]
         heard = places.position[places.real][:, None] + torch.arange(1, count + 1)  # whose law a stream shall give
@@ -141,7 +146,16 @@ class MultistreamObjective:
         return loss, _agreement(guess.detach(), truth, scored, total)
 
 
-def run_streams(model: Decoder, streams: Streams, entering: Tensor, step: Step, places: Places) -> Tensor:
+def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
+    """What feedback reads at every position, (B, T) and (B * T, E) -> (B, T, 2, E)."""
+    decided = model.embed(tokens.reshape(-1), Step.dense(*tokens.shape)).view(*tokens.shape, -1)
+    decided = F.pad(decided[:, 1:], (0, 0, 0, 1)).flatten(0, 1)
+    return known_at(model, final, decided).view(*tokens.shape, 2, -1)
+
+
+def run_streams(
+    model: Decoder, streams: Streams, entering: Tensor, step: Step, places: Places, known: Tensor | None = None
+) -> Tensor:
     """Streams of some positions through the layers from the insertion layer on.
 
     Args:
@@ -150,14 +164,15 @@ def run_streams(model: Decoder, streams: Streams, entering: Tensor, step: Step, 
         entering: (B, T, E) main stream at the insertion layer.
         step: the dense call that holds the main stream's keys and values.
         places: where streams start, n of them real.
+        known: (B, T, 2, E) for streams with feedback.
 
     Returns:
         (n, streams, E) before the final norm.
     """
     count, config = streams.config.streams, model.config
     position, real = places.position, places.real
-    main = entering[torch.arange(len(position))[:, None], position][real]
-    h = streams.start(main, count).flatten(0, 1)
+    at = torch.arange(len(position))[:, None], position
+    h = streams.start(entering[at][real], count, None if known is None else known[at][real]).flatten(0, 1)
     stands = (position[real][:, None] + torch.arange(1, count + 1)).reshape(-1)
     own = OwnRows()
     rows = len(stands)

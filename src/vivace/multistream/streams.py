@@ -12,19 +12,25 @@ to the layers, streams are tokens that have not been said yet.
 
 The paper's lossless mode freezes the model and gives stream rows adapters; their form is not known to us. Ours:
 low-rank terms on q, k, v and o and a silu bottleneck beside the feed-forward, on stream rows alone, up factors
-zero at first.
+zero at first. ``feedback`` is ours as well: where streams run after verification, the position's final residual and
+the token decided there are known, and
+
+    S_tj = M_t + P_j + A_j norm(final_t) + B_j rms(embed(x_{t+1}))          A, B zero at first
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
+from vivace.kernels.reference import linear
 from vivace.multistream.config import MultistreamConfig
 
 
@@ -42,15 +48,32 @@ class Streams(nn.Module):
         self.config = config
         self.embeddings = nn.Parameter(torch.randn(config.streams, model.width) * 0.02)
         """P, (streams, E)."""
+        fed = config.streams if config.feedback else 0
+        self.final = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
+        """A, (streams, E, E)."""
+        self.decided = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
+        """B, as A."""
         shapes = _shapes(config, model)
         self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
         self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
         self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
         self.pruner = Pruner(model.width, config.pruner_rank) if config.pruner_rank else None
 
-    def start(self, main: Tensor, count: int) -> Tensor:
-        """The first ``count`` streams of rows entering the insertion layer, (n, E) -> (n, count, E)."""
-        return (main[:, None] + self.embeddings[:count]).to(main.dtype)
+    def start(self, main: Tensor, count: int, known: Tensor | None = None) -> Tensor:
+        """The first ``count`` streams of rows entering the insertion layer, (n, E) -> (n, count, E).
+
+        Args:
+            main: the rows.
+            count: streams of each.
+            known: (n, 2, E) what ``known_at`` gives for them, for streams with feedback.
+        """
+        start = main[:, None] + self.embeddings[:count]
+        if known is not None:
+            for weight, told in zip((self.final, self.decided), known.unbind(1), strict=True):
+                assert weight is not None, "only streams with feedback are told"
+                flat = weight[:count].flatten(0, 1)
+                start = start + linear(told.to(flat.dtype), flat).view(len(main), count, -1)
+        return start.to(main.dtype)
 
     def terms(self, which: Tensor) -> Deltas:
         """The adapters as data for a call; ``which`` (T,) is 0 on stream rows and -1 elsewhere."""
@@ -61,10 +84,35 @@ class Streams(nn.Module):
         """Terms in float32: on a CPU, PyTorch multiplies matrices this small several times faster than in bfloat16."""
         self.down.float()
         self.up.float()
+        if self.final is not None and self.decided is not None:
+            self.final.data, self.decided.data = self.final.data.float(), self.decided.data.float()
+
+    @torch.no_grad()
+    def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from ``other``, of a shape that precedes this one, with these weights; what it lacks stays as it is."""
+        other.load_state_dict({name: value.float() for name, value in tensors.items()})
+        for mine, theirs in zip(self._by_site, other._by_site, strict=True):
+            for site, weight in theirs.items():
+                mine[site].copy_(weight)
+        own = dict(self.named_parameters())
+        for name, weight in other.named_parameters():
+            if not name.startswith(("down.", "up.")):
+                own[name].copy_(weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Named weights for a file."""
         return {name: value.detach() for name, value in self.state_dict().items()}
+
+
+def known_at(model: Decoder, final: Tensor, decided: Tensor) -> Tensor:
+    """What feedback reads, (n, 2, E).
+
+    Args:
+        model: the target.
+        final: (n, E) residuals after all layers.
+        decided: (n, E) embedded token that follows each.
+    """
+    return torch.stack((model.norm(final), F.rms_norm(decided, decided.shape[-1:])), 1)
 
 
 class Pruner(nn.Module):

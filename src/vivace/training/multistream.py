@@ -11,6 +11,7 @@ from vivace.multistream.calibration import SURVIVING, kept_edges, threshold_for
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.multistream.streams import Streams
+from vivace.recipe import build
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 
 
@@ -24,7 +25,8 @@ class MultistreamRecipe(FrozenRecipe):
     plan: StreamPlan = field(default_factory=StreamPlan)
     """Shape of the draft, saved with the weights."""
     start: str | None = None
-    """Folder of streams whose weights training goes on from, such as those that learnt other text first."""
+    """Folder of streams whose weights training goes on from, such as those that learnt other text first. They may be
+    inserted higher up, and know no feedback: what they lack begins untrained."""
     tokens_per_batch: int = 2048
 
     def __post_init__(self) -> None:
@@ -41,12 +43,13 @@ class MultistreamRecipe(FrozenRecipe):
         streams = Streams(self.adapter, model)
         if self.start is not None:
             written, tensors = load_adapter(self.start, base_hash(ground.engine.folder))
-            if written["kind"] != self.kind or written["config"] != asdict(self.adapter):
+            known = build(MultistreamConfig, written["config"]) if written["kind"] == self.kind else None
+            if known is None or not known.precedes(self.adapter):
                 raise MismatchError(
                     f"{self.start} is an adapter for {written['kind']} with {written['config']}; training goes on from "
-                    f"one for {self.kind} with {asdict(self.adapter)}"
+                    f"one for {self.kind} with {asdict(self.adapter)}, inserted there or above"
                 )
-            streams.load_state_dict({name: value.float() for name, value in tensors.items()})
+            streams.take_over(Streams(known, model), tensors)
         return StreamTraining(self, streams, ground)
 
 
