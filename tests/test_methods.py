@@ -43,6 +43,18 @@ def test_methods_that_draft_with_the_same_weights_share_them(folder: Path, calls
     assert calls == ["base_hash", "load_adapter"]
 
 
+def test_auto_drafts_with_the_drafters_of_the_methods(folder: Path) -> None:
+    """Rough copies of weights and what was measured are made once, whoever asks first."""
+    make_adapter(folder / "adapters" / "multirate", folder)
+    found = Methods(load_decoder(folder), folder, {})
+    auto, multirate = found.drafter("auto"), found.drafter("multirate")
+    assert multirate in auto.drafters
+    assert found.drafter("lookup") in auto.drafters
+    others = found.drafter("multirate+lookup"), found.drafter("multirate", 2)
+    assert all(other.guess is multirate.guess for other in others)
+    assert others[0] not in auto.drafters
+
+
 def test_a_base_is_read_once_for_all_adapters_named(folder: Path, tmp_path: Path, calls: list[str]) -> None:
     assert adapters_by_method([], folder) == {}
     assert calls == []

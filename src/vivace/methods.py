@@ -31,7 +31,7 @@ from vivace.decode.session import DRAFT_SLACK
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.multirate.config import MultirateConfig
-from vivace.multirate.drafter import self_speculation
+from vivace.multirate.drafter import AcceleratedGuess, drafter_by
 from vivace.multirate.dynamic import DynamicConfig, DynamicDepth, DynamicPlan, DynamicWeights
 from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightPlan
 from vivace.multirate.residual import Accelerator
@@ -146,13 +146,13 @@ class Methods:
             case "draft":
                 return self._draft_model(length)
             case "multirate" | "multirate+lookup":
-                accelerator, plan = self._accelerator
+                guess, plan = self._guess
                 plan = plan if length is None else replace(plan, widths=(1,) * length)
                 lookup = _lookup(length) if method.endswith("lookup") else None
-                return self_speculation(self.model, accelerator, plan, lookup=lookup)
+                return drafter_by(guess, plan, lookup=lookup)
             case "multistream":
                 return self._streams(length)
-            case "medusa" | "eagle" | "deed":
+            case "medusa" | "eagle" | "deed" | "uno":
                 return self._rival(method, length)
             case "foresight":
                 return self._foresight(length)
@@ -165,18 +165,19 @@ class Methods:
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
-        """Everything that can draft here without further files."""
-        return Adaptive([self._make(name, None) for name in ("lookup", "multirate", "draft") if name in self.ready()])
+        """Everything that can draft here without further files, by the drafters of those methods themselves."""
+        return Adaptive([self.drafter(name) for name in ("lookup", "multirate", "draft") if name in self.ready()])
 
     @cached_property
-    def _accelerator(self) -> tuple[Accelerator, DraftPlan]:
-        """Weights and plan of multirate, read once for all methods that draft with them."""
+    def _guess(self) -> tuple[AcceleratedGuess, DraftPlan]:
+        """Weights and plan of multirate, read and laid out once for all methods that draft with them."""
         written, tensors = self._adapter("multirate", "an accelerator")
         accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
         self._require_shapes("multirate", accelerator.state_dict(), tensors)
         accelerator.load_state_dict(dict(tensors))
         plan = self.plan if isinstance(self.plan, DraftPlan) else build(DraftPlan, written["plan"])
-        return accelerator.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+        accelerator.to(self.model.device, self.model.dtype).requires_grad_(False)
+        return AcceleratedGuess(self.model, accelerator), plan
 
     def _rival(self, method: str, length: int | None) -> Drafter:
         """One of ``baselines/`` that has weights."""

@@ -117,6 +117,32 @@ def test_no_longer_than_guesses_are_right(models, setting) -> None:
     assert priced.asked[-4] == 2
 
 
+def test_depths_that_were_given_up_are_tried_again(models, setting) -> None:
+    """Guesses that were wrong beyond the second depth become right; the drafter that is taken is asked for more."""
+    _, priced, request = setting(100, cost=0.1, right=2)
+    model = models(BF16)
+    run(model, request)
+    assert priced.asked[-4] == 2
+    priced.right, before = LONGEST, len(priced.asked)
+    for _ in range(3):
+        run(model, request)
+    later = priced.asked[before:]
+    assert LONGEST in later[: 2 * PROBE_EVERY]
+    assert sum(n == LONGEST for n in later[-20:]) > 10
+
+
+def test_looking_further_costs_few_steps_and_fewer_each_time(models, setting) -> None:
+    _, priced, request = setting(100, cost=0.1, right=2)
+    model = models(BF16)
+    for _ in range(8):
+        run(model, request)
+    far = [step for step, n in enumerate(priced.asked) if n == LONGEST]
+    gaps = [late - early for early, late in pairwise(far)]
+    waits = [gap for gap in gaps if gap >= PROBE_EVERY]
+    assert len(waits) >= 3
+    assert all(late > 1.5 * early for early, late in pairwise(waits))
+
+
 def test_dear_drafts_are_left_alone_and_the_reason_is_given(models, setting) -> None:
     adaptive, priced, request = setting(90, cost=2.0)
     reasons = run(models(BF16), request)

@@ -3,8 +3,9 @@
 For every way to draft and every number of guesses n the gain of a step is ``E(n) / t(n)``:
 ``E(n) = 1 + sum_{i<=n} p_i`` tokens, p_i the share of steps in which the guess at depth i was kept, and t(n)
 the wall time of a step, fitted as ``a + b n`` to this machine's own steps. Both forget old steps, so a
-drafter that becomes slow or wrong is dropped while it runs. Drafting nothing is one of the choices, and a
-normal one: on a busy machine or a hard text it wins.
+drafter that becomes slow or wrong is dropped while it runs. One that is taken is now and then asked for the
+longest draft, so that it is seen when more guesses would be kept, or cost less, than at the last look.
+Drafting nothing is one of the choices, and a normal one: on a busy machine or a hard text it wins.
 
 What was measured is kept per batch size (steps of 8 sequences cost something else than steps of one) and
 outlives a request: an ``Adaptive`` is made once per model.
@@ -51,18 +52,24 @@ class Measured:
     """Steps since it was last taken."""
     wait: int = PROBE_EVERY
     """Idle steps before it is tried again."""
+    short: int = 0
+    """Steps since it was last asked for the longest draft."""
+    patience: int = PROBE_EVERY
+    """Short steps before it is asked for the longest again."""
 
     def record(self, guesses: float, seconds: float, allowed: int, accepted: Sequence[int]) -> None:
         """Add a step: mean guesses per slot, its wall time, guesses allowed, guesses kept per slot."""
         for name, value in (("weight", 1.0), ("n", guesses), ("nn", guesses**2), ("t", seconds)):
             setattr(self, name, FORGET * getattr(self, name) + value)
         self.nt = FORGET * self.nt + guesses * seconds
+        self.tried = [FORGET * count for count in self.tried]  # a depth left alone is forgotten as well
+        self.kept = [FORGET * count for count in self.kept]
         for depth in range(allowed):
-            self.tried[depth] = FORGET * self.tried[depth] + 1
-            share = sum(count > depth for count in accepted) / len(accepted)
-            self.kept[depth] = FORGET * self.kept[depth] + share
+            self.tried[depth] += 1
+            self.kept[depth] += sum(count > depth for count in accepted) / len(accepted)
         self.steps += 1
         self.idle = 0
+        self.short = 0 if allowed == LONGEST else self.short + 1
 
     def seconds(self, guesses: int) -> float:
         """t(n): the fitted line, flat while only one n was seen."""
@@ -75,6 +82,15 @@ class Measured:
         """E(n): depths never tried count as never kept."""
         pairs = zip(self.kept[:guesses], self.tried[:guesses], strict=True)
         return 1 + sum(kept / tried if tried else 0.0 for kept, tried in pairs)
+
+    def is_due(self, guesses: int, room: int) -> bool:
+        """Whether to ask for the longest draft instead of this many guesses; each time in vain it waits longer."""
+        if guesses == LONGEST:
+            self.patience = PROBE_EVERY
+        if self.short < self.patience or room < LONGEST:
+            return False
+        self.patience = min(2 * self.patience, LONGEST_WAIT)
+        return True
 
     def best(self) -> tuple[int, float]:
         """(n, tokens per second) with the highest rate, n >= 1."""
@@ -136,6 +152,8 @@ class Adaptive:
         arms[index if gain >= MARGIN else 0].wait = PROBE_EVERY
         if gain < MARGIN:
             return Choice(0, 0, f"{name} would give {gain:.2f}x plain at batch {self._batch}: not drafting")
+        if arms[index].is_due(guesses, room):
+            return Choice(index, LONGEST, f"measuring {name}")
         return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {self._batch}")
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:

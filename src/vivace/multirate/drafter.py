@@ -69,5 +69,10 @@ def self_speculation(
         plan: shape of the draft.
         lookup: drafts instead wherever the text repeats itself (``multirate+lookup``).
     """
+    return drafter_by(AcceleratedGuess(model, accelerator), plan, lookup=lookup)
+
+
+def drafter_by(guess: AcceleratedGuess, plan: DraftPlan, *, lookup: PromptLookup | None = None) -> ShallowDrafter:
+    """``self_speculation`` by a guess that other drafters may have too: their rough copies of weights are the same."""
     name = "multirate" if lookup is None else "multirate+lookup"
-    return ShallowDrafter(model, AcceleratedGuess(model, accelerator), plan, name=name, first=lookup)
+    return ShallowDrafter(guess.model, guess, plan, name=name, first=lookup)
