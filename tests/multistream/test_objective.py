@@ -8,6 +8,7 @@ import torch
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build
+from vivace.core.branches import Places
 from vivace.core.seams import Batch, Draft
 from vivace.core.step import Step
 from vivace.decode.request import Request
@@ -16,7 +17,7 @@ from vivace.errors import ConfigError
 from vivace.multistream.climb import Decided, StreamClimb
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
-from vivace.multistream.objective import MultistreamLoss, MultistreamObjective, Places, known_in_text, run_streams
+from vivace.multistream.objective import MultistreamLoss, MultistreamObjective, known_in_text, run_streams
 from vivace.multistream.streams import Streams
 
 

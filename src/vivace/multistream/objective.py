@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.core.model import Decoder, Layer
+from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
+from vivace.core.model import Decoder
 from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
-from vivace.multistream.attention import Heads, attend_streams, stream_mask
 from vivace.multistream.streams import Streams, known_at
 
 
@@ -63,26 +63,6 @@ class Frozen:
     """(B, T, 2, E) what ``known_at`` gives at every position, zeros for the token after the last."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Positions that carry streams: (B, P) and which of them are not padding."""
-
-    position: Tensor
-    real: Tensor
-
-
-class OwnRows:
-    """Fills ``Memory`` for one layer's projections: keeps what streams would store, for themselves alone."""
-
-    def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values (n, K, D)."""
-        self.keys, self.values = keys, values
-
-    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What was put last."""
-        return self.keys, self.values
-
-
 class MultistreamObjective:
     """Fills ``Objective``: owns streams, leaves the decoder as it is."""
 
@@ -103,8 +83,11 @@ class MultistreamObjective:
         """The loss in chunks of positions that add up to the mean, then the pruner's."""
         frozen = self._frozen(model, batch.tokens)
         total = len(batch.predicting)
-        for places in _chunks(batch.scored, self.loss.rows):
+        for places in places_of(batch.scored, self.loss.rows):
             yield self._chunk(model, batch, frozen, places, total)
+        yield from self._pruned(model, batch, frozen)
+
+    def _pruned(self, model: Decoder, batch: Batch, frozen: Frozen) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         if self.streams.pruner is not None and self.loss.pruner:
             rows = batch.predicting
             logits = model.head(self.streams.pruner(frozen.entering.flatten(0, 1)[rows]))
@@ -130,20 +113,15 @@ class MultistreamObjective:
     ) -> tuple[Tensor, Mapping[str, float]]:
         """Loss of the streams of some positions, as their share of the batch's mean."""
         hidden = run_streams(model, self.streams, frozen.entering, frozen.memory, places, frozen.known)
-        count, length = hidden.shape[1], batch.tokens.shape[1]
-        row = places.real.nonzero()[:, :1]
-        heard = places.position[places.real][:, None] + torch.arange(1, count + 1)  # whose law a stream shall give
-        inside = heard.clamp(max=length - 2)
-        scored = batch.scored[row, inside + 1] & (heard < length - 1)
-        level = torch.arange(count).expand_as(heard)[scored]
+        heard = Heard.of(places, hidden.shape[1], batch.scored)
         with torch.no_grad():
-            truth = model.head(frozen.final[row, inside][scored])
+            truth = model.head(frozen.final[heard.text, heard.position])
             wanted = torch.softmax(truth, -1).mul_(1 - self.loss.hard)
-            targets = batch.tokens[row, inside + 1][scored]
+            targets = batch.tokens[heard.text, heard.position + 1]
             wanted.scatter_add_(1, targets[:, None], torch.full((len(targets), 1), self.loss.hard))
-        guess = model.head(hidden[scored])
-        loss = (self.loss.decay**level * F.cross_entropy(guess, wanted, reduction="none")).sum() / total
-        return loss, _agreement(guess.detach(), truth, scored, total)
+        guess = model.head(hidden[heard.scored])
+        loss = (self.loss.decay**heard.level * F.cross_entropy(guess, wanted, reduction="none")).sum() / total
+        return loss, heard.agreement(guess.detach(), truth, total, "stream")
 
 
 def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
@@ -169,49 +147,9 @@ def run_streams(
     Returns:
         (n, streams, E) before the final norm.
     """
-    count, config = streams.config.streams, model.config
-    position, real = places.position, places.real
-    at = torch.arange(len(position))[:, None], position
-    h = streams.start(entering[at][real], count, None if known is None else known[at][real]).flatten(0, 1)
-    stands = (position[real][:, None] + torch.arange(1, count + 1)).reshape(-1)
-    own = OwnRows()
-    rows = len(stands)
-    which = torch.zeros(rows, dtype=torch.int64)
-    call = Step(own, which, stands, stands, stands + 1, None, rows, rows, deltas=(streams.terms(which),))
-    windows = {config.window(index) for index in range(streams.config.insertion, config.num_layers)}
-    masks = {window: stream_mask(position, count, entering.shape[1], window) for window in windows}
-
-    def spread(heads: Tensor) -> Tensor:
-        """(n * streams, heads, D) -> (B, P, streams, heads, D), zeros where nothing is real."""
-        wide = heads.new_zeros(*real.shape, count, *heads.shape[1:])
-        wide[real] = heads.view(-1, count, *heads.shape[1:])
-        return wide
-
-    for index in range(streams.config.insertion, config.num_layers):
-        layer = model.layers[index]
-        assert isinstance(layer, Layer)
-        q = layer.project(h, call)
-        heads = Heads(spread(q), spread(own.keys), spread(own.values))
-        stored, mask = step.memory.stored(index), masks[config.window(index)]
-        read = attend_streams(heads, stored, mask, scale=config.scale, softcap=config.attention_softcap)
-        h = layer.feed(layer.output(h, read[real].reshape(rows, -1, config.head_dim), call), call)
-    return h.view(-1, count, h.shape[1])
-
-
-def _chunks(scored: Tensor, rows: int) -> Iterator[Places]:
-    """Positions whose next token is scored, row by row from the left, at most about ``rows`` at a time."""
-    predicting = F.pad(scored[:, 1:], (0, 1))
-    order = predicting.int().argsort(dim=1, descending=True, stable=True)
-    longest = int(predicting.sum(1).max())
-    width = max(1, rows // len(scored))
-    for first in range(0, longest, width):
-        position = order[:, first : min(first + width, longest)]
-        yield Places(position, predicting.gather(1, position))
-
-
-def _agreement(guess: Tensor, truth: Tensor, scored: Tensor, total: int) -> dict[str, float]:
-    """Share of positions at which each stream names the model's choice, and guesses kept by a chain of them."""
-    right = torch.zeros(scored.shape)
-    right[scored] = (guess.argmax(-1) == truth.argmax(-1)).float()
-    seen = {f"stream {place + 1}": float(share) for place, share in enumerate(right.sum(0) / total)}
-    return {**seen, "kept": float(right.cumprod(-1).sum()) / total}
+    count = streams.config.streams
+    at = torch.arange(len(places.position))[:, None], places.position
+    carrying = None if known is None else known[at][places.real]
+    h = streams.start(entering[at][places.real], count, carrying).flatten(0, 1)
+    call = branch_call(places, count, streams.terms)
+    return run_branches(model, h, call, step, places, streams.config.insertion)
