@@ -55,6 +55,7 @@ METHODS: Mapping[str, Method] = {
         Method("lookahead", "Jacobi windows fill an n-gram pool", built=True),
         Method("eagle", "a one-layer feature drafter", built=True, adapter="eagle"),
         Method("deed", "early exit with an adapter drafts", built=True, adapter="deed"),
+        Method("uno", "the model with low-rank terms drafts a block in one pass", built=True, adapter="uno"),
         Method("layerskip", "the lower layers of a model trained for it draft", built=True),
         Method("foresight", "plain decoding that tells which experts will be needed", built=True, adapter="foresight"),
         Method("calm", "leave early by confidence", built=True, adapter="calm", lossless=False),

@@ -8,9 +8,10 @@ Talwalkar 2016, arXiv:1502.07943).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from vivace.baselines.exits import ExitConfig
 from vivace.baselines.lookahead import LookaheadPlan
@@ -25,7 +26,7 @@ from vivace.methods import AnyPlan
 from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
 
 BASELINE = "plain"
-TUNED = ("multirate", "multistream", "medusa", "eagle", "deed", "layerskip", "lookahead", "draft")
+TUNED = ("multirate", "multistream", "medusa", "eagle", "deed", "uno", "layerskip", "lookahead", "draft")
 """Methods whose draft has a shape to find."""
 _FIRST_PROMPTS = 8
 _FINALISTS = 3
@@ -89,16 +90,25 @@ def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[AnyPlan
         case "lookahead":
             return [LookaheadPlan(n, w, g) for n in range(3, min(6, longest + 2)) for w, g in ((3, 3), (5, 5), (7, 3))]
         case "multistream":
-            folder = engine.methods.adapter_folder("multistream")
-            written = {} if folder is None else load_adapter(folder)[0]["config"]
-            return [plan for plan in plans_to_try(MultistreamConfig(**written)) if len(plan.widths) <= longest]
+            streams = MultistreamConfig(**_trained(engine, "multistream"))
+            return [plan for plan in plans_to_try(streams) if len(plan.widths) <= longest]
         case "medusa":
-            folder = engine.methods.adapter_folder("medusa")
-            heads = load_adapter(folder)[0]["config"]["heads"] if folder is not None else longest
+            heads = _trained(engine, "medusa").get("heads", longest)
             fit = [plan.widths for plan in plans if len(plan.widths) <= heads and plan == DraftPlan(plan.widths)]
             sparse = [MedusaPlan((5, 4, 3, 2, 2, 1, 1, 1)[:heads], nodes) for nodes in (4, 8, 12, 16, 24)]
             return [*map(MedusaPlan, fit), *sparse]
+        case "uno":
+            block = min(_trained(engine, "uno").get("block", longest), longest)
+            chains = [MedusaPlan((1,) * length) for length in range(1, block + 1)]
+            trees = [MedusaPlan((1, 4, 3, 2, 2, *[2] * block)[:block], nodes) for nodes in (4, 8, 12, 16, 24)]
+            return [*chains, *trees]
     return list(plans)
+
+
+def _trained(engine: Engine, kind: str) -> Mapping[str, Any]:
+    """What the weights of a kind are for, as their file says; nothing where a model has no folder."""
+    folder = engine.methods.adapter_folder(kind)
+    return {} if folder is None else load_adapter(folder)[0]["config"]
 
 
 def keep_plan(engine: Engine, method: str, plan: AnyPlan) -> str:

@@ -13,6 +13,7 @@ from vivace.baselines.eagle import Eagle, EagleConfig, EagleLayer
 from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
 from vivace.baselines.lookahead import Lookahead, LookaheadPlan
 from vivace.baselines.medusa import Medusa, MedusaConfig, MedusaHeads, MedusaPlan
+from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
 from vivace.decode.shallow import DraftPlan
@@ -27,6 +28,9 @@ RIVALS: dict[str, tuple[object, object]] = {
     "eagle tree": (EagleConfig(), DraftPlan((2, 2, 1))),
     "deed chain": (ExitConfig(2, 8), DraftPlan.chain(3)),
     "deed tree": (ExitConfig(1, 8), DraftPlan((2, 2, 1))),
+    "uno chain": (UnoConfig(4, 4), MedusaPlan((1, 1, 1, 1))),
+    "uno tree": (UnoConfig(3, 4), MedusaPlan((2, 2, 1))),
+    "uno sparse": (UnoConfig(5, 4), MedusaPlan((1, 4, 3, 2), 9)),
     "layerskip": (ExitConfig(2), DraftPlan.chain(3)),
     "lookahead": (None, LookaheadPlan()),
     "lookahead wide": (None, LookaheadPlan(3, 12, 4, from_prompt=False)),
@@ -77,5 +81,7 @@ def rival(name: str, model: Decoder, *, on: Decoder | None = None) -> Drafter:
             return Eagle(target, noisy(EagleLayer(config, model.config), model.dtype), plan)
         case ExitConfig():
             return exit_drafter(target, noisy(Exit(config, model.config), model.dtype), plan)
+        case UnoConfig():
+            return Uno(target, noisy(UnoTerms(config, model.config), model.dtype), plan)
         case _:
             return Lookahead(target, plan)

@@ -12,6 +12,7 @@ import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.baselines.exits import ExitConfig
 from vivace.baselines.medusa import MedusaConfig, MedusaPlan
+from vivace.baselines.uno import UnoConfig
 from vivace.checkpoint.adapters import load_adapter
 from vivace.core.seams import Batch
 from vivace.decode.shallow import DraftPlan
@@ -23,7 +24,7 @@ from vivace.train.report import Lines
 from vivace.train.scratch import ShapeConfig
 from vivace.training.draft import DraftRecipe, train_draft
 from vivace.training.frozen import Ground
-from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, RivalRecipe
+from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, RivalRecipe, UnoRecipe
 from vivace.training.run import train_adapter
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
@@ -32,6 +33,7 @@ RECIPES: dict[str, RivalRecipe] = {
     "medusa": MedusaRecipe(**SETTINGS, adapter=MedusaConfig(2), plan=MedusaPlan((2, 1))),
     "eagle": EagleRecipe(**SETTINGS, plan=DraftPlan((2, 1))),
     "deed": DeedRecipe(**SETTINGS, adapter=ExitConfig(2, 8), plan=DraftPlan.chain(3)),
+    "uno": UnoRecipe(**SETTINGS, adapter=UnoConfig(4, 4), plan=MedusaPlan((1, 1, 1))),
 }
 
 

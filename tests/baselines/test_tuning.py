@@ -10,8 +10,10 @@ import pytest
 import vivace
 from tests.baselines.conftest import noisy
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.baselines.kinds import KINDS
 from vivace.baselines.lookahead import LookaheadPlan
-from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
+from vivace.baselines.medusa import MedusaConfig, MedusaPlan
+from vivace.baselines.uno import UnoConfig
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, NotFoundError
@@ -21,14 +23,13 @@ from vivace.tuning import TUNED, candidates_of, describe, keep_plan, search
 
 @pytest.fixture
 def engine(tmp_path: Path) -> vivace.Engine:
-    """A tiny model with random Medusa heads."""
+    """A tiny model with random Medusa heads and random terms of UNO."""
     place = make_checkpoint(tmp_path / "base", layers=4)
-    config = MedusaConfig(2)
     model = vivace.load(place).model
-    tensors = noisy(MedusaHeads(config, model.config), model.dtype).tensors()
-    save_adapter(
-        place / "adapters" / "medusa", "medusa", base_hash(place), asdict(MedusaPlan((1, 1))), asdict(config), tensors
-    )
+    for kind, config in (("medusa", MedusaConfig(2)), ("uno", UnoConfig(3, 4))):
+        tensors = noisy(KINDS[kind].weights(config, model.config), model.dtype).tensors()
+        plan = asdict(MedusaPlan((1, 1)))
+        save_adapter(place / "adapters" / kind, kind, base_hash(place), plan, asdict(config), tensors)
     return vivace.load(place)
 
 
@@ -36,7 +37,9 @@ def test_every_candidate_is_another_draft(engine: vivace.Engine) -> None:
     for method in set(TUNED) - {"multistream"}:  # its plans depend on an adapter, see tests/multistream
         plans = candidates_of(engine, method, 4)
         assert len({describe(plan) for plan in plans}) == len(plans) > 2, method
-    assert max(len(plan.widths) for plan in candidates_of(engine, "medusa") if isinstance(plan, MedusaPlan)) == 2
+    for method, deepest in (("medusa", 2), ("uno", 3)):
+        plans = candidates_of(engine, method)
+        assert max(len(plan.widths) for plan in plans if isinstance(plan, MedusaPlan)) == deepest
     with pytest.raises(NotFoundError, match="multistream"):
         candidates_of(engine, "multistream", 4)
     with pytest.raises(ConfigError, match="'plain' has no draft to tune"):
@@ -47,6 +50,7 @@ def test_every_candidate_is_another_draft(engine: vivace.Engine) -> None:
     ("method", "plan"),
     [
         ("medusa", MedusaPlan((2, 1), 2)),
+        ("uno", MedusaPlan((1, 2, 2), 4)),
         ("layerskip", DraftPlan.chain(2)),
         ("lookahead", LookaheadPlan(3, 2, 2)),
     ],

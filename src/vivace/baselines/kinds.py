@@ -10,8 +10,9 @@ from vivace.baselines.eagle import Eagle, EagleConfig, EagleLayer
 from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
 from vivace.baselines.lookahead import LookaheadPlan
 from vivace.baselines.medusa import Medusa, MedusaConfig, MedusaHeads, MedusaPlan
-from vivace.baselines.objectives import EagleObjective, ExitObjective, MedusaObjective, RivalLoss
+from vivace.baselines.objectives import EagleObjective, ExitObjective, MedusaObjective, RivalLoss, UnoObjective
 from vivace.baselines.trained import Trained
+from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter, Objective
@@ -38,5 +39,6 @@ KINDS: Mapping[str, Kind] = {
     "medusa": Kind(MedusaConfig, MedusaPlan, MedusaHeads, Medusa, MedusaObjective, "heads"),
     "eagle": Kind(EagleConfig, DraftPlan, EagleLayer, Eagle, EagleObjective, "a feature drafter"),
     "deed": Kind(ExitConfig, DraftPlan, Exit, exit_drafter, ExitObjective, "an exit with an adaptation module"),
+    "uno": Kind(UnoConfig, MedusaPlan, UnoTerms, Uno, UnoObjective, "terms that draft a block"),
 }
 """By method."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.baselines.trained import Trained
-from vivace.baselines.tree import Node, every_path, grown, likeliest_paths
+from vivace.baselines.tree import Node, grown, likeliest, shaped
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
@@ -145,10 +145,8 @@ class Medusa(Forgetful):
             for place in range(len(room)):
                 tokens[place].append(found[place])
                 chances[place].append(likely[place])
-        if not self.plan.nodes:
-            return [every_path(levels[:deep]) for levels, deep in zip(tokens, room, strict=True)]
         return [
-            likeliest_paths(levels[:deep], shares[:deep], self.plan.nodes)
+            shaped(levels[:deep], shares[:deep], self.plan.nodes)
             for levels, shares, deep in zip(tokens, chances, room, strict=True)
         ]
 
@@ -158,11 +156,7 @@ class Medusa(Forgetful):
             choose = getattr(self._outputs[head] if self._outputs else self.model.lm_head, "greedy", None)
             best: Tensor = choose(x) if choose is not None else self._logits(head, x).argmax(-1)
             return best[:, None].tolist(), [[1.0]] * len(x)
-        logits = self._logits(head, x)
-        values, tokens = logits.topk(width)
-        if not self.plan.nodes:
-            return tokens.tolist(), values.tolist()
-        return tokens.tolist(), (values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
+        return likeliest(self._logits(head, x), width, with_chances=self.plan.nodes > 0)
 
     def _logits(self, head: int, x: Tensor) -> Tensor:
         return self._outputs[head](x).float() if self._outputs else _output(self.model, x)

@@ -21,6 +21,8 @@ from torch import Tensor
 from vivace.baselines.eagle import EagleLayer
 from vivace.baselines.exits import Exit
 from vivace.baselines.medusa import MedusaHeads
+from vivace.baselines.uno import UnoTerms
+from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
 from vivace.core.model import Decoder
 from vivace.core.seams import Batch
 from vivace.core.step import Step
@@ -38,7 +40,9 @@ class RivalLoss:
     cross_entropy: float = 0.1
     """a_ce."""
     decay: float = 0.8
-    """Medusa: weight of a head relative to the one before."""
+    """Medusa and UNO: weight of a guess relative to the one before."""
+    blocks: int = 256
+    """UNO: positions of a batch that carry a block, drawn at random."""
     regression: float = 1.0
     """EAGLE: weight of the smooth L1 distance between guessed and true features."""
     noise: float = 0.1
@@ -49,8 +53,8 @@ class RivalLoss:
     def __post_init__(self) -> None:
         if min(self.distillation, self.cross_entropy, self.regression, self.noise) < 0 or not 0 < self.decay <= 1:
             raise ConfigError("loss weights and noise must be >= 0 and decay in (0, 1]")
-        if self.rows < 1:
-            raise ConfigError(f"rows must be at least 1, found {self.rows}")
+        if self.rows < 1 or self.blocks < 1:
+            raise ConfigError(f"rows and blocks must be at least 1, found {self.rows} and {self.blocks}")
 
     def of(self, guess: Tensor, truth: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of guesses (n, V), and how many name the model's choice."""
@@ -204,6 +208,53 @@ class ExitObjective:
             return loss * share, {"agreement": float(agreed) * share}
 
         yield from through_head(top, self.loss.rows, part_of)
+
+    def updated(self) -> None:
+        """Nothing follows an optimiser step."""
+
+
+class UnoObjective:
+    """Fills ``Objective``: terms with which a frozen model drafts a block."""
+
+    def __init__(self, terms: UnoTerms, loss: RivalLoss) -> None:
+        self.terms = terms
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """The noise learns faster; no decay."""
+        terms = [*self.terms.down.parameters(), *self.terms.up.parameters()]
+        return [
+            {"params": [self.terms.noise], "name": "noise", "rate": 5.0, "weight_decay": 0.0},
+            {"params": terms, "name": "terms", "weight_decay": 0.0},
+        ]
+
+    def losses(self, model: Decoder, batch: Batch) -> Parts:
+        """What noise rows below some positions say against what the model says there."""
+        frozen = Frozen.of(model, batch.tokens)
+        teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
+        carrying = teaches & (torch.rand(teaches.shape) < self.loss.blocks / max(1, int(teaches.sum())))
+        carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
+        total, count = int(carrying[:, 1:].sum()), self.terms.config.block - 1
+        for places in places_of(carrying, max(1, self.loss.rows // count)):
+            yield self._part(model, batch, frozen, places, total)
+
+    def _part(
+        self, model: Decoder, batch: Batch, frozen: Frozen, places: Places, total: int
+    ) -> tuple[Tensor, Mapping[str, float]]:
+        count, length = self.terms.config.block - 1, batch.tokens.shape[1]
+        call = branch_call(places, count, self.terms.of)
+        with torch.no_grad():
+            zeros = model.embed(torch.zeros_like(call.slot), call)
+        top = run_branches(model, self.terms.disturbed(zeros), call, frozen.step, places)
+        heard = Heard.of(places, count, batch.scored)
+        with torch.no_grad():
+            truth = model.head(frozen.final[heard.text * length + heard.position])
+        guess, targets = model.head(top[heard.scored]), batch.tokens[heard.text, heard.position + 1]
+        loss = guess.sum() * 0.0
+        for level in range(count):
+            rows = heard.level == level
+            loss = loss + self.loss.decay**level * self.loss.of(guess[rows], truth[rows], targets[rows])[0]
+        return loss / total, heard.agreement(guess.detach(), truth, total, "noise")
 
     def updated(self) -> None:
         """Nothing follows an optimiser step."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vivace.core.seams import Draft
 
@@ -71,3 +72,22 @@ def likeliest_paths(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[
             child = cost - math.log(max(chances[depth + 1][0], 1e-30))
             heapq.heappush(waiting, (child, turn, depth + 1, len(nodes) - 1, 0))
     return nodes
+
+
+def shaped(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], count: int) -> list[Node]:
+    """The ``count`` likeliest nodes of ``every_path``, or with 0 all of them; arguments as for ``likeliest_paths``."""
+    return likeliest_paths(levels, chances, count) if count else every_path(levels)
+
+
+def likeliest(logits: Tensor, width: int, *, with_chances: bool) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens that each row finds likeliest, in order, and their probabilities where they are wanted (else logits).
+
+    Args:
+        logits: (n, V).
+        width: tokens of each row.
+        with_chances: probabilities cost a sum over the vocabulary.
+    """
+    values, tokens = logits.topk(width)
+    if with_chances:
+        values = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return tokens.tolist(), values.tolist()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 KINDS = (
     *("decoder", "multirate", "multistream", "dynamic", "foresight"),
-    *("medusa", "eagle", "deed", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode"),
+    *("medusa", "eagle", "deed", "uno", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode"),
 )
 """What a recipe can be for."""
 WHOLE = ("decoder", "layerskip", "supervised", "skipdecode")

@@ -11,6 +11,7 @@ from vivace.baselines.kinds import KINDS
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.baselines.objectives import RivalLoss
 from vivace.baselines.trained import Trained
+from vivace.baselines.uno import UnoConfig
 from vivace.decode.shallow import DraftPlan
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 
@@ -61,6 +62,15 @@ class DeedRecipe(RivalRecipe):
     plan: DraftPlan = field(default_factory=DraftPlan)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnoRecipe(RivalRecipe):
+    """How to train the terms that draft a block."""
+
+    kind: Literal["uno"] = "uno"
+    adapter: UnoConfig = field(default_factory=UnoConfig)
+    plan: MedusaPlan = field(default_factory=lambda: MedusaPlan((1,) * 4))
+
+
 class RivalTraining:
     """Fills ``Trainee``."""
 
@@ -68,7 +78,7 @@ class RivalTraining:
         self.recipe = recipe
         self.weights = weights
         self.objective = KINDS[recipe.kind].objective(weights, recipe.loss)
-        self.depth = 1
+        self.depth = weights.depth
 
     def finish(self) -> Outcome:
         """The weights, with the draft that the recipe gives."""

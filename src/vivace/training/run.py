@@ -21,7 +21,7 @@ from vivace.training.frozen import FrozenRecipe, Ground
 from vivace.training.multirate import MultirateRecipe
 from vivace.training.multistream import MultistreamRecipe
 from vivace.training.regenerate import as_it_decodes
-from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe
+from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, UnoRecipe
 
 RECIPES: dict[str, type[FrozenRecipe]] = {
     "multirate": MultirateRecipe,
@@ -30,6 +30,7 @@ RECIPES: dict[str, type[FrozenRecipe]] = {
     "medusa": MedusaRecipe,
     "eagle": EagleRecipe,
     "deed": DeedRecipe,
+    "uno": UnoRecipe,
     "foresight": ForesightRecipe,
 }
 """Every kind of adapter there is a training for."""
