@@ -44,22 +44,26 @@ class Priced(Stateless):
     traversal: Climb = field(default_factory=Climb)
     asked: list[int] = field(default_factory=list)
 
+    crowd: float = 0.0
+    """Seconds that each further row of a pass costs beyond the first."""
+
     def propose(self, context: Context) -> Draft:
         draft = context.given()
-        [slot] = context.slots
-        at = len(context.tokens[slot])
-        guesses = list(self.text[at : at + context.max_nodes[slot]])
-        leaf = draft.roots()
-        for depth, token in enumerate(guesses):
-            wrong = (token + 1) % 97
-            draft, leaf = draft.grow(leaf, torch.tensor([[token if depth < self.right else wrong]]))
-        self.asked.append(len(guesses))
-        self.clock.now += self.cost * len(guesses)
+        guesses = {slot: self.text[len(context.tokens[slot]) :][: context.max_nodes[slot]] for slot in context.slots}
+        leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+        for depth in range(max(map(len, guesses.values()))):
+            growing = [slot for slot in context.slots if len(guesses[slot]) > depth]
+            tokens = [guesses[slot][depth] + (depth >= self.right) for slot in growing]
+            rows = torch.tensor([leaves[slot] for slot in growing])
+            draft, rows = draft.grow(rows, torch.tensor(tokens)[:, None] % 97)
+            leaves.update(zip(growing, rows.tolist(), strict=True))
+        self.asked.append(max(map(len, guesses.values())))
+        self.clock.now += self.cost * self.asked[-1]
         return draft
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         if verdict is not None:
-            self.clock.now += 1.0
+            self.clock.now += 1.0 + self.crowd * (len(draft.tokens) - 1)
 
 
 @dataclass
@@ -178,6 +182,33 @@ def test_what_keeps_losing_is_asked_less_and_less_often(models, setting) -> None
     assert gaps[:3] == sorted(gaps[:3])
     assert gaps[0] > PROBE_EVERY
     assert gaps[2] > 3 * PROBE_EVERY
+
+
+def test_at_batch_eight_it_stops_where_rows_cost_and_says_so(models, setting) -> None:
+    """A pass over eight texts is no longer bound by reading weights: further rows cost what they compute."""
+    adaptive, priced, request = setting(60, cost=0.01, crowd=0.4)
+    run(models(BF16), request)
+    assert adaptive.choice.guesses > 0, "alone it pays"
+    session = Session(models(BF16), num_slots=8, capacity=128)
+    for _ in range(8):
+        session.admit(request)
+    priced.cost, priced.right, reasons = 0.5, 1, []
+    while not session.is_idle:
+        session.step()
+        reasons.append(adaptive.choice.reason)
+    assert sum("plain at batch 8: not drafting" in reason for reason in reasons) > len(reasons) / 2
+
+
+def test_at_batch_eight_it_drafts_where_that_pays(models, setting) -> None:
+    adaptive, _, request = setting(60, cost=0.01, crowd=0.01)
+    session = Session(models(BF16), num_slots=8, capacity=128)
+    for _ in range(8):
+        session.admit(request)
+    reasons = []
+    while not session.is_idle:
+        session.step()
+        reasons.append(adaptive.choice.reason)
+    assert any(f"{LONGEST} guesses gives" in reason and "at batch 8" in reason for reason in reasons)
 
 
 def test_a_drafter_that_becomes_dear_in_mid_run_is_switched_off(models, setting) -> None:
