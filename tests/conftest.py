@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -37,3 +39,21 @@ def body(request: pytest.FixtureRequest, library: ctypes.CDLL) -> object:
     if request.param not in runnable(library):
         pytest.skip(f"this processor does not run the {request.param} kernels")
     return NativeBody(request.param, library)
+
+
+@pytest.fixture(scope="session")
+def deep() -> Callable[..., Any]:
+    """A frozen decoder of six layers, by precision."""
+    import torch
+
+    from tests.decode.tiny_decoders import build
+
+    made: dict[torch.dtype, Any] = {}
+
+    def get(dtype: torch.dtype) -> Any:
+        if dtype not in made:
+            with torch.inference_mode(False):  # tests that train get it too, whoever asks first
+                made[dtype] = build(dtype, num_layers=6, seed=3).requires_grad_(False)
+        return made[dtype]
+
+    return get

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.decode.tiny_decoders import build
 from vivace.core.model import Decoder
 from vivace.multistream.config import MultistreamConfig
 from vivace.multistream.streams import Streams
@@ -19,20 +18,6 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def deep() -> Callable[[torch.dtype], Decoder]:
-    """A decoder of six layers, by precision."""
-    made: dict[torch.dtype, Decoder] = {}
-
-    def get(dtype: torch.dtype) -> Decoder:
-        if dtype not in made:
-            with torch.inference_mode(False):  # tests that train get it too, whoever asks first
-                made[dtype] = build(dtype, num_layers=6, seed=3).requires_grad_(False)
-        return made[dtype]
-
-    return get
 
 
 @pytest.fixture
