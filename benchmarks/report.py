@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
+from benchmarks import plots, speed_law
 from tools.blocks import fill_file, settle, table
+from vivace.evaluate.speed_law import Shape, head_share
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -191,6 +192,31 @@ def technique(results: Sequence[Result], method: str) -> str:
     return table(header, rows)
 
 
+def law(results: Sequence[Result]) -> str:
+    """The speed law beside measured speeds, and what it says of a large model at the acceptance measured here."""
+    paths = sorted((RESULTS / "law").glob("*.json"))
+    rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    parts = [speed_law.table({"rows": rows})] if rows else []
+    shapes = [
+        (f"V = {vocabulary // 1000}k{', q4' if read < 1 else ''}", Shape(4, 32, share, 0.05, read, head_read))
+        for vocabulary in (4000, 32000, 128000)
+        for share in (head_share(2048, 5504, 32, vocabulary),)
+        for read, head_read in ((1.0, 1.0), (0.3, 0.5))
+    ]
+    found = [
+        (f"{result.setting['model']}, {result.prompt_set}", *(_best(shape, run) for _, shape in shapes))
+        for result in results
+        for run in result.runs
+        if run["method"] == "multirate" and result.setting["kernels"] != "torch" and not result.is_twin
+    ]
+    return "\n\n".join([*parts, table(("acceptance of", *(name for name, _ in shapes)), found)] if found else parts)
+
+
+def _best(shape: Shape, run: dict[str, Any]) -> str:
+    guesses, gain = shape.best(run["acceptance_per_position"])
+    return f"{gain:.2f}x ({guesses})"
+
+
 def _positions(run: dict[str, Any]) -> str:
     return " ".join(f"{share:.2f}" for share in run["acceptance_per_position"]) or "-"
 
@@ -214,7 +240,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
     parts = {
         ROOT / "README.md": {"results": summary(results)},
         docs / "results.md": {"results": details(results)},
-        docs / "techniques" / "multirate.md": {"results": technique(results, "multirate")},
+        docs / "techniques" / "multirate.md": {"law": law(results), "results": technique(results, "multirate")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}
 

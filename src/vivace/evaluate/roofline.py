@@ -62,7 +62,7 @@ def measure_roofline(model: Decoder, *, context: int = 128, repeats: int = 9) ->
 def read_bandwidth(device: torch.device, *, num_bytes: int = 1 << 28, repeats: int = 7) -> float:
     """Bytes per second of summing a buffer, the best of a few runs."""
     buffer = torch.ones(num_bytes // 4, device=device)
-    return num_bytes / min(_time(buffer.sum, device, repeats + 1)[1:])
+    return num_bytes / min(timed(buffer.sum, device, repeats + 1)[1:])
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def pass_seconds(model: Decoder, num_rows: Sequence[int], *, context: int, repea
     times: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats + 1):
         for run, found in zip(passes, times, strict=True):
-            found += _time(run, model.device, 1)
+            found += timed(run, model.device)
     return [statistics.median(found[1:]) for found in times]
 
 
@@ -91,7 +91,7 @@ def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> lis
     climb.run(model, prompt, cache, chunk=True)
     cache.commit([0], [range(context)])
     drafts = [Draft.given_only({0: [1] * rows}) for rows in num_rows]
-    return [partial(_pass, model, climb, draft, cache) for draft in drafts]
+    return [partial(run_pass, model, climb, draft, cache) for draft in drafts]
 
 
 def pass_bytes(model: Decoder) -> int:
@@ -103,11 +103,12 @@ def pass_bytes(model: Decoder) -> int:
     return sum(weights.values()) - looked_up
 
 
-def _pass(model: Decoder, climb: Climb, draft: Draft, cache: KVCache) -> None:
+def run_pass(model: Decoder, climb: Climb, draft: Draft, cache: KVCache) -> None:
+    """A target pass over a draft and its greedy choices."""
     model.greedy(climb.run(model, draft, cache).hidden)
 
 
-def _time(work: Callable[[], object], device: torch.device, count: int) -> list[float]:
+def timed(work: Callable[[], object], device: torch.device, count: int = 1) -> list[float]:
     """Seconds of each of a number of runs, the accelerator's queue included."""
     times = []
     for _ in range(count):
