@@ -10,7 +10,7 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, UsageError
+from vivace.errors import CapacityError, ConfigError, NotFoundError, UsageError
 
 PROMPTS = ["abc", "the quick brown fox", "x", "aaaa bbbb aaaa"]
 
@@ -127,7 +127,7 @@ def test_the_checkpoints_own_settings_hold_until_overridden(checkpoint: Path, tm
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens must be at least 1, found 0"),
         ({"max_new_tokens": 500}, CapacityError, "the context holds 128"),
         ({"stop_strings": ""}, ConfigError, "a stop string must not be empty"),
-        ({"method": "mod"}, UnsupportedError, "not built yet"),
+        ({"method": "mod"}, NotFoundError, "vivace train mod"),
         ({"method": "draft"}, NotFoundError, "--draft-model"),
     ],
 )

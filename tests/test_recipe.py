@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError
+from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.recipe import METHODS, build, find_method, override, read_recipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "src" / "vivace" / "recipes"
@@ -36,12 +36,10 @@ def test_the_table_is_the_closed_one() -> None:
     assert all(method.name == name for name, method in METHODS.items())
 
 
-def test_unknown_and_unbuilt_methods_are_told_apart() -> None:
+def test_an_unknown_method_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'lookup'"):
         find_method("lokup")
-    with pytest.raises(UnsupportedError, match="not built yet; use one of auto, plain, lookup"):
-        find_method("mod")
-    assert find_method("plain").built
+    assert find_method("plain").lossless
 
 
 def test_values_become_dataclasses() -> None:

@@ -55,18 +55,17 @@ PECULIARITIES = {
 
 
 def methods_table() -> str:
-    """Every method name, and whether it is built."""
+    """Every method name."""
     rows = [
         (
             f"`{method.name}`",
             method.summary,
-            "yes" if method.built else "not yet",
             f"`{method.adapter}`" if method.adapter else "none",
             "same text" if method.lossless else "lossy",
         )
         for method in METHODS.values()
     ]
-    return table(("method", "what it does", "built", "adapter", "answers"), rows)
+    return table(("method", "what it does", "adapter", "answers"), rows)
 
 
 def families_table() -> str:

@@ -18,6 +18,7 @@ from vivace.baselines.confidence import Confidence, ConfidenceConfig, Confidence
 from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
 from vivace.baselines.kinds import KINDS, RivalPlan
 from vivace.baselines.lookahead import Lookahead, LookaheadPlan
+from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
 from vivace.baselines.skipdecode import SkipDecode, SkipPlan
 from vivace.baselines.trained import Trained
 from vivace.checkpoint.adapters import base_hash, load_adapter
@@ -57,9 +58,9 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
     Raises:
         CheckpointError: one is missing, broken or of another base.
         ConfigError: two are for the same method.
-        UnsupportedError: one is for a method that is not built yet.
+        UnsupportedError: one is for a method that this version does not know.
     """
-    kinds = {method.adapter for method in METHODS.values() if method.built and method.adapter}
+    kinds = {method.adapter for method in METHODS.values() if method.adapter}
     found: dict[str, Path] = {}
     named = [Path(folder) for folder in folders]
     expected = _fingerprint(base) if named and base is not None else None
@@ -116,7 +117,6 @@ class Methods:
 
         Raises:
             ConfigError: no such method, or a number of guesses or a quality for one that does not take it.
-            UnsupportedError: not built yet.
             NotFoundError: its weights are missing; names the command that trains them.
         """
         find_method(method)
@@ -162,6 +162,8 @@ class Methods:
                 return self._lookahead(length)
             case "skipdecode":
                 return self._skipdecode(length)
+            case "mod":
+                return self._mixture_of_depths(length)
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
@@ -259,6 +261,16 @@ class Methods:
             return SkipDecode(self.model)
         return SkipDecode(self.model, build(SkipPlan, self._adapter("skipdecode", "a schedule")[0]["plan"]))
 
+    def _mixture_of_depths(self, length: int | None) -> MixtureOfDepths:
+        if length is not None:
+            raise ConfigError(f"num_draft_tokens is {length}, but method mod drafts nothing; leave it out")
+        written, tensors = self._adapter("mod", "routers, and a model that was fine-tuned for them,")
+        routers = Routers(build(ModConfig, written["config"]), self.model.config)
+        self._require_shapes("mod", routers.tensors(), tensors)
+        routers.load_state_dict(dict(tensors))
+        routers.to(self.model.device).requires_grad_(False)
+        return MixtureOfDepths(routers, build(ModPlan, written["plan"]))
+
     def _dynamic(self, quality: float | None) -> DynamicDepth:
         written, tensors = self._adapter("dynamic", "gates and a router")
         weights = DynamicWeights(build(DynamicConfig, written["config"]), self.model.config)
@@ -316,7 +328,7 @@ class Methods:
         names = []
         for name, method in METHODS.items():
             has_weights = method.adapter is None or self._has_adapter(method.adapter)
-            if method.built and name != "auto" and has_weights and (name != "draft" or self.second is not None):
+            if name != "auto" and has_weights and (name != "draft" or self.second is not None):
                 names.append(name)
         return names
 

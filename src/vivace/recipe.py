@@ -1,7 +1,6 @@
 """The closed table of method names, and recipes: strict YAML or JSON into frozen dataclasses.
 
-The same names everywhere: command line, Python, JSON, docs. A name whose part is not built yet is in the
-table, so it is refused with the list of those that are, and a typo with its nearest match.
+The same names everywhere: command line, Python, JSON, docs. A typo is refused with its nearest match.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, nearest
+from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
 
 T = TypeVar("T")
 
@@ -27,7 +26,6 @@ class Method:
 
     name: str
     summary: str
-    built: bool = False
     adapter: str | None = None
     """Kind of adapter it needs, trained by ``vivace train <kind>``."""
     lossless: bool = True
@@ -37,33 +35,35 @@ class Method:
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method("auto", "measure on this machine and take what is fastest", built=True),
-        Method("plain", "one token per pass", built=True),
-        Method("lookup", "draft what followed the same words before", built=True),
-        Method("draft", "a second, smaller model drafts", built=True),
-        Method("multirate", "the accelerated residual drafts (M2R2)", built=True, adapter="multirate"),
-        Method("multirate+lookup", "look up first, else the accelerated residual", built=True, adapter="multirate"),
-        Method("multistream", "speculative streams draft and verify in one pass", built=True, adapter="multistream"),
+        Method("auto", "measure on this machine and take what is fastest"),
+        Method("plain", "one token per pass"),
+        Method("lookup", "draft what followed the same words before"),
+        Method("draft", "a second, smaller model drafts"),
+        Method("multirate", "the accelerated residual drafts (M2R2)", adapter="multirate"),
+        Method("multirate+lookup", "look up first, else the accelerated residual", adapter="multirate"),
+        Method("multistream", "speculative streams draft and verify in one pass", adapter="multistream"),
         Method(
             "dynamic",
             "leave early where the accelerated residual is sure",
-            built=True,
             adapter="dynamic",
             lossless=False,
         ),
-        Method("medusa", "heads on the last residual draft a tree", built=True, adapter="medusa"),
-        Method("lookahead", "Jacobi windows fill an n-gram pool", built=True),
-        Method("eagle", "a one-layer feature drafter", built=True, adapter="eagle"),
-        Method("deed", "early exit with an adapter drafts", built=True, adapter="deed"),
-        Method("uno", "the model with low-rank terms drafts a block in one pass", built=True, adapter="uno"),
-        Method("layerskip", "the lower layers of a model trained for it draft", built=True),
-        Method("foresight", "plain decoding that tells which experts will be needed", built=True, adapter="foresight"),
-        Method("calm", "leave early by confidence", built=True, adapter="calm", lossless=False),
+        Method("medusa", "heads on the last residual draft a tree", adapter="medusa"),
+        Method("lookahead", "Jacobi windows fill an n-gram pool"),
+        Method("eagle", "a one-layer feature drafter", adapter="eagle"),
+        Method("deed", "early exit with an adapter drafts", adapter="deed"),
+        Method("uno", "the model with low-rank terms drafts a block in one pass", adapter="uno"),
+        Method("layerskip", "the lower layers of a model trained for it draft"),
+        Method("foresight", "plain decoding that tells which experts will be needed", adapter="foresight"),
+        Method("calm", "leave early by confidence", adapter="calm", lossless=False),
+        Method("lite", "leave early by a fine-tuned model's own probability", adapter="lite", lossless=False),
+        Method("skipdecode", "skip middle layers by position", lossless=False),
         Method(
-            "lite", "leave early by a fine-tuned model's own probability", built=True, adapter="lite", lossless=False
+            "mod",
+            "routers let some tokens through every second layer (Mixture-of-Depths)",
+            adapter="mod",
+            lossless=False,
         ),
-        Method("skipdecode", "skip middle layers by position", built=True, lossless=False),
-        Method("mod", "Mixture-of-Depths", lossless=False),
     )
 }
 
@@ -73,14 +73,10 @@ def find_method(name: str) -> Method:
 
     Raises:
         ConfigError: no such name; the nearest is named.
-        UnsupportedError: a method that is not built yet; those that are stand in the message.
     """
     method = METHODS.get(name)
     if method is None:
         raise ConfigError(f"there is no method {name!r}{nearest(name, METHODS)}")
-    if not method.built:
-        built = ", ".join(m.name for m in METHODS.values() if m.built)
-        raise UnsupportedError(f"method {name!r} is not built yet; use one of {built}")
     return method
 
 

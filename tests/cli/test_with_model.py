@@ -36,7 +36,7 @@ def test_streamed_text_is_the_text_of_the_result(cli: Cli, folder: Path) -> None
     ("words", "status", "complaint"),
     [
         (["--method", "lokup"], 2, "did you mean 'lookup'"),
-        (["--method", "mod"], 2, "not built yet; use one of"),
+        (["--method", "mod"], 1, "vivace train mod"),
         (["--method", "multirate"], 1, "vivace train"),
         (["--method", "draft"], 1, "--draft-model"),
         (["--temperature", "-1"], 2, "temperature must be >= 0, found -1.0"),

@@ -235,7 +235,7 @@ def test_where_tokens_left_is_told(client: OpenAI) -> None:
         ({"messages": [{"role": "user", "content": "ab " * 2000}]}, openai.BadRequestError, "messages"),
         ({"extra_body": {"method": "dynamic", "model": "early", "quality": 0.5}}, openai.BadRequestError, "quality"),
         ({"extra_body": {"method": "plain", "quality": 0.9}}, openai.BadRequestError, "quality"),
-        ({"extra_body": {"method": "mod"}}, openai.BadRequestError, "method"),
+        ({"extra_body": {"method": "moo"}}, openai.BadRequestError, "method"),
         ({"extra_body": {"draft_model": "/etc"}}, openai.BadRequestError, "draft_model"),
         ({"tools": [{"type": "function", "function": {"name": "f"}, "a": 1}]}, openai.BadRequestError, "tools.0.a"),
         ({"messages": []}, openai.BadRequestError, "messages"),

@@ -156,7 +156,7 @@ def test_an_open_server_must_be_meant() -> None:
         (("--metrics-compat", "sglang"), "must be vllm"),
         (("--adapter", "tiny=x"), "two models are called 'tiny'"),
         (("--adapter", "other=nowhere"), "nowhere"),
-        (("--method", "mod"), "not built yet"),
+        (("--method", "mod"), "vivace train"),
         (("--method", "multirate"), "vivace train"),
         (("--max-model-len", "4096"), "holds 1024"),
     ],

@@ -111,11 +111,8 @@ def model_findings(engine: Engine) -> list[Finding]:
         Finding("chat template", has_template, "yes" if has_template else "none; prompts go in as they are"),
         look("answer", lambda: repr(engine.generate("Hello", max_new_tokens=4, method="plain")[0].text)),
     ]
-    for method in METHODS.values():
-        if method.built:
-            findings.append(look(f"method {method.name}", partial(_try_method, engine, method)))
-    missing = [method.name for method in METHODS.values() if not method.built]
-    return [*findings, Finding("methods to come", not missing, ", ".join(missing) or "none")]
+    methods = [look(f"method {method.name}", partial(_try_method, engine, method)) for method in METHODS.values()]
+    return [*findings, *methods]
 
 
 def _try_method(engine: Engine, method: Method) -> str:

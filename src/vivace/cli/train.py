@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 KINDS = (
     *("decoder", "multirate", "multistream", "dynamic", "foresight"),
-    *("medusa", "eagle", "deed", "uno", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode"),
+    *("medusa", "eagle", "deed", "uno", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode", "mod"),
 )
 """What a recipe can be for."""
-WHOLE = ("decoder", "layerskip", "supervised", "skipdecode")
+WHOLE = ("decoder", "layerskip", "supervised", "skipdecode", "mod")
 """Kinds that train all weights of a model."""
 
 
@@ -95,11 +95,14 @@ def _run_decoder(
     values: dict[str, Any], data: list[Path], out: Path, base: str | None, curves: Path | None
 ) -> dict[str, Any]:
     from vivace.train.decoder import DecoderRecipe, train_decoder
+    from vivace.training.mod import ModRecipe, train_mod
     from vivace.training.whole import WholeRecipe, train_whole
 
     prompts = [row for path in data for row in load_prompts(path)]
     if values["kind"] == "decoder":
         outcome = train_decoder(build(DecoderRecipe, values), prompts, out, _report(curves), base)
+    elif values["kind"] == "mod":
+        outcome = train_mod(build(ModRecipe, values), prompts, out, _report(curves), base)
     else:
         outcome = train_whole(build(WholeRecipe, values), prompts, out, _report(curves), base)
     return {"out": str(out), "steps": outcome.progress.step, "held_back": dict(outcome.held_back)}
