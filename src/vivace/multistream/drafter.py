@@ -36,8 +36,7 @@ class StreamDrafter(Forgetful):
             ConfigError: a plan that these streams cannot fill.
         """
         plan.check_fits(streams.config)
-        if model.span is None:
-            streams.widen()
+        streams.run_on(model)
         self.model = model
         self.plan = plan
         self.climb = StreamClimb(streams, plan)

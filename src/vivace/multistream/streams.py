@@ -15,7 +15,10 @@ low-rank terms on q, k, v and o and a silu bottleneck beside the feed-forward, o
 zero at first. ``feedback`` is ours as well: where streams run after verification, the position's final residual and
 the token decided there are known, and
 
-    S_tj = M_t + P_j + A_j norm(final_t) + B_j rms(embed(x_{t+1}))          A, B zero at first
+    S_tj = M_t + P_j + |M_t| (A_j norm(final_t) + B_j rms(embed(x_{t+1})))      A, B zero at first
+
+with |M| the root mean square of M's components: residuals grow a hundredfold on their way to the insertion layer, and
+what is small beside them is not heard there.
 """
 
 from __future__ import annotations
@@ -56,6 +59,8 @@ class Streams(nn.Module):
         shapes = _shapes(config, model)
         self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
         self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
+        self._projections: tuple[nn.Module, ...] = ()
+        """Feedback on the kernels of the model that is drafted for; no weights of ours."""
         self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
         self.pruner = Pruner(model.width, config.pruner_rank) if config.pruner_rank else None
 
@@ -69,23 +74,39 @@ class Streams(nn.Module):
         """
         start = main[:, None] + self.embeddings[:count]
         if known is not None:
-            for weight, told in zip((self.final, self.decided), known.unbind(1), strict=True):
-                assert weight is not None, "only streams with feedback are told"
-                flat = weight[:count].flatten(0, 1)
-                start = start + linear(told.to(flat.dtype), flat).view(len(main), count, -1)
+            size = main.float().square().mean(-1, keepdim=True).sqrt().to(main.dtype)
+            offsets = self._offsets(known.flatten(1)) * size
+            start = start + offsets.view(len(main), -1, main.shape[1])[:, :count]
         return start.to(main.dtype)
+
+    def _offsets(self, known: Tensor) -> Tensor:
+        for projection in self._projections:
+            offsets: Tensor = projection(known)
+            return offsets
+        return linear(known, self._feedback().to(known.dtype))
+
+    def _feedback(self) -> Tensor:
+        """A beside B, (streams * E, 2 E)."""
+        assert self.final is not None, "only streams with feedback are told"
+        assert self.decided is not None, "only streams with feedback are told"
+        return torch.cat((self.final, self.decided), -1).flatten(0, 1)
+
+    def run_on(self, model: Decoder) -> None:
+        """Draft for this model from now on, on the kernels that its layers run on.
+
+        Without native ones terms are widened to float32: on a CPU, PyTorch multiplies matrices this small several
+        times faster than in bfloat16.
+        """
+        if model.span is None:
+            self.down.float()
+            self.up.float()
+        if self.config.feedback:
+            self._projections = (model.projection(self._feedback().detach().to(model.dtype)),)
 
     def terms(self, which: Tensor) -> Deltas:
         """The adapters as data for a call; ``which`` (T,) is 0 on stream rows and -1 elsewhere."""
         down, up = self._by_site
         return Deltas(which, down, up)
-
-    def widen(self) -> None:
-        """Terms in float32: on a CPU, PyTorch multiplies matrices this small several times faster than in bfloat16."""
-        self.down.float()
-        self.up.float()
-        if self.final is not None and self.decided is not None:
-            self.final.data, self.decided.data = self.final.data.float(), self.decided.data.float()
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:
