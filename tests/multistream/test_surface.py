@@ -19,9 +19,11 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_tr
 from vivace.multistream.streams import Streams
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
+from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
 from vivace.training.multistream import MultistreamRecipe
 from vivace.training.run import train_adapter
+from vivace.training.shared import SharedRecipe, train_shared
 from vivace.tuning import candidates_of
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
@@ -121,3 +123,28 @@ def test_a_recipe_makes_streams_and_goes_on_from_them(place, tmp_path) -> None:
     other = replace(again, adapter=replace(CONFIG, rank=2))
     with pytest.raises(MismatchError, match="goes on from"):
         train_adapter(other, engine, WORDS, tmp_path / "third", Lines(said.append))
+
+
+def test_the_shared_mode_makes_a_model_of_its_own_and_leaves_the_base(place, tmp_path) -> None:
+    """S3: the base's file keeps its bits; plain decoding of what was made is the reference for its streams."""
+    before = base_hash(place)
+    recipe = SharedRecipe(
+        loop=LoopConfig(steps=6, warmup_steps=2, report_steps=4),
+        optimiser=OptimiserConfig(adamw_rate=0.01),
+        adapter=replace(CONFIG, rank=0, bottleneck=0),
+        rank=4,
+        plan=PLAN,
+        tokens_per_batch=128,
+        held_back=8,
+    )
+    said: list[str] = []
+    runs = train_shared(recipe, vivace.load(place, kernels="torch"), WORDS, tmp_path / "made", Lines(said.append))
+    assert [run.method for run in runs] == ["plain", "multistream"]
+    assert runs[1].identical
+    assert base_hash(place) == before != base_hash(tmp_path / "made")
+    written, tensors = load_adapter(tmp_path / "made" / "adapters" / "multistream", base_hash(tmp_path / "made"))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert sum(t.numel() for t in tensors.values()) == CONFIG.num_paper_parameters(reference.config.hidden_size)
+    assert written["plan"]["widths"] == [2, 1]
+    plain, ours = (answers(tmp_path / "made", method=method) for method in ("plain", "multistream"))
+    assert [r.token_ids for r in ours] == [r.token_ids for r in plain]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from vivace.checkpoint.files import INDEX, WEIGHTS, read_json, staged, write_ten
 from vivace.checkpoint.names import Target, layout
 from vivace.core.model import Decoder
 from vivace.errors import MismatchError, UnsupportedError
+
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 
 
 def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any]) -> None:
@@ -61,6 +70,13 @@ def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, T
             values = ours[name].detach()[piece.start : piece.stop]
             tensors[piece.name] = (values.t() if piece.transposed else values).cpu()
     return tensors
+
+
+def copy_text_files(source: Path, target: Path) -> None:
+    """Tokenizer, template and generation settings of a checkpoint, as far as it has them; call inside ``staged``."""
+    for name in _TEXT_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def forget_shards(folder: Path) -> None:

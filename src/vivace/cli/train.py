@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vivace.train.report import Report
 
 KINDS = (
-    *("decoder", "multirate", "multistream", "dynamic", "foresight"),
+    *("decoder", "multirate", "multistream", "shared", "dynamic", "foresight"),
     *("medusa", "eagle", "deed", "uno", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode", "mod"),
 )
 """What a recipe can be for."""
@@ -80,6 +80,7 @@ def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoic
     from vivace.training.confidence import ConfidenceRecipe, train_confidence
     from vivace.training.draft import DraftRecipe, train_draft
     from vivace.training.run import RECIPES, train_adapter
+    from vivace.training.shared import SharedRecipe, train_shared
 
     prompts = [row for path in data for row in load_prompts(path)]
     if values["kind"] == "draft":
@@ -87,6 +88,8 @@ def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoic
     if values["kind"] in ("calm", "lite"):
         confidence = build(ConfidenceRecipe, values)
         return train_confidence(confidence, open_engine(choice), prompts, out, _report(curves))
+    if values["kind"] == "shared":
+        return train_shared(build(SharedRecipe, values), open_engine(choice), prompts, out, _report(curves))
     recipe = build(RECIPES[values["kind"]], values)
     return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from vivace.checkpoint.bpe import save_bpe, train_bpe
 from vivace.checkpoint.files import read_json, resolve, staged
 from vivace.checkpoint.load import load_decoder
-from vivace.checkpoint.save import forget_shards, write_decoder
+from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.seams import Batch
@@ -38,7 +37,6 @@ from vivace.train.scratch import ShapeConfig, deepen, start_decoder
 from vivace.train.variation import Pair, Variation, VariationConfig, copying_exercises
 
 _DEFAULTS = "generation_config.json"
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", _DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -255,9 +253,7 @@ def _save(model: Decoder, recipe: DecoderRecipe, source: Path, out: Path) -> Non
     config: dict[str, Any] = read_json(source / "config.json")
     with staged(out) as folder:
         write_decoder(model, folder, config)
-        for name in _TEXT_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_text_files(source, folder)
         if not (folder / _DEFAULTS).exists():
             ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             text = json.dumps(ends | {"do_sample": False}, indent=2) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from vivace.baselines.objectives import RivalLoss, StudentObjective
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.files import read_json, staged
-from vivace.checkpoint.save import forget_shards, write_decoder
+from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.core.model import Decoder
 from vivace.decode.draft_model import DraftModelConfig
 from vivace.engine import Engine, load
@@ -27,13 +26,6 @@ from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 
 NUM_MEASURED = 24
 """Held-back prompts that the draft model is timed on."""
-_TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +68,7 @@ class StudentTraining:
         config |= {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         with staged(out) as folder:
             write_decoder(self.student, folder, config)
-            for name in _TEXT_FILES:
-                if (base / name).is_file():
-                    shutil.copyfile(base / name, folder / name)
+            copy_text_files(base, folder)
         forget_shards(out)
 
 

@@ -1,0 +1,213 @@
+"""The shared mode: low-rank terms on the model itself, for its main stream and its streams alike.
+
+    L = mean_t CE(M_t, x_{t+1}) + alpha sum_j decay^(j-1) mean_t CE(S_tj, x_{t+1+j})    (arXiv:2402.11131, equation 5)
+
+The next token and the tokens behind it are learnt together, so what comes of it is another model: the terms are added
+to its weights (``merge``), its own plain decoding is the reference from then on, and its streams carry nothing but
+their embeddings. The main stream does not read streams here either.
+
+The main pass is made once, with gradients. Streams and the head read copies of what it leaves that are cut from the
+graph, chunk by chunk as in the lossless mode; the last part sends what gathered there through the main pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.branches import places_of
+from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas, Site
+from vivace.core.layers import FeedForward, Linear
+from vivace.core.model import Decoder, Layer
+from vivace.core.seams import Batch
+from vivace.core.step import Step
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.multistream.config import MultistreamConfig
+from vivace.multistream.objective import Frozen, MultistreamLoss, MultistreamObjective, known_in_text
+from vivace.multistream.streams import Streams
+
+
+@dataclass(frozen=True)
+class SharedLoss:
+    """Weights of the terms beside the main stream's, which is 1."""
+
+    alpha: float = 0.1
+    """Of the first stream's loss."""
+    decay: float = 1.0
+    """Weight of a stream relative to the one before it."""
+    pruner: float = 0.1
+    """Weight of the early-exit layer's cross-entropy; it does not reach the model."""
+    rows: int = 1024
+    """Positions whose streams, or logits, are held at once."""
+
+    def __post_init__(self) -> None:
+        if self.alpha < 0:
+            raise ConfigError(f"alpha must be >= 0, found {self.alpha}")
+        self.of_streams()
+
+    def of_streams(self) -> MultistreamLoss:
+        """The streams' part: tokens, as the paper has them, and no law of a teacher."""
+        return MultistreamLoss(hard=1.0, decay=self.decay, pruner=self.pruner, rows=self.rows)
+
+
+class SharedStreams(Streams):
+    """Streams without adapters of their own, and the low-rank terms that they share with the main stream."""
+
+    def __init__(self, config: MultistreamConfig, model: ModelConfig, rank: int) -> None:
+        """Make them untrained: embeddings small, terms zero.
+
+        Raises:
+            ConfigError: a rank below 1, or streams with adapters of their own.
+            UnsupportedError: a mixture of experts.
+        """
+        if rank < 1:
+            raise ConfigError(f"rank must be at least 1, found {rank}")
+        if config.rank or config.bottleneck:
+            raise ConfigError(
+                "in the shared mode streams carry the model's own terms; set adapter.rank and adapter.bottleneck to 0, "
+                f"found {config.rank} and {config.bottleneck}"
+            )
+        if model.moe is not None:
+            raise UnsupportedError("terms are shared with dense models only; this one is a mixture of experts")
+        super().__init__(config, model)
+        shapes = shared_shapes(model)
+        self.sites = tuple(shapes)
+        self.shared_down = nn.ParameterList(nn.Parameter(torch.empty(1, rank, wide)) for wide, _ in shapes.values())
+        self.shared_up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, rank)) for _, out in shapes.values())
+        for weight in self.shared_down:
+            nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
+
+    def terms(self, which: Tensor) -> Deltas:
+        """What the model's rows carry; ``which`` (T,) is 0 on every row."""
+        down, up = (dict(zip(self.sites, part, strict=True)) for part in (self.shared_down, self.shared_up))
+        return Deltas(which, down, up)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is left beside the merged model: embeddings, pruner, feedback."""
+        return {name: value for name, value in super().tensors().items() if not name.startswith("shared_")}
+
+    @torch.no_grad()
+    def merge(self, model: Decoder) -> None:
+        """Add the terms to the model's weights, ``W += B A``, each sum rounded once."""
+        for (layer, name), down, up in zip(self.sites, self.shared_down, self.shared_up, strict=True):
+            rows = _rows_of(model, layer, name)
+            rows.copy_(rows.float() + up[0].float() @ down[0].float())
+
+
+def shared_shapes(model: ModelConfig) -> dict[Site, tuple[int, int]]:
+    """(in, out) of every projection of every layer."""
+    heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    shapes: dict[Site, tuple[int, int]] = {}
+    for layer in range(model.num_layers):
+        shapes[layer, "q"] = model.width, heads
+        shapes[layer, "k"] = shapes[layer, "v"] = model.width, keys
+        shapes[layer, "o"] = heads, model.width
+        if model.gated:
+            shapes[layer, "gate"] = model.width, model.ffn_width
+        shapes[layer, "up"] = model.width, model.ffn_width
+        shapes[layer, "down"] = model.ffn_width, model.width
+    return shapes
+
+
+def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
+    """The rows of a fused matrix that are this projection."""
+    config, layer = model.config, model.layers[index]
+    assert isinstance(layer, Layer)
+    fed = layer.feed_forward
+    assert isinstance(fed, FeedForward)
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    module, first, count = {
+        "q": (layer.qkv, 0, heads),
+        "k": (layer.qkv, heads, keys),
+        "v": (layer.qkv, heads + keys, keys),
+        "o": (layer.o, 0, config.width),
+        "gate": (fed.up, 0, config.ffn_width),
+        "up": (fed.up, config.ffn_width if config.gated else 0, config.ffn_width),
+        "down": (fed.down, 0, config.width),
+    }[name]
+    assert isinstance(module, Linear), "terms are merged into plain weights"
+    return module.weight.data[first : first + count]
+
+
+class SharedObjective(MultistreamObjective):
+    """Fills ``Objective``: low-rank terms on a model and streams that share them."""
+
+    def __init__(self, streams: SharedStreams, loss: SharedLoss) -> None:
+        super().__init__(streams, loss.of_streams())
+        self.alpha = loss.alpha
+
+    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        """The main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
+        learns = torch.is_grad_enabled()
+        step, main = self._main(model, batch.tokens)
+        cut, leaves = _cut(step, main, range(self.streams.config.insertion, model.config.num_layers), learns)
+        if self.streams.config.feedback:
+            cut = replace(cut, known=self._known(model, batch, cut))
+        yield from self._next_token(model, batch, cut)
+        if self.alpha:
+            for places in places_of(batch.scored, self.loss.rows):
+                loss, seen = self._chunk(model, batch, cut, places, len(batch.predicting))
+                yield self.alpha * loss, seen
+        yield from self._pruned(model, batch, replace(cut, entering=cut.entering.detach()))
+        if learns:
+            ends = [(whole * leaf.grad).sum() for whole, leaf in leaves if leaf.grad is not None]
+            yield torch.stack(ends).sum(), {}
+
+    def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, tuple[Tensor, Tensor]]:
+        """The main pass with the terms on every row: its step, residuals at the insertion layer and at the top."""
+        step, insertion = Step.dense(*tokens.shape), self.streams.config.insertion
+        step = replace(step, deltas=(self.streams.terms(torch.zeros(step.num_rows, dtype=torch.int64)),))
+        entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
+        final = model.run(entering, step, insertion)
+        return step, (entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1))
+
+    def _next_token(self, model: Decoder, batch: Batch, cut: Frozen) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        top, total = cut.final.flatten(0, 1), len(batch.predicting)
+        for first in range(0, total, self.loss.rows):
+            part = slice(first, first + self.loss.rows)
+            logits = model.head(top[batch.predicting[part]])
+            loss = F.cross_entropy(logits, batch.targets[part], reduction="sum") / total
+            right = (logits.detach().argmax(-1) == batch.targets[part]).sum() / total
+            yield loss, {"main": float(loss.detach()), "accuracy": float(right)}
+
+    @staticmethod
+    @torch.no_grad()
+    def _known(model: Decoder, batch: Batch, cut: Frozen) -> Tensor:
+        return known_in_text(model, batch.tokens, cut.final.flatten(0, 1))
+
+
+def _cut(
+    step: Step, main: Sequence[Tensor], layers: Sequence[int], learns: bool
+) -> tuple[Frozen, list[tuple[Tensor, Tensor]]]:
+    """What the main pass left, as copies that gather gradients; each copy beside what it is of."""
+    leaves: list[tuple[Tensor, Tensor]] = []
+
+    def leaf(whole: Tensor) -> Tensor:
+        leaves.append((whole, whole.detach().requires_grad_(learns)))
+        return leaves[-1][1]
+
+    memory = _Copies({layer: tuple(map(leaf, step.memory.stored(layer))) for layer in layers})
+    entering, final = map(leaf, main)
+    return Frozen(entering, final, replace(step, memory=memory, deltas=())), leaves
+
+
+class _Copies:
+    """Fills ``Memory`` for streams: keys and values of the main stream, nothing is added."""
+
+    def __init__(self, held: Mapping[int, tuple[Tensor, ...]]) -> None:
+        self.held = held
+
+    def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
+        """Streams store nothing here."""
+        raise AssertionError("streams keep their own rows")
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each (B, K, T, D)."""
+        keys, values = self.held[layer]
+        return keys, values
