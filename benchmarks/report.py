@@ -2,7 +2,8 @@
 
 A result is what ``vivace bench decode --json benchmarks/results/NAME.json`` wrote. The files are read in the order of
 their names and go into the README (one table, two plots), ``docs/results.md`` (everything else that was measured) and
-``docs/techniques/multirate.md``. The same files give the same text and, with the same matplotlib, the same pictures.
+``docs/techniques/multirate.md``. Those of ``benchmarks.rivals`` are in ``benchmarks/results/rivals`` and go into
+``docs/techniques/rivals.md``. The same files give the same text and, with the same matplotlib, the same pictures.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, speed_law
+from benchmarks import plots, rivals_table, speed_law
 from tools.blocks import fill_file, settle, table
 from vivace.evaluate.speed_law import Shape, head_share
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+RIVALS = RESULTS / "rivals"
+"""What ``benchmarks.rivals measure`` wrote."""
 IMAGES = ROOT / "docs" / "images"
 PARTS = ("provenance", "roofline", "setting", "runs")
 NONE_YET = "No results are committed yet."
@@ -240,6 +243,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
     parts = {
         ROOT / "README.md": {"results": summary(results)},
         docs / "results.md": {"results": details(results)},
+        docs / "techniques" / "rivals.md": {"results": rivals_table.tables(rivals_table.read_reports(RIVALS))},
         docs / "techniques" / "multirate.md": {"law": law(results), "results": technique(results, "multirate")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}

@@ -1,9 +1,10 @@
-"""All methods in one interleaved run: ``python -m benchmarks.rivals [train|measure] --runs DIR ...``.
+"""All methods in one interleaved run: ``python -m benchmarks.rivals train|tune|measure --runs DIR ...``.
 
 ``train`` gives every rival the same data, minutes and two learning rates, finds the best draft of each with the search
-of ``vivace tune``, and keeps the faster of the two. ``measure`` lets everything that lies in ``--runs`` play on the
-given prompts, in turns, and writes a table and JSON. Rivals that need another model are set beside plain decoding of
-their own model, for their text, and of the base, for their speed.
+of ``vivace tune``, and keeps the faster of the two. ``tune`` finds drafts for what lies in ``--runs`` already, for what
+ships and for what needs no weights. ``measure`` lets all of these play on the given prompts, in turns, and writes JSON
+and a table (``benchmarks.report`` makes one of several files). Rivals that need another model are set beside plain
+decoding of their own model, for their text, and of the base, for their speed.
 """
 
 from __future__ import annotations
@@ -17,28 +18,41 @@ from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.rivals_table import tables
+from vivace.baselines.kinds import KINDS
+from vivace.baselines.lookahead import LookaheadPlan
 from vivace.cli.app import run
 from vivace.cli.asking import questions_of, read_prompts
+from vivace.decode.draft_model import DraftModel
+from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.evaluate.contest import Question, Record, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
+from vivace.methods import AnyPlan
+from vivace.multistream.config import StreamPlan
 from vivace.prompts import Prompt
-from vivace.recipe import METHODS
-from vivace.tuning import TUNED, candidates_of, describe, keep_plan, search
+from vivace.recipe import METHODS, build
+from vivace.train.resume import read_state
+from vivace.tuning import TUNED, candidates_of, describe, keep_plan, planned, search
 
-ADAPTERS = ("multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "calm")
+ADAPTERS = ("multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "uno", "calm")
 """Kinds that lie beside the base, by the name of their folder in ``--runs``."""
 WHOLE: Mapping[str, tuple[str, ...]] = {
     "layerskip": ("layerskip",),
     "supervised": ("layerskip", "lite@0.98"),
     "skipdecode": ("skipdecode",),
+    "mod": ("mod",),
 }
 """Kinds that are models of their own, and what is decoded with on each."""
-TRAINED = ("medusa", "eagle", "deed", "draft")
-RATES = {"layerskip": (0.0001, 0.0003), "supervised": (0.0001, 0.0003), "skipdecode": (0.0002,)}
+TRAINED = ("medusa", "eagle", "deed", "uno", "draft")
+RATES = {"layerskip": (0.0001, 0.0003), "supervised": (0.0001, 0.0003), "skipdecode": (0.0002,), "mod": (0.0002,)}
 """Rates of AdamW that are tried, Muon's being five times as high; kinds beside the base have (0.001, 0.003)."""
+PLANS = "plans.json"
+"""In ``--runs``: tuned drafts of methods that have no folder there, by method."""
+FACTS = "training.json"
+"""In a kind's folder: how long it was trained."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ def train(given: argparse.Namespace) -> None:
     tried: list[dict[str, Any]] = []
     for kind in given.kinds or (*TRAINED, *WHOLE):
         speeds: dict[float, float] = {}
-        for rate in RATES.get(kind, (0.001, 0.003)):
+        for rate in given.rates or RATES.get(kind, (0.001, 0.003)):
             out = given.runs / "tried" / f"{kind}-{rate:g}"
             if run(_training(kind, rate, out, given)) != 0:
                 raise SystemExit(f"training {kind} failed")
@@ -66,10 +80,62 @@ def train(given: argparse.Namespace) -> None:
         best = max(speeds, key=lambda rate: speeds[rate])
         kept = given.runs / kind
         snapshots = shutil.ignore_patterns("run")
-        shutil.copytree(given.runs / "tried" / f"{kind}-{best:g}", kept, dirs_exist_ok=True, ignore=snapshots)
+        source = given.runs / "tried" / f"{kind}-{best:g}"
+        shutil.copytree(source, kept, dirs_exist_ok=True, ignore=snapshots)
+        _write(kept / FACTS, training_facts(source))
         if kind == "supervised" and run(_calibrating(kept, given)) != 0:
             raise SystemExit(f"calibrating {kept} failed")
-        (given.runs / "tuning.json").write_text(json.dumps(tried, indent=2) + "\n", encoding="utf-8")
+        _write(given.runs / "tuning.json", tried)
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def training_facts(folder: Path) -> dict[str, float] | None:
+    """Steps and minutes of a training, all its stages: kept beside the weights, else from its snapshots."""
+    if (folder / FACTS).is_file():
+        facts: dict[str, float] | None = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        return facts
+    states = [read_state(path)["progress"] for path in sorted(folder.glob("run/**/state.pt"))]
+    if not states:
+        return None
+    return {"steps": sum(s["step"] for s in states), "minutes": sum(s["elapsed_s"] for s in states) / 60}
+
+
+def tune(given: argparse.Namespace) -> None:
+    """The best draft of everything there is: kept in its folder in ``--runs``, else in ``RUNS/plans.json``."""
+    tried: list[dict[str, Any]] = []
+    found, plans = _beside(given.runs), dict[str, Any]()
+    base = _loaded(given.model, found, None)
+    for method in given.kinds or [name for name in TUNED if name in base.methods.ready()]:
+        best = _searched(base, method, method, given, tried)
+        if method in found and method != "draft":
+            keep_plan(base, method, best)
+        else:
+            plans[method] = asdict(best)
+        _write(given.runs / PLANS, plans)
+        _write(given.runs / "tuning.json", tried)
+    for kind in () if given.kinds else WHOLE:
+        if (given.runs / kind / "config.json").is_file() and WHOLE[kind][0] in TUNED:
+            engine = _loaded(None, {}, given.runs / kind)
+            keep_plan(engine, WHOLE[kind][0], _searched(engine, WHOLE[kind][0], kind, given, tried))
+    _write(given.runs / "tuning.json", tried)
+
+
+def _searched(
+    engine: Engine, method: str, name: str, given: argparse.Namespace, tried: list[dict[str, Any]]
+) -> AnyPlan:
+    """The fastest draft of a method; what played is added to ``tried`` under a name."""
+    asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
+    trials = search(engine, method, candidates_of(engine, method), asked, max_new_tokens=64)
+    tried += [{"out": name, "plan": describe(t.plan), "prompts": t.num_prompts, **asdict(t.run)} for t in trials]
+    return trials[0].plan
+
+
+def _beside(runs: Path) -> dict[str, Path]:
+    """Folders of kinds that lie beside the base."""
+    return {kind: runs / kind for kind in (*ADAPTERS, "draft") if (runs / kind / "config.json").is_file()}
 
 
 def _training(kind: str, rate: float, out: Path, given: argparse.Namespace) -> list[str]:
@@ -93,14 +159,13 @@ def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str
     """Tokens per second of the best draft; it is kept in the folder."""
     method = WHOLE[kind][0] if kind in WHOLE else kind
     engine = _loaded(given.model, {}, out) if kind in WHOLE else _loaded(given.model, {kind: out}, None)
-    asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
     if method not in TUNED:
+        asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
         return summarise(hold([Entrant(method, engine, 64)], asked, repeats=1), method)[0].tokens_per_s
-    trials = search(engine, method, candidates_of(engine, method), asked, max_new_tokens=64)
-    tried += [{"out": out.name, "plan": describe(t.plan), "prompts": t.num_prompts, **asdict(t.run)} for t in trials]
+    best = _searched(engine, method, out.name, given, tried)
     if method != "draft":
-        keep_plan(engine, method, trials[0].plan)
-    return trials[0].run.tokens_per_s
+        keep_plan(engine, method, best)
+    return max(row["tokens_per_s"] for row in tried if row["out"] == out.name and row["plan"] == describe(best))
 
 
 def _loaded(model: str | None, kinds: Mapping[str, Path], whole: Path | None) -> Engine:
@@ -113,29 +178,38 @@ def _loaded(model: str | None, kinds: Mapping[str, Path], whole: Path | None) ->
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Everything there is, in turns on the same prompts."""
-    found = {kind: given.runs / kind for kind in (*ADAPTERS, "draft") if (given.runs / kind / "config.json").is_file()}
+    found = _beside(given.runs)
     base = _loaded(given.model, found, None)
     prompts = read_prompts(given.prompts, given.limit)
     asked = questions_of(base, prompts, raw=False)
-    players = [Named(name, Entrant(name, base, given.max_new_tokens)) for name in _methods(base)]
-    owners = dict.fromkeys((player.name for player in players), "plain")
+    plans = json.loads((given.runs / PLANS).read_text(encoding="utf-8")) if (given.runs / PLANS).is_file() else {}
+    players, facts = list[Named](), dict[str, dict[str, Any]]()
+    for name in _methods(base):
+        engine = planned(base, _plan(name, plans[name])) if name in plans else base
+        players.append(Named(name, Entrant(name, engine, given.max_new_tokens)))
+        kind = METHODS[name].adapter or name
+        facts[name] = _facts(engine, name, found.get(kind) or _shipped(base, kind)) | {"plain": "plain"}
     for kind, methods in WHOLE.items():
-        if not (given.runs / kind / "config.json").is_file():
+        folder = given.runs / kind
+        if not (folder / "config.json").is_file():
             continue
-        engine = _loaded(None, {}, given.runs / kind)
-        ready = [m for m in methods if m.partition("@")[0] in engine.methods.ready()]
-        for method in ("plain", *ready):
+        engine = _loaded(None, {}, folder)
+        for method in ("plain", *(m for m in methods if m.partition("@")[0] in engine.methods.ready())):
             name = f"{method} on the {kind} model"
-            owners[name] = f"plain on the {kind} model"
             players.append(Named(name, Entrant(method, engine, given.max_new_tokens)))
+            facts[name] = _facts(engine, method, folder) | {"plain": f"plain on the {kind} model"}
     records = hold(players, asked, repeats=given.repeats)
     return {
         "provenance": asdict(provenance(base.model.device)),
-        "kernels": base.kernels.name,
-        "prompts": given.prompts,
-        "num_prompts": len(asked),
-        "extra_bytes": _extra_bytes(base, found),
-        "runs": [_row(record, records, owners, prompts, base) for record in records],
+        "setting": {
+            "model": base.folder.name,
+            "kernels": base.kernels.name,
+            "prompts": Path(given.prompts).stem,
+            "num_prompts": len(asked),
+            "max_new_tokens": given.max_new_tokens,
+            "repeats": given.repeats,
+        },
+        "runs": [_row(record, records, facts[record.name], prompts, base) for record in records],
     }
 
 
@@ -145,54 +219,54 @@ def _methods(engine: Engine) -> list[str]:
     return ["plain", *ready]
 
 
-def _row(
-    record: Record, records: Sequence[Record], owners: Mapping[str, str], prompts: Sequence[Prompt], engine: Engine
-) -> dict[str, Any]:
-    """Speed beside the base's plain decoding, sameness beside the own model's, and quality of the text."""
-    speed = next(run for run in summarise(records, "plain") if run.method == record.name)
-    own = next(run for run in summarise(records, owners[record.name]) if run.method == record.name)
-    texts = [engine.tokenizer.decode(ids) for takes in record.takes for ids in takes[0].token_ids]
-    quality = score(list(prompts), texts) if all(prompt.references for prompt in prompts) else None
-    return {**asdict(speed), "identical": own.identical, "num_different": own.num_different, "quality": quality}
+def _plan(method: str, values: Mapping[str, Any]) -> AnyPlan:
+    """A draft that was written down."""
+    kinds: dict[str, type[Any]] = {"lookahead": LookaheadPlan, "multistream": StreamPlan}
+    made: AnyPlan = build(KINDS[method].plan if method in KINDS else kinds.get(method, DraftPlan), values)
+    return made
 
 
-def _extra_bytes(engine: Engine, found: Mapping[str, Path]) -> dict[str, int]:
-    """Of the weights beside the base, by kind."""
-    folders = {kind: engine.methods.adapter_folder(kind) for kind in ADAPTERS} | dict(found)
+def _shipped(engine: Engine, kind: str) -> Path | None:
+    folder = engine.methods.adapter_folder(kind)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _facts(engine: Engine, name: str, folder: Path | None) -> dict[str, Any]:
+    """What a method takes: bytes beside the base, training, and its draft."""
+    method, _, quality = name.partition("@")
+    drafter = engine.methods.drafter(method, quality=float(quality) if quality else None)
+    plan = getattr(drafter, "plan", None)
+    if isinstance(drafter, DraftModel):
+        plan = DraftPlan.chain(drafter.config.num_draft_tokens)
+    weights = [] if folder is None else folder.glob("*.safetensors")
     return {
-        kind: sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        for kind, folder in folders.items()
-        if folder is not None and folder.is_dir()
+        "extra_bytes": sum(path.stat().st_size for path in weights),
+        "training": None if folder is None else training_facts(folder),
+        "plan": describe(plan) if isinstance(plan, AnyPlan) else None,
     }
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """The report in Markdown."""
-    lines = [
-        "| method | extra MB | speed-up | tokens per pass | layers per token | text |",
-        "|---|---:|---:|---:|---:|---|",
-    ]
-    for row in report["runs"]:
-        kind = row["method"].partition("@")[0]
-        extra = report["extra_bytes"].get((METHODS[kind].adapter or kind) if kind in METHODS else kind, 0)
-        low, high = row["speedup_interval"]
-        layers = row["mean_exit_layer"]
-        same = "same" if row["identical"] else f"{row['num_different']} of {report['num_prompts']} differ"
-        lines.append(
-            f"| {row['method']} | {extra / 1e6:.1f} | {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) | "
-            f"{row['tokens_per_target_pass'] or 1:.2f} | {'' if layers is None else f'{layers:.1f}'} | {same} |"
-        )
-    return "\n".join(lines)
+def _row(
+    record: Record, records: Sequence[Record], facts: Mapping[str, Any], prompts: Sequence[Prompt], engine: Engine
+) -> dict[str, Any]:
+    """Speed beside the base's plain decoding, sameness beside the own model's, and quality of the text."""
+    speed = next(run for run in summarise(records, "plain") if run.method == record.name)
+    own = next(run for run in summarise(records, facts["plain"]) if run.method == record.name)
+    texts = [engine.tokenizer.decode(ids) for takes in record.takes for ids in takes[0].token_ids]
+    quality = score(list(prompts), texts) if all(prompt.references for prompt in prompts) else None
+    same = {"identical": own.identical, "num_different": own.num_different}
+    return {**asdict(speed), **same, "quality": quality, **facts}
 
 
 def main() -> None:
-    """Train or measure."""
+    """Train, tune or measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("train", "measure"))
+    parser.add_argument("what", choices=("train", "tune", "measure"))
     parser.add_argument("--model")
     parser.add_argument("--runs", type=Path, required=True, help="a folder per kind")
     parser.add_argument("--data", type=Path, action="append", default=[], help="rows to train on, repeatable")
-    parser.add_argument("--kinds", nargs="*", help="train only these")
+    parser.add_argument("--kinds", nargs="*", help="train or tune only these")
+    parser.add_argument("--rates", type=float, nargs="*", help="of AdamW, instead of two for each kind")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--prompts", default="e2e", help="a .jsonl file or a packaged set")
     parser.add_argument("--limit", type=int, default=100)
@@ -204,10 +278,13 @@ def main() -> None:
     if given.what == "train":
         train(given)
         return
+    if given.what == "tune":
+        tune(given)
+        return
     report = measure(given)
     if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(table(report))
+        _write(given.json, report)
+    print(tables([report]))
 
 
 if __name__ == "__main__":

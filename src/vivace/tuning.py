@@ -163,7 +163,7 @@ def search(
     if not plans or not questions:
         raise ConfigError(f"a search needs a plan and a prompt, found {len(plans)} plans and {len(questions)} prompts")
     plain = Entrant(BASELINE, engine, max_new_tokens)
-    players = {plan: _Player(describe(plan), Entrant(method, _planned(engine, plan), max_new_tokens)) for plan in plans}
+    players = {plan: _Player(describe(plan), Entrant(method, planned(engine, plan), max_new_tokens)) for plan in plans}
     left, count, gone = list(players), _FIRST_PROMPTS, list[Trial]()
     while True:
         last = len(left) <= _FINALISTS
@@ -184,7 +184,7 @@ def search(
         count *= 2
 
 
-def _planned(engine: Engine, plan: AnyPlan) -> Engine:
+def planned(engine: Engine, plan: AnyPlan) -> Engine:
     """The same engine, drafting after another plan than its adapter's."""
     other = copy(engine)
     other.methods = engine.methods.planned(plan)

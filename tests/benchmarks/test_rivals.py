@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from benchmarks import rivals
+from benchmarks.rivals_table import NONE_YET, read_reports, tables
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.baselines.lookahead import LookaheadPlan
+from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.prompts import Prompt
+from vivace.train.resume import write_state
 
 
 @pytest.fixture
@@ -28,6 +32,7 @@ def given(tmp_path: Path) -> argparse.Namespace:
         runs=tmp_path / "runs",
         data=[tmp_path / "rows.jsonl"],
         kinds=["deed"],
+        rates=None,
         minutes=0.01,
         prompts=str(tmp_path / "rows.jsonl"),
         limit=2,
@@ -52,12 +57,78 @@ def test_what_was_trained_and_tuned_is_measured(given: argparse.Namespace, monke
     assert not (given.runs / "deed" / "run").exists()
     make_checkpoint(given.runs / "layerskip", seed=1, layers=4)
     report = rivals.measure(given)
-    assert {row["method"] for row in report["runs"]} >= {
+    rows = {row["method"]: row for row in report["runs"]}
+    assert set(rows) >= {
         *("plain", "lookup", "lookahead", "layerskip", "deed"),
         *("plain on the layerskip model", "layerskip on the layerskip model"),
     }
-    assert all(row["identical"] for row in report["runs"])
-    assert report["extra_bytes"]["deed"] > 0
-    lines = rivals.table(report).splitlines()
-    assert len(lines) == 2 + len(report["runs"])
-    assert all("same" in line for line in lines[2:])
+    assert all(row["identical"] for row in rows.values())
+    assert rows["deed"]["extra_bytes"] > 0 == rows["lookahead"]["extra_bytes"]
+    assert rows["deed"]["training"]["steps"] > 0
+    assert rows["deed"]["plan"] in ("chain 1", "tree 2-1")
+    assert rows["layerskip"]["training"] is None
+    lines = rivals.tables([report]).splitlines()
+    assert len(lines) == 4 + len(rows)
+    assert all("same text" in line for line in lines[4:])
+
+
+def test_drafts_are_found_for_what_lies_there_and_for_what_needs_no_weights(
+    given: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(given.runs / "layerskip", seed=1, layers=4)
+    given.kinds = None
+    plans = {"lookahead": [LookaheadPlan(3, 2, 2)], "layerskip": [DraftPlan.chain(2)]}
+    monkeypatch.setattr(rivals, "candidates_of", lambda engine, method: plans[method])
+    rivals.tune(given)
+    assert set(json.loads((given.runs / "plans.json").read_text())) == {"lookahead", "layerskip"}
+    assert load_adapter(given.runs / "layerskip" / "adapters" / "layerskip")[0]["plan"]["widths"] == [1, 1]
+    assert not (Path(given.model) / "adapters").exists()
+    rows = {row["method"]: row for row in rivals.measure(given)["runs"]}
+    assert rows["lookahead"]["plan"] == "N 3 W 2 G 2"
+    assert rows["layerskip"]["plan"] == rows["layerskip on the layerskip model"]["plan"] == "chain 2"
+
+
+def test_facts_of_a_training_are_its_snapshots(tmp_path: Path) -> None:
+    assert rivals.training_facts(tmp_path) is None
+    for stage, (steps, seconds) in enumerate([(30, 60.0), (12, 90.0)]):
+        (tmp_path / "run" / f"stage-{stage}").mkdir(parents=True)
+        write_state(
+            tmp_path / "run" / f"stage-{stage}" / "state.pt", {"progress": {"step": steps, "elapsed_s": seconds}}
+        )
+    assert rivals.training_facts(tmp_path) == {"steps": 42, "minutes": 2.5}
+
+
+def test_one_table_for_several_prompt_sets() -> None:
+    def report(prompts: str, speedup: float, quality: dict[str, float]) -> dict[str, object]:
+        run = {
+            **{"method": "mod", "speedup": speedup, "speedup_interval": (speedup, speedup), "identical": False},
+            **{"num_different": 3, "tokens_per_target_pass": None, "mean_exit_layer": 18.25},
+            **{"extra_bytes": 2_500_000, "training": {"steps": 9, "minutes": 1.0}, "plan": None},
+        }
+        setting = {
+            "model": "m",
+            "kernels": "k",
+            "prompts": prompts,
+            "num_prompts": 5,
+            "max_new_tokens": 6,
+            "repeats": 3,
+        }
+        provenance = {"cpu": "c", "num_threads": 2, "commit": None}
+        return {"setting": setting, "provenance": provenance, "runs": [run | {"quality": {prompts: quality}}]}
+
+    text = tables([report("sql", 2.0, {"exact_match": 0.5}), report("e2e", 0.5, {"bleu": 40.123})])
+    assert "sql: 5 prompts, e2e: 5 prompts" in text
+    assert text.splitlines()[-1] == (
+        "| mod | 2.5 | 9 steps, 1 min | - | 2.00x (2.00 to 2.00), 18.2 layers, 3 texts differ, exact match 0.5 | "
+        "0.50x (0.50 to 0.50), 18.2 layers, 3 texts differ, BLEU 40.1 | 1.00x |"
+    )
+    assert tables([]) == NONE_YET
+
+
+def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a\.json is not a report"):
+        read_reports(tmp_path)
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ValueError, match=r"a\.json is not JSON"):
+        read_reports(tmp_path)
