@@ -95,7 +95,7 @@ def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_late: int = 8)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("missing", POLICIES)
-def test_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
+def test_t11_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
     """T10, T11: with closed gates all three policies give the whole model's text."""
     texts = [plain_text(model(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
     session = Session(model(dtype), num_slots=3, capacity=64, chunk=8)
@@ -111,7 +111,7 @@ def test_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("slots", [1, 3, 5])
-def test_deferred_rows_are_exact(model, dtype, slots) -> None:
+def test_t11_deferred_rows_are_exact(model, dtype, slots) -> None:
     """T11: what leaves differs, what is stored does not; alone and among others that leave elsewhere."""
     session = Session(model(dtype), num_slots=slots, capacity=64, chunk=8)
     drafter = Shallow(mixed)
@@ -125,7 +125,7 @@ def test_deferred_rows_are_exact(model, dtype, slots) -> None:
 
 
 @torch.inference_mode()
-def test_a_settled_cache_is_a_full_one(model) -> None:
+def test_t11_a_settled_cache_is_a_full_one(model) -> None:
     """T11, T7: after a flush every layer holds what a pass of all tokens through all layers holds."""
     bf16 = model(torch.bfloat16)
     drafter = Shallow(mixed)
@@ -158,7 +158,7 @@ def test_a_settled_cache_is_a_full_one(model) -> None:
     assert owed > 1
 
 
-def test_always_leaving_stops_at_the_first_gate_until_too_much_is_owed(model) -> None:
+def test_t10_always_leaving_stops_at_the_first_gate_until_too_much_is_owed(model) -> None:
     """T10: a sequence may owe so many rows; then one goes to the top and takes them along."""
     session = Session(model(torch.bfloat16), num_slots=1, capacity=64)
     drafter = Shallow(lambda position, gate: True, max_late=3)

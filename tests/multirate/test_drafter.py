@@ -8,7 +8,13 @@ import torch
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import prompts
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
+from vivace.core.seams import Context, Draft, Drafter
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.decode.laws import Laws
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -16,7 +22,10 @@ from vivace.decode.shallow import DraftPlan
 from vivace.multirate.drafter import self_speculation
 
 COUNT = 21
-PLANS = [(1,), (1, 1, 1, 1, 1, 1, 1, 1), (2, 1, 1), (3, 2, 1)]
+CHAINS = [(1, 1), (1, 8), (2, 3), (3, 2), (3, 5), (4, 4), (4, 7), (5, 6), (5, 8)]
+"""Every gate of six layers, every length up to eight, as (gate, guesses)."""
+PLANS = [*((gate, (1,) * length) for gate, length in CHAINS), (2, (2, 1, 1)), (3, (3, 2, 1)), (5, (3, 2, 1))]
+"""(gate, widths)"""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +38,8 @@ def texts(deep):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("widths", PLANS, ids=str)
-@pytest.mark.parametrize("gate", [1, 3, 5])
-def test_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts, dtype, widths, gate) -> None:
+@pytest.mark.parametrize(("gate", "widths"), PLANS, ids=str)
+def test_t5_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts, dtype, widths, gate) -> None:
     model = deep(dtype)
     accepted = 0
     for noise, mode, feedback in ((0.0, "delta", False), (0.3, "lite", False), (0.05, "delta", True)):
@@ -46,6 +54,40 @@ def test_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts,
         assert accepted > 0, "a gate next to the top guesses right now and then"
 
 
+@torch.inference_mode()
+def draft_behind(model: Decoder, drafter: Drafter, text: tuple[int, ...]) -> tuple[Draft, KVCache]:
+    """A draft behind a text that slots 0 and 1 have stored, and the cache."""
+    cache = model.new_cache(2, 64)
+    for slot in (0, 1):
+        prompt = Draft.given_only({slot: list(text[:-1])})
+        Climb().run(model, prompt, cache, chunk=True)
+        cache.commit([slot], [range(len(text) - 1)])
+    law = Laws({0: Request(text, 9, drafter)}, {0: text}, cache.lengths)
+    return drafter.propose(Context((0,), {0: text}, cache, law)), cache
+
+
+@torch.inference_mode()
+def test_t8_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, accelerator) -> None:
+    """What comes out at the top of a row is what a chain of its own path gives behind the same text."""
+    model, text = deep(torch.float32), (3, 1, 4, 1, 5)
+    drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
+    tree, cache = draft_behind(model, drafter, text)
+    assert Step.of(tree, cache).position.tolist() == [len(text) - 1 + depth for depth in tree.depths]
+    top = Climb().run(model, tree, cache).hidden
+    for row in range(len(tree.tokens)):
+        alone = Draft.given_only({1: [int(tree.tokens[r]) for r in tree.path(row)]})
+        assert torch.allclose(top[row], Climb().run(model, alone, cache).hidden[-1], atol=1e-5)
+
+
+def test_t8_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -> None:
+    model, fast = deep(torch.float32), accelerator(torch.float32, gate=5)
+    chain, _ = draft_behind(model, self_speculation(model, fast, DraftPlan.chain(4)), (3, 1, 4))
+    monkeypatch.setattr(DraftPlan, "is_chain", False)
+    tree, _ = draft_behind(model, self_speculation(model, fast, DraftPlan((1,) * 4, 1e-9)), (3, 1, 4))
+    assert tree.lists == chain.lists
+    assert torch.equal(tree.hidden, chain.hidden)
+
+
 def test_lookup_first_changes_nothing_but_the_drafts(deep, accelerator, texts) -> None:
     model = deep(torch.bfloat16)
     drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(3), lookup=PromptLookup())
@@ -55,7 +97,7 @@ def test_lookup_first_changes_nothing_but_the_drafts(deep, accelerator, texts) -
 
 
 @torch.inference_mode()
-def test_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> None:
+def test_t7_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> None:
     """T7, in every layer, for a tree that keeps nodes out of order."""
     model = deep(torch.float32)
     drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
@@ -104,7 +146,7 @@ def test_lower_layers_run_once_for_every_node(deep, accelerator, monkeypatch) ->
     assert [rows for *_, rows in upper] == [4]
 
 
-def test_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accelerator) -> None:
+def test_t5_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accelerator) -> None:
     model = deep(torch.bfloat16)
     fast = accelerator(torch.bfloat16)
     session = Session(model, num_slots=1, capacity=64)
@@ -117,7 +159,7 @@ def test_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accelerat
     assert result.stats.num_draft_tokens < 6 * result.stats.num_spec_steps
 
 
-def test_end_of_text_inside_a_draft_cuts_like_plain_decoding(deep, accelerator, texts) -> None:
+def test_t5_end_of_text_inside_a_draft_cuts_like_plain_decoding(deep, accelerator, texts) -> None:
     model = deep(torch.bfloat16)
     drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4))
     text = texts[torch.bfloat16][1]

@@ -36,7 +36,7 @@ def answers(model, how, slots=3):
 
 @pytest.mark.parametrize("thresholds", [(1.1, 1.1, 1.1), (None, None, None)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_no_threshold_can_be_passed_is_plain_decoding(deep, dtype, thresholds) -> None:
+def test_t10_no_threshold_can_be_passed_is_plain_decoding(deep, dtype, thresholds) -> None:
     """T10, T2: nobody leaves; companions run (or not) and change nothing."""
     texts = [plain_text(deep(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
     for result, text in zip(answers(deep(dtype), drafter(deep(dtype), thresholds)), texts, strict=True):
@@ -47,7 +47,7 @@ def test_no_threshold_can_be_passed_is_plain_decoding(deep, dtype, thresholds) -
 
 
 @pytest.mark.parametrize("missing", ["deferred", "propagate", "mask"])
-def test_everything_leaves_at_the_first_gate_when_anything_may(deep, missing) -> None:
+def test_t10_everything_leaves_at_the_first_gate_when_anything_may(deep, missing) -> None:
     """T10: a threshold below every score; what is said is the gate's own guess."""
     how = drafter(deep(BF16), (-1.0, 0.5, 0.5), missing)
     for result in answers(deep(BF16), how):
@@ -58,7 +58,7 @@ def test_everything_leaves_at_the_first_gate_when_anything_may(deep, missing) ->
             assert layers == ([2] * 8 + [6] + [2] * 7 if missing == "deferred" else [2] * COUNT)
 
 
-def test_exits_grow_as_thresholds_fall(deep) -> None:
+def test_t10_exits_grow_as_thresholds_fall(deep) -> None:
     shares = []
     for threshold in (0.9, 0.6, 0.5, 0.4, 0.1):
         found = answers(deep(BF16), drafter(deep(BF16), (threshold,) * 3))

@@ -32,7 +32,7 @@ def full_text(model: Decoder, gates: GatedAccelerator, tokens: Tensor) -> tuple[
     return residuals, [gates.at_gate(g, trail[:, -1]) for g, trail in enumerate(trails)]
 
 
-def test_untrained_gates_are_the_slow_stream(deep) -> None:
+def test_t1_untrained_gates_are_the_slow_stream(deep) -> None:
     """T1: logits at a gate are those of the slow residual there."""
     model = deep(FP32)
     residuals, gates = full_text(model, make_weights(model).gates, TOKENS)
@@ -42,7 +42,7 @@ def test_untrained_gates_are_the_slow_stream(deep) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["delta", "lite"])
-def test_row_by_row_is_the_whole_text(deep, mode) -> None:
+def test_t3_row_by_row_is_the_whole_text(deep, mode) -> None:
     """T3, in float64: residuals here are near ten, and float32 rounds a row and a text differently."""
     model = deep(torch.float64)
     gates = make_weights(model, noise=0.3, mode=mode).gates
@@ -59,7 +59,7 @@ def test_row_by_row_is_the_whole_text(deep, mode) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
+def test_t2_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
     """T2, to the bit."""
     model = deep(dtype)
     gates = make_weights(model, noise=0.3).gates
@@ -79,8 +79,7 @@ def test_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_later_tokens_change_nothing_before_them(deep) -> None:
-    """T4."""
+def test_t4_later_tokens_change_nothing_before_them(deep) -> None:
     model = deep(FP32)
     gates = make_weights(model, noise=0.3).gates
     changed = TOKENS.clone()
@@ -162,7 +161,7 @@ def nearness(model: Decoder, gates: GatedAccelerator | None) -> list[tuple[float
     return found
 
 
-def test_training_brings_every_gate_nearer_than_the_slow_stream_and_leaves_the_base(deep) -> None:
+def test_t9_training_brings_every_gate_nearer_than_the_slow_stream_and_leaves_the_base(deep) -> None:
     """T9: more agreement, less divergence and a smaller angle than the slow residual at the same gate; T2."""
     model = deep(FP32)
     before = state_hash(model)

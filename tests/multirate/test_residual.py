@@ -28,8 +28,7 @@ def full_text(model: Decoder, accelerator: Accelerator, tokens: Tensor) -> tuple
 
 
 @torch.inference_mode()
-def test_untrained_delta_is_the_slow_residual_at_every_layer(deep, accelerator) -> None:
-    """T1."""
+def test_t1_untrained_delta_is_the_slow_residual_at_every_layer(deep, accelerator) -> None:
     model = deep(FP32)
     for gate in range(1, 6):
         slow, fast = full_text(model, accelerator(FP32, gate=gate), TOKENS)
@@ -53,7 +52,7 @@ def test_untrained_lite_takes_attention_alone(deep, accelerator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @torch.inference_mode()
-def test_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: torch.dtype) -> None:
+def test_t2_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: torch.dtype) -> None:
     """T2: residuals and cache to the bit, with a random accelerator on and off."""
     model = deep(dtype)
     plain, beside = model.new_cache(1, 64), model.new_cache(1, 64)
@@ -73,8 +72,7 @@ def test_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: torc
 
 @pytest.mark.parametrize("mode", ["delta", "lite"])
 @torch.inference_mode()
-def test_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -> None:
-    """T3."""
+def test_t3_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -> None:
     model, fast = deep(FP32), accelerator(FP32, noise=0.3, mode=mode)
     _, whole = full_text(model, fast, TOKENS)
     cache = model.new_cache(1, 64)
@@ -88,8 +86,7 @@ def test_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -> N
 
 
 @torch.inference_mode()
-def test_an_accelerated_row_sees_the_past_and_no_other_accelerated_row(deep, accelerator) -> None:
-    """T4."""
+def test_t4_an_accelerated_row_sees_the_past_and_no_other_accelerated_row(deep, accelerator) -> None:
     model, fast = deep(FP32), accelerator(FP32, noise=0.3)
     _, before = full_text(model, fast, TOKENS)
     changed = TOKENS.clone()
