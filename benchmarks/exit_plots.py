@@ -1,14 +1,54 @@
-"""Two pictures of early exits: how fast residuals turn, and what speed costs in agreement."""
+"""Pictures of early exits: how fast residuals turn, what speed costs in agreement, and everybody's quality and cost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import COLOURS
 
 VELOCITY, TRADEOFF = "velocity.svg", "exits.svg"
+MARKERS = "os^Dv"
 CURVES = (("cosine", "cosine to the last residual"), ("step", "step / residual"), ("agreement", "says the last token"))
+
+
+@contextmanager
+def _plain_settings() -> Iterator[None]:
+    """The same report gives the same bytes, whatever the user has set."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rc("svg", hashsalt="vivace", fonttype="none")
+        matplotlib.rc("font", family="sans-serif", size=10)
+        yield
+
+
+def draw_tradeoff(report: dict[str, Any], path: Path) -> Path:
+    """Draw every way to decode of a report of ``benchmarks.tradeoff``: quality beside bytes read, and beside speed.
+
+    Ways that differ in the stated agreement only are joined; rings are lossless.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _plain_settings():
+        figure, axes = _axes(2)
+        curves: dict[str, list[dict[str, Any]]] = {}
+        for one in report["points"]:
+            name, _, rest = one["method"].partition("@")
+            curves.setdefault(name + rest.partition(" ")[1] + rest.partition(" ")[2], []).append(one)
+        for place, (name, points) in enumerate(curves.items()):
+            colour, hollow = COLOURS[place % len(COLOURS)], points[0]["lossless"]
+            marker = MARKERS[place // len(COLOURS) % len(MARKERS)]
+            for axis, key in zip(axes, ("read_share", "speedup"), strict=True):
+                xs, ys = [one[key] for one in points], [one["quality"] for one in points]
+                face = "none" if hollow else colour
+                axis.plot(xs, ys, marker=marker, markerfacecolor=face, color=colour, linewidth=1, label=name)
+        axes[0].set(xlabel="weight bytes read for a token, beside plain", ylabel=f"quality, {report['prompts']}")
+        axes[1].set(xlabel="speed beside plain")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=7)
+        return _save(figure, path)
 
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -21,13 +61,8 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
     Returns:
         The files written; the same report gives the same bytes.
     """
-    import matplotlib
-
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rc("svg", hashsalt="vivace", fonttype="none")
-        matplotlib.rc("font", family="sans-serif", size=10)
+    with _plain_settings():
         return [_velocity(report["velocity"], folder / VELOCITY), _tradeoff(report, folder / TRADEOFF)]
 
 

@@ -99,11 +99,11 @@ def compare_weights(
     written, matched, places, referred = [0.0, 0], 0, 0, [0.0, 0]
     for index, question in enumerate(own.questions):
         prompt = question.token_ids
-        lost, _ = _read(base, prompt, own.answers[index].token_ids)
+        lost, _ = read_answer(base, prompt, own.answers[index].token_ids)
         written = [written[0] + sum(lost), written[1] + len(lost)]
-        _, hits = _read(engine, prompt, stored.answers[index].token_ids)
+        _, hits = read_answer(engine, prompt, stored.answers[index].token_ids)
         matched, places = matched + sum(hits), places + len(hits)
-        lost, _ = _read(engine, prompt, own.references[index])
+        lost, _ = read_answer(engine, prompt, own.references[index])
         referred = [referred[0] + sum(lost), referred[1] + len(lost)]
         if on_progress is not None:
             on_progress(index + 1, len(own.questions))
@@ -120,8 +120,8 @@ def compare_weights(
     )
 
 
-def _read(engine: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[float], list[bool]]:
-    """Negative log-likelihood of each token of an answer, and whether it is the likeliest."""
+def read_answer(engine: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[float], list[bool]]:
+    """Negative log-likelihood of each token of an answer, and whether it is the likeliest one."""
     if not answer:
         return [], []
     logits = engine.logits([[*prompt, *answer[:-1]]])[0, len(prompt) - 1 :]

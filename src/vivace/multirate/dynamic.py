@@ -127,5 +127,6 @@ class DynamicDepth(NoDrafts):
         """
         chosen = plan.at(quality)
         self.quality = chosen.quality
-        policy = AcceleratedExit(weights, chosen)
-        self.traversal: Traversal = Depth(policy, missing=plan.missing, max_late=plan.max_late)
+        self.weights = weights
+        self.policy = AcceleratedExit(weights, chosen)
+        self.traversal: Traversal = Depth(self.policy, missing=plan.missing, max_late=plan.max_late)

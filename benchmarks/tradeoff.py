@@ -1,0 +1,228 @@
+"""Quality beside cost for everything there is: ``python -m benchmarks.tradeoff --runs DIR --prompts FILE --json OUT``.
+
+Lossy methods at every agreement they were calibrated to, exits at a fixed layer with and without the accelerated
+residual, models fine-tuned to leave early, and the lossless methods beside them, in one interleaved run of one task.
+Whatever lies in ``--runs`` (``benchmarks/rivals.py``) or beside the base takes part; the rest is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import exit_plots
+from benchmarks.rivals import ADAPTERS, WHOLE, Named
+from vivace.cli.asking import questions_of, read_prompts
+from vivace.core.model import Decoder
+from vivace.core.seams import Drafter
+from vivace.core.step import Step
+from vivace.decode.depth import Depth, Leaving
+from vivace.decode.plain import NoDrafts
+from vivace.decode.shallow import ShallowDrafter
+from vivace.engine import Engine, load
+from vivace.evaluate.contest import Question, Record, hold, summarise
+from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.provenance import provenance
+from vivace.evaluate.roofline import pass_bytes
+from vivace.evaluate.tradeoff import Guessing, Point, Reading, costs, envelope, judge_texts, point
+from vivace.methods import LEAVING
+from vivace.multirate.dynamic import AcceleratedExit, DynamicDepth
+from vivace.multirate.thresholds import QualityPlan
+from vivace.prompts import Prompt
+from vivace.recipe import METHODS
+
+READS = {"bf16": (1.0, 1.0), "int8": (0.52, 0.52), "q4": (0.28, 0.52), "lut4": (0.28, 0.52)}
+"""Shares of a layer's and of the head's bytes that a draft in such weights reads, scales included."""
+
+
+@dataclass(frozen=True)
+class Player:
+    """A way to decode, and the engine it decodes with."""
+
+    named: Named
+    engine: Engine
+    lossless: bool
+
+
+class FixedExit:
+    """Fills ``ExitPolicy``: every token leaves at one layer, by the slow residual (early exit in its plainest form)."""
+
+    def __init__(self, layer: int) -> None:
+        self.gates = (layer,)
+
+    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+        """To the layer, where all leave."""
+        h = model.run(h, step, 0, self.gates[0])
+        return Leaving(h, torch.ones(len(asking), dtype=torch.bool), h[asking])
+
+
+@dataclass(frozen=True)
+class Only:
+    """Stands for ``Methods`` with a single drafter."""
+
+    only: Drafter
+    folder: Path | None
+
+    def drafter(self, *asked: object) -> Drafter:
+        """It."""
+        return self.only
+
+
+def players(engine: Engine, runs: Path | None, max_new_tokens: int) -> tuple[list[Player], list[str]]:
+    """Everything that can decode, plain first, and the methods that cannot."""
+    found = [
+        Player(Named(name, Entrant(name, engine, max_new_tokens)), engine, _is_lossless(name))
+        for name in _sweep(engine)
+    ]
+    for name, drafter in _fixed(engine):
+        alone = copy(engine)
+        alone.methods = Only(drafter, engine.folder)  # type: ignore[assignment]
+        found.append(Player(Named(name, Entrant("dynamic", alone, max_new_tokens)), engine, False))
+    for kind, methods in WHOLE.items():
+        if runs is not None and (runs / kind / "config.json").is_file():
+            whole = load(runs / kind)
+            names = [name for name in _sweep(whole) if name.partition("@")[0] in {m.partition("@")[0] for m in methods}]
+            for name in ("plain", *(name for name in names if not _is_lossless(name))):
+                shown = f"{name} on the {kind} model"
+                found.append(Player(Named(shown, Entrant(name, whole, max_new_tokens)), whole, False))
+    seen = {player.named.entrant.name.partition("@")[0] for player in found}
+    lossy = [name for name, method in METHODS.items() if not method.lossless]
+    return found, [name for name in lossy if name not in seen]
+
+
+def _sweep(engine: Engine) -> list[str]:
+    """Ready methods; those that leave early once for every agreement."""
+    names = ["plain"]
+    for name in engine.methods.ready():
+        if name in LEAVING:
+            folder = engine.methods.adapter_folder(name)
+            assert folder is not None
+            plan = json.loads((folder / "config.json").read_text(encoding="utf-8"))["plan"]
+            names += [f"{name}@{one['quality']:g}" for one in plan["qualities"]]
+        elif name not in ("plain", "foresight"):
+            names.append(name)
+    return names
+
+
+def _is_lossless(name: str) -> bool:
+    return METHODS[name.partition("@")[0]].lossless
+
+
+def _fixed(engine: Engine) -> Iterator[tuple[str, Drafter]]:
+    """Exits at fixed layers: at the quarters of the model, and at the gates of ``dynamic`` where there is one."""
+    layers = engine.model.config.num_layers
+    for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
+        yield f"exit at {layer}", NoDrafts(f"exit at {layer}", Depth(FixedExit(layer), missing="propagate"))
+    if "dynamic" not in engine.methods.ready():
+        return
+    made = engine.methods.drafter("dynamic")
+    assert isinstance(made, DynamicDepth)
+    for place, layer in enumerate(made.policy.gates):
+        opened = tuple(-1.0 if gate == place else None for gate in range(len(made.policy.gates)))
+        policy = AcceleratedExit(made.weights, QualityPlan(0.5, opened))
+        yield f"accelerated exit at {layer}", NoDrafts(f"exit at {layer}", Depth(policy, missing="propagate"))
+
+
+def measure(engine: Engine, found: Sequence[Player], prompts: list[Prompt], repeats: int) -> list[Point]:
+    """Everybody answers every prompt, in turns, one at a time."""
+    asked = questions_of(engine, prompts, raw=False)
+    records = hold([player.named for player in found], asked, repeats=repeats)
+    runs = summarise(records, "plain")
+    judged = [_judge(engine, prompts, asked, record) for record in records]
+    base = reading_of(engine).pass_bytes
+    points = []
+    for player, record, run, told in zip(found, records, runs, judged, strict=True):
+        passes, read = costs(record, reading_of(player.engine), guessing_of(player))
+        points.append(point(run, player.lossless, (passes, read / base), told, judged[0]))
+    return points
+
+
+def _judge(engine: Engine, prompts: list[Prompt], asked: Sequence[Question], record: Record) -> Any:
+    answers = [ids for takes in record.takes for ids in takes[0].token_ids]
+    texts = [engine.tokenizer.decode(ids) for ids in answers]
+    return judge_texts(engine, prompts, [question.token_ids for question in asked], answers, texts)
+
+
+def reading_of(engine: Engine) -> Reading:
+    """Bytes of a model's layers and head, in the precision it is stored in."""
+    c = engine.model.config
+    head = c.vocab_size * c.width * 2
+    return Reading(c.num_layers, (pass_bytes(engine.model) - head) / c.num_layers, head)
+
+
+def guessing_of(player: Player) -> Guessing | None:
+    """How a method drafts below a gate; None for all others."""
+    name = player.named.entrant.name.partition("@")[0]
+    if not player.lossless or name in ("plain", "auto"):
+        return None
+    drafter = player.engine.methods.drafter(name)
+    if not isinstance(drafter, ShallowDrafter):
+        return None
+    return Guessing(drafter.guess.gate, *READS[drafter.plan.weights])
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report in Markdown."""
+    lines = [
+        "| method | quality | change | nll | agreement | layer passes | bytes read | speed | answers that differ |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in report["points"]:
+        change, low, high = row["quality_change"]
+        best = " *" if row["method"] in report["envelope"] else ""
+        lines.append(
+            f"| {row['method']}{best} | {row['quality']:.3f} | {change:+.3f} ({low:+.3f} to {high:+.3f}) | "
+            f"{row['nll']:.3f} | {row['agreement']:.3f} | {row['layer_passes']:.1f} | {row['read_share']:.2f} | "
+            f"{row['speedup']:.2f}x | {row['num_different']} of {report['num_prompts']} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--runs", type=Path, help="a folder per kind, as benchmarks.rivals leaves it")
+    parser.add_argument("--prompts", default="e2e", help="rows of one task with references")
+    parser.add_argument("--limit", type=int, default=None)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    beside = {
+        kind: given.runs / kind for kind in ADAPTERS if given.runs and (given.runs / kind / "config.json").is_file()
+    }
+    engine = load(given.model, adapters=beside)
+    prompts = read_prompts(given.prompts, given.limit)
+    found, missing = players(engine, given.runs, given.max_new_tokens)
+    points = measure(engine, found, prompts, given.repeats)
+    report = {
+        "provenance": asdict(provenance(engine.model.device)),
+        "kernels": engine.kernels.name,
+        "model": engine.folder.name,
+        "prompts": Path(given.prompts).stem,
+        "num_prompts": len(prompts),
+        "left_out": missing,
+        "envelope": envelope(points),
+        "points": [asdict(one) for one in points],
+    }
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if given.picture:
+        exit_plots.draw_tradeoff(report, given.picture)
+    print(table(report))
+    print(f"left out, since there are no weights for them: {', '.join(missing)}" if missing else "")
+
+
+if __name__ == "__main__":
+    main()

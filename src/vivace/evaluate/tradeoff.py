@@ -1,0 +1,198 @@
+"""Quality beside cost, one point for each way to decode: what a lossy method gives up, and what for.
+
+A text is judged by the task's metrics and by the whole model: how likely it finds the text (``nll``), and how many of
+its tokens it would have written itself after the same words (``agreement``). Costs are counted, so that they hold on
+other machines too, and measured:
+
+* *layer passes*: rows times layers for a new token. Accelerated rows, late fills and guesses that were not kept count.
+* *bytes read*: of weights, for a new token, when one sequence decodes alone: a pass reads each layer it enters once.
+
+Intervals are paired bootstraps over prompts of the difference to plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from vivace.errors import ConfigError
+from vivace.evaluate.bootstrap import Interval, paired_bootstrap
+from vivace.evaluate.contest import Record, Run
+from vivace.evaluate.fidelity import Scorer, read_answer
+from vivace.evaluate.overlap import rouge_l
+from vivace.evaluate.quality import SQL_TASKS, score
+from vivace.evaluate.slots import slot_errors
+from vivace.evaluate.sql import is_exact_match
+from vivace.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model's weights weigh."""
+
+    layers: int
+    """N."""
+    layer_bytes: float
+    """Of one layer."""
+    head_bytes: float
+
+    @property
+    def pass_bytes(self) -> float:
+        """Of a whole pass."""
+        return self.layers * self.layer_bytes + self.head_bytes
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """What a guess runs and reads, for a method that drafts below a gate."""
+
+    gate: int
+    read: float = 1.0
+    """Share of the layers' bytes that a rough draft reads."""
+    head_read: float = 1.0
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether verification runs the layers below the gate again."""
+        return self.read < 1
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A text as its task and the whole model see it."""
+
+    metrics: dict[str, dict[str, float]]
+    """``evaluate/quality.py``."""
+    values: tuple[float, ...]
+    """Per prompt: ROUGE-L over 100, or exact match."""
+    slot_errors: tuple[float, ...]
+    """Per prompt, where the task has slots."""
+    nll: tuple[float, ...]
+    """Per prompt, mean over its tokens."""
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to decode."""
+
+    method: str
+    lossless: bool
+    speedup: float
+    speedup_interval: tuple[float, float]
+    layer_passes: float
+    """For a new token."""
+    read_share: float
+    """Bytes read for a new token, beside plain decoding's of the base."""
+    num_different: int
+    """Answers that are not plain decoding's of the base."""
+    early_exit_share: float | None
+    metrics: dict[str, dict[str, float]]
+    quality: float
+    """Mean of the per-prompt values."""
+    quality_change: tuple[float, float, float]
+    """Difference to plain decoding, and its interval."""
+    slot_errors_change: tuple[float, float, float] | None
+    nll: float
+    nll_change: tuple[float, float, float]
+    agreement: float
+
+
+def judge_texts(
+    whole: Scorer,
+    prompts: Sequence[Prompt],
+    asked: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    texts: Sequence[str],
+) -> Judgement:
+    """Judge one method's answers.
+
+    Args:
+        whole: the base, which reads every text.
+        prompts: with references, all of one task.
+        asked: their tokens.
+        answers: new tokens.
+        texts: the same as text.
+
+    Raises:
+        ConfigError: prompts of several tasks, or without references.
+    """
+    tasks = {prompt.task for prompt in prompts}
+    if len(tasks) != 1 or not all(prompt.references for prompt in prompts):
+        raise ConfigError(f"a trade-off is of one task whose prompts have references, found {sorted(map(str, tasks))}")
+    [task] = tasks
+    if task in SQL_TASKS:
+        values = [float(is_exact_match(t, p.references)) for p, t in zip(prompts, texts, strict=True)]
+    else:
+        values = [value / 100 for value in rouge_l(texts, [prompt.references for prompt in prompts])]
+    errors = [slot_errors(str(p.request), t) for p, t in zip(prompts, texts, strict=True)] if task == "e2e" else []
+    read = [read_answer(whole, one, other) for one, other in zip(asked, answers, strict=True)]
+    hits = list(chain.from_iterable(found for _, found in read))
+    return Judgement(
+        metrics=score(list(prompts), list(texts)),
+        values=tuple(values),
+        slot_errors=tuple(float(e.num_wrong + e.num_missing + e.num_added) for e in errors),
+        nll=tuple(sum(lost) / max(1, len(lost)) for lost, _ in read),
+        agreement=sum(hits) / max(1, len(hits)),
+    )
+
+
+def costs(record: Record, reading: Reading, guessing: Guessing | None) -> tuple[float, float]:
+    """Layer passes and bytes read for a new token.
+
+    Args:
+        record: takes of one sequence at a time.
+        reading: of the model that decoded.
+        guessing: how it drafts below a gate; other drafts are counted as if making them cost nothing.
+    """
+    takes = [batch[0] for batch in record.takes]
+    tokens = sum(take.num_tokens for take in takes)
+    layers = [layer for take in takes for layer in take.exit_layers]
+    if layers:
+        passes = sum(take.num_layer_passes for take in takes) / len(layers)
+        return passes, sum(layers) / len(layers) * reading.layer_bytes + reading.head_bytes
+    steps, drafted = sum(take.num_steps for take in takes), sum(take.num_drafted for take in takes)
+    steps = steps or tokens
+    passes, read = (steps + drafted) * reading.layers, steps * reading.pass_bytes
+    if guessing is not None:
+        passes += drafted * guessing.gate * (2 if guessing.is_rough else 1)
+        below = guessing.gate * reading.layer_bytes * guessing.read
+        read += drafted * (below + reading.head_bytes * guessing.head_read)
+    return passes / tokens, read / tokens
+
+
+def point(run: Run, lossless: bool, cost: tuple[float, float], found: Judgement, plain: Judgement) -> Point:
+    """Everything about one way to decode; ``cost`` in layer passes and in shares of plain decoding's bytes."""
+    return Point(
+        method=run.method,
+        lossless=lossless,
+        speedup=run.speedup,
+        speedup_interval=run.speedup_interval,
+        layer_passes=cost[0],
+        read_share=cost[1],
+        num_different=run.num_different,
+        early_exit_share=run.early_exit_share,
+        metrics=found.metrics,
+        quality=sum(found.values) / len(found.values),
+        quality_change=_change(found.values, plain.values),
+        slot_errors_change=_change(found.slot_errors, plain.slot_errors) if found.slot_errors else None,
+        nll=sum(found.nll) / len(found.nll),
+        nll_change=_change(found.nll, plain.nll),
+        agreement=found.agreement,
+    )
+
+
+def envelope(points: Sequence[Point]) -> list[str]:
+    """Methods that nothing beats in both quality and bytes read, the cheapest first."""
+    best, names = float("-inf"), []
+    for one in sorted(points, key=lambda p: (p.read_share, -p.quality)):
+        if one.quality > best:
+            best = one.quality
+            names.append(one.method)
+    return names
+
+
+def _change(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    found: Interval = paired_bootstrap(ours, theirs)
+    return found.estimate, found.low, found.high
