@@ -23,7 +23,7 @@ from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
 
-PLAIN = {"plain", "windows", "softcaps", "qk_norm", "dynamic"}
+PLAIN = {"plain", "windows", "softcaps", "qk_norm", "dynamic", "experts"}
 """Variants whose layers run as spans."""
 PROMPTS = {2: tokens(70, 1), 0: tokens(9, 2), 1: tokens(130, 3)}
 

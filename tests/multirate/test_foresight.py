@@ -12,13 +12,20 @@ from tests.decode.runs import finish
 from tests.parity.families import VOCAB, make
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
-from vivace.core.moe import MixtureOfExperts
+from vivace.core.moe import MixtureOfExperts, likeliest
 from vivace.core.seams import Batch, Draft
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightLoss, ForesightObjective
+from vivace.multirate.foresight import (
+    Foresight,
+    ForesightClimb,
+    ForesightConfig,
+    ForesightLoss,
+    ForesightObjective,
+    Routers,
+)
 
 
 @pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
@@ -82,6 +89,22 @@ def test_the_text_is_the_plain_one(model: Decoder, noise: float, refine: bool) -
         with torch.inference_mode():
             results.append(finish(Session(model, num_slots=2, capacity=32), requests))
     assert [(r.tokens, r.logprobs) for r in results[0]] == [(r.tokens, r.logprobs) for r in results[1]]
+
+
+def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
+    seen = foresight(model, 0.3)
+    p, slow = torch.randn(2, 5, model.config.width, generator=torch.Generator().manual_seed(2)).unbind()
+    layers = tuple(index for index in range(1, model.config.num_layers) if model.config.is_moe(index))
+    with torch.no_grad():
+        together = Routers.of(model, seen, layers).logits(p, slow)
+        for index, logits in zip(layers, together, strict=True):
+            alone = model.layers[index].route(seen.at(index, p, slow))  # type: ignore[operator]
+            torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
+            for row in range(2):  # one row, as while decoding, and several
+                rows = slice(row + 1) if row else slice(1)
+                told = likeliest(alone[None, rows], 2)[0]
+                assert set(told) == {int(expert) for each in alone[rows] for expert in each.topk(2)[1]}
+                assert told[0] in {int(each.argmax()) for each in alone[rows]}
 
 
 def test_each_layer_hears_before_it_runs(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:

@@ -51,7 +51,8 @@ class NativeChain:
         """For a decoder with a span, a head that is not capped and static rotations."""
         c = decoder.config
         is_capped, moves = c.logit_softcap is not None, any(rope.kind == "dynamic" for rope in c.ropes)
-        return None if span is None or is_capped or moves else NativeChain(decoder, span)
+        no_span = span is None or c.moe is not None
+        return None if no_span or is_capped or moves else NativeChain(decoder, span)
 
     def covers(self, companion: Companion) -> bool:
         """Whether it can draft with this one; calls that are padded to a number of rows are not for it."""

@@ -25,6 +25,23 @@ class ResidentExperts(nn.ModuleList):
         """They are here already."""
 
 
+def likeliest(logits: Tensor, count: int) -> list[list[int]]:
+    """The ``count`` most likely experts of each row, together, the likeliest first, for several routers at once.
+
+    Args:
+        logits: (n, T, X), of n routers.
+        count: experts for each row; all of them where there are fewer.
+    """
+    count = min(count, logits.shape[-1])
+    if logits.shape[1] == 1:  # as told while decoding, many times a token
+        best_first: list[list[int]] = logits[:, 0].topk(count)[1].tolist()
+        return best_first
+    best, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(count, -1)
+    order = best.flatten(1).argsort(dim=1, descending=True, stable=True)
+    ranked: list[list[int]] = chosen.flatten(1).gather(1, order).tolist()
+    return [list(dict.fromkeys(experts)) for experts in ranked]
+
+
 class MixtureOfExperts(nn.Module):
     """``sum_k p_k expert_k(x)`` over the top-k experts, summed in the router's order.
 
@@ -61,14 +78,7 @@ class MixtureOfExperts(nn.Module):
 
     def likely(self, x: Tensor, count: int) -> list[int]:
         """The ``count`` most likely experts of each row of ``x`` (T, E), together, the likeliest first."""
-        logits = self.route(x)
-        if len(x) == 1:  # as told while decoding, many times a token
-            best_first: list[int] = logits[0].topk(min(count, logits.shape[1]))[1].tolist()
-            return best_first
-        probs = torch.softmax(logits, -1, dtype=torch.float32)
-        best, chosen = probs.topk(min(count, probs.shape[1]), -1)
-        order = best.reshape(-1).argsort(descending=True, stable=True)
-        return list(dict.fromkeys(chosen.reshape(-1)[order].tolist()))
+        return likeliest(self.route(x)[None], count)[0]
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""

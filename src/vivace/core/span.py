@@ -1,9 +1,9 @@
 """A span of layers in one native call: norm, projections, rotation, cache, attention and feed-forward of each.
 
-Layers of the common kind only (RMS norm before each half, rotary positions, gated feed-forward); low-rank terms
-and reading rows travel along as data. Prompt chunks and dense batches go through the layers one by one. A row's
-bits are those of the layers one by one; rows with low-rank terms may differ in the last bit, since there the
-terms are computed by PyTorch (``deltas.py``).
+Layers of the common kind only (RMS norm before each half, rotary positions, gated feed-forward or experts, which run
+one by one between calls); low-rank terms and reading rows travel along as data. Prompt chunks and dense batches go
+through the layers one by one. A row's bits are those of the layers one by one; rows with low-rank terms may differ in
+the last bit, since there the terms are computed by PyTorch (``deltas.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
-from vivace.kernels.library import ACTIVATIONS, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
+from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
 from vivace.kernels.low_bit import LowBit, Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
@@ -66,7 +66,9 @@ class NativeSpan:
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
         """For a packed decoder whose layers are all of the common kind, else None."""
-        return NativeSpan(decoder, body) if _is_plain(decoder.config) else None
+        if not _is_plain(decoder.config):
+            return None
+        return NativeSpan(decoder, body) if decoder.config.moe is None else MixtureSpan(decoder, body)
 
     def covers(self, step: Step) -> bool:
         """Whether a call is decoding: single rows over a cache."""
@@ -78,6 +80,10 @@ class NativeSpan:
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Rows through layers start..stop-1, (T, E) -> (T, E)."""
+        return self._call(h, step, start, stop, step.num_feed)
+
+    def _call(self, h: Tensor, step: Step, start: int, stop: int, num_feed: int) -> Tensor:
+        """Rows from ``num_feed`` on pass no feed-forward; they get the terms that stand for it."""
         if h.requires_grad:
             raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")
         h = h.contiguous()
@@ -106,7 +112,7 @@ class NativeSpan:
             stop=stop,
             rows=len(h),
             num_write=step.num_write,
-            num_feed=step.num_feed,
+            num_feed=num_feed,
             tail_width=0 if step.tail is None else step.tail.shape[1],
             capacity=step.memory.capacity,
             num_terms=len(terms),
@@ -165,13 +171,41 @@ class NativeSpan:
         return packed
 
 
+class MixtureSpan(NativeSpan):
+    """Layers whose feed-forwards are experts: attention and terms in one call, experts one by one."""
+
+    def covers(self, step: Step) -> bool:
+        """As any span; and rows that pass experts get no terms beside them."""
+        return super().covers(step) and all(_is_behind(deltas, step.num_feed) for deltas in step.deltas)
+
+    def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        """Rows through layers start..stop-1, (T, E) -> (T, E)."""
+        for index in range(start, stop):
+            layer = self._layers[index]
+            if not layer.config.is_moe(index):
+                h = super().run(h, step, index, index + 1)
+                continue
+            h = self._call(h, step, index, index + 1, 0)
+            fed = h[: step.num_feed]
+            assert layer.ffn_norm is not None
+            fed = layer.feed_forward(layer.ffn_norm(fed), step, fed)
+            h = fed if step.num_feed == step.num_rows else torch.cat((fed, h[step.num_feed :]))
+        return h
+
+
+def _is_behind(deltas: Deltas, num_feed: int) -> bool:
+    """Whether no row before ``num_feed`` carries terms."""
+    firsts = (rows.start if isinstance(rows, slice) else int(rows.min()) for _, rows in deltas.spans)
+    return all(first >= num_feed for first in firsts)
+
+
 def _version(weight: Tensor) -> int:
     """How often a weight was changed in place."""
     return 0 if weight.is_inference() else weight._version
 
 
 def _is_plain(c: ModelConfig) -> bool:
-    is_common = c.norm == "rms" and c.norm_placement == "pre" and c.positions == "rotary" and c.gated and c.moe is None
+    is_common = c.norm == "rms" and c.norm_placement == "pre" and c.positions == "rotary" and c.gated
     has_plain_heads = c.qk_norm in ("none", "head") and c.qkv_clip is None and c.group <= MAX_GROUP
     has_one_width = len({rope.width or c.head_dim for rope in c.ropes}) == 1
     is_even = not (c.width % 2 or c.ffn_width % 2 or c.num_heads * c.head_dim % 2)
@@ -201,13 +235,21 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CP
 def _layer(layer: Layer, rope: int, matrix: Callable[[object], CMatrix] | None = None) -> CLayer:
     norms = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
     feed = layer.feed_forward
-    matrices = [(matrix or matrix_of)(part) for part in (layer.qkv, layer.o, feed.gate, feed.up, feed.down)]
+    is_mixture = layer.config.is_moe(layer.index)
+    halves = (_NO_MATRIX,) * 3 if is_mixture else (feed.gate, feed.up, feed.down)
+    matrices = [(matrix or matrix_of)(part) for part in (layer.qkv, layer.o, *halves)]
     window = layer.config.window(layer.index)
     return CLayer(*matrices, *(norm_of(norm) for norm in norms), window or 0, rope)
 
 
+_NO_MATRIX = CMatrix(None, None, LANES, LANES, FORMATS["tiles"], None, None)
+"""Where a layer has experts: rows pass no feed-forward in a call over it, so it is not read."""
+
+
 def matrix_of(part: object) -> CMatrix:
     """The weights of a packed projection."""
+    if isinstance(part, CMatrix):
+        return part
     assert isinstance(part, nn.Module)
     assert isinstance(part.matrix, Matrix)
     return part.matrix.struct

@@ -28,7 +28,11 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas
+from vivace.core.layers import RMSNorm
 from vivace.core.model import Decoder, Layer
+from vivace.core.moe import MixtureOfExperts, likeliest
+from vivace.core.packed import NativeNorm, PackedLinear
 from vivace.core.seams import Batch, Draft, TargetPass
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
@@ -120,6 +124,10 @@ class ForesightClimb:
         self.foresight = foresight
         self.count = foresight.model.moe.top_k if count is None else count
         self.refine = refine
+        self._asked: dict[int, Routers] = {}
+        """By depth."""
+        self._terms: dict[int, Deltas] = {}
+        """By rows of a call, so that whoever lays them out does so once."""
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone."""
@@ -135,8 +143,10 @@ class ForesightClimb:
     def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, int]:
         """Both streams as far as the accelerated one goes: slow rows there, and where that is."""
         count, depth = len(rows), self.foresight.config.depth(model.config.num_layers)
-        which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
-        both = step.readers(rows, self.foresight.terms(which), fed=False)
+        if count not in self._terms:
+            which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
+            self._terms[count] = self.foresight.terms(which)
+        both = step.readers(rows, self._terms[count], fed=False)
         p = slow
         self._tell(model, 0, p, slow)
         for index in range(depth):
@@ -155,10 +165,62 @@ class ForesightClimb:
             layer.expect(slow, self.count)
 
     def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
-        for index in self.foresight.targets(depth):
+        if depth not in self._asked:
+            self._asked[depth] = Routers.of(model, self.foresight, tuple(self.foresight.targets(depth)))
+        routers = self._asked[depth]
+        if routers.mixtures:
+            guesses = likeliest(routers.logits(p, slow), self.count)
+            for mixture, experts in zip(routers.mixtures, guesses, strict=True):
+                mixture.experts.expect(experts)
+
+
+@dataclass(frozen=True, eq=False)
+class Routers:
+    """Routers of n layers asked at once, in float32: small products in bfloat16 take PyTorch ten times as long.
+
+    Their logits are those of ``Layer.route`` but for rounding.
+    """
+
+    mixtures: tuple[MixtureOfExperts, ...]
+    scale: Tensor
+    """s_m, (n, 1, E)."""
+    slow_scale: Tensor
+    """t_m, (n, 1, E)."""
+    weight: Tensor
+    """(n, E, X), what the norms multiply by folded in."""
+    eps: float | None
+    """Of the norm before routers; None where there is none."""
+
+    @staticmethod
+    def of(model: Decoder, foresight: Foresight, layers: tuple[int, ...]) -> Routers:
+        """Those of some mixtures of a model, which stays as it is."""
+        c, mixtures, weights = model.config, [], []
+        for index in layers:
             layer = model.layers[index]
             assert isinstance(layer, Layer)
-            layer.expect(self.foresight.at(index, p, slow), self.count)
+            assert isinstance(layer.feed_forward, MixtureOfExperts)
+            mixtures.append(layer.feed_forward)
+            weights.append(_router_rows(layer))
+        which = list(layers)
+        weight = torch.stack(weights).float().mT.contiguous() if weights else torch.empty(0)
+        scales = [scale[which, None].float() for scale in (foresight.scale, foresight.slow_scale)]
+        return Routers(tuple(mixtures), *scales, weight, None if c.norm_placement == "post" else c.norm_eps)
+
+    def logits(self, p: Tensor, slow: Tensor) -> Tensor:
+        """(T, E) twice -> (n, T, X)."""
+        x = torch.addcmul(p.float() * self.scale, slow.float(), self.slow_scale)
+        return torch.bmm(x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps), self.weight)
+
+
+def _router_rows(layer: Layer) -> Tensor:
+    """The router of a layer (X, E) as it acts on a residual whose mean square is 1."""
+    mixture, norm = layer.feed_forward, layer.ffn_norm
+    assert isinstance(mixture, MixtureOfExperts)
+    found = mixture.router
+    weight = found.matrix.rows_of_weights() if isinstance(found, PackedLinear) else found.weight
+    assert isinstance(weight, Tensor)
+    assert norm is None or isinstance(norm, RMSNorm | NativeNorm)
+    return weight if norm is None else weight * (norm.weight + norm.offset)
 
 
 @dataclass(frozen=True)
