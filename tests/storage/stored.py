@@ -33,7 +33,7 @@ def answers(
 
 @contextmanager
 def opened(
-    store: Store, share: float | None = None, reader: str = "buffered", **more: float
+    store: Store, share: float | None = None, reader: str = "buffered", **more: object
 ) -> Iterator[tuple[Decoder, Storage]]:
     """A store loaded with a share of the memory that all of it takes."""
     budget = None if share is None else int(plan_memory(store, None, TOKENS).num_bytes * share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,12 +16,17 @@ from tests.parity.families import make
 from tests.storage.mixtures import FAMILIES, PROMPTS, MemoryShelf, answers, jitter, policies, streamed
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
+from vivace.core.span import MixtureSpan
 from vivace.errors import CapacityError, CheckpointError, CorruptError
+from vivace.kernels.native import NativeBody
+from vivace.storage.budget import chosen_experts, plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
+from vivace.storage.loading import load_stored
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Trace
 from vivace.storage.readers import open_reader
 
@@ -86,6 +92,34 @@ def test_routers_see_what_they_see_in_the_resident_model(mixture: Mixture) -> No
     cache, _, _ = run(mixture, NextUse(mixture.num_layers), 4, guesses=3)
     assert cache.trace is not None
     assert cache.trace.visits == mixture.trace.visits
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_the_cost_model_counts_distinct_experts(mixture: Mixture, num_rows: int) -> None:
+    config = mixture.resident.config
+    assert config.moe is not None
+    draw, layers = random.Random(0), sum(map(config.is_moe, range(config.num_layers)))
+    experts = range(config.moe.num_experts)
+    sizes = [
+        len({expert for _ in range(num_rows) for expert in draw.sample(experts, config.moe.top_k)}) for _ in range(4000)
+    ]
+    assert chosen_experts(config, num_rows) == pytest.approx(layers * sum(sizes) / len(sizes), rel=0.02)
+    assert chosen_experts(config, 1) == pytest.approx(layers * config.moe.top_k)
+
+
+def test_drafting_pays_less_where_experts_are_read(mixture: Mixture, tmp_path: Path) -> None:
+    store = write_store(mixture.folder, tmp_path / "store")
+    whole = plan_memory(store, None, 64)
+    some = plan_memory(store, int(0.8 * whole.num_bytes), 64)
+    assert some.num_experts < len(some.streamed)
+    assert some.pass_bytes(store, 1) < some.pass_bytes(store, 4) < 4 * some.pass_bytes(store, 1)
+    gains = [
+        plan.expected(store, 1e-6, 1.0, num_rows=4, tokens=2.0) / plan.expected(store, 1e-6, 1.0)
+        for plan in (some, plan_memory(store, None, 64))
+    ]
+    assert gains[0] < 2.0
+    assert gains[0] <= gains[1]
+    assert whole.expected(store, 1.0, 1.0) > 1e9 / whole.total_bytes, "experts that are not chosen cost nothing"
 
 
 def test_a_cache_of_everything_reads_everything_once(mixture: Mixture) -> None:
@@ -204,6 +238,31 @@ def test_a_store_gives_the_resident_bits_through_every_reader(mixture: Mixture, 
         model = load_around(store, reader, cache)
         assert same(answers(model, GuessingClimb(2)), mixture.plain)
     reader.close()
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+def test_native_kernels_run_experts_from_a_store(
+    mixture: Mixture, body: NativeBody, share: float | None, tmp_path: Path
+) -> None:
+    store = write_store(mixture.folder, tmp_path / "store", dtype="bfloat16")
+    moe = mixture.resident.config.moe
+    assert moe is not None
+    assert store.is_tiled == (moe.expert_width % 16 == 0)
+    if not store.is_tiled:
+        pytest.skip("experts that fill no whole tiles are PyTorch's")
+    resident = load_decoder(mixture.folder, dtype="bfloat16")
+    pack_decoder(resident, body)
+    whole = plan_memory(store, None, 256).num_bytes
+    budget = None if share is None else int(whole * share)
+    model, storage = load_stored(store.folder, budget, reader="buffered", num_tokens=256, body=body)
+    assert storage.experts is not None
+    assert (storage.experts.num_slots < len(storage.plan.streamed)) == (share is not None)
+    assert isinstance(model.span, MixtureSpan) == isinstance(resident.span, MixtureSpan)
+    found = answers(model, GuessingClimb(2))
+    assert same(found, answers(resident))
+    model.span = None
+    assert same(answers(model), found), "layers one by one give the bits of the span"
+    storage.close()
 
 
 def test_a_store_that_ends_early_is_an_error_and_the_cache_goes_on(mixture: Mixture, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ import torch
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.kernels.choice import choose
 from vivace.storage.loading import load_stored
 from vivace.storage.readers import device_bytes
+from vivace.storage.store import open_store
 
 torch.set_num_threads(1)
 def anonymous():
@@ -40,7 +42,8 @@ before = anonymous()
 sampler = threading.Thread(target=sample)
 sampler.start()
 folder, budget = sys.argv[1], int(sys.argv[2])
-model, storage = load_stored(folder, budget or None, reader=sys.argv[3], num_tokens=256)
+body = choose("auto").body if open_store(folder).is_tiled else None
+model, storage = load_stored(folder, budget or None, reader=sys.argv[3], num_tokens=256, body=body)
 session = Session(model, num_slots=1, capacity=160)
 session.admit(Request(tuple(range(100)), 6, NoDrafts(), logprobs=False))
 tokens = [token for emitted in session.drain() for token in emitted.tokens]

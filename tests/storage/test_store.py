@@ -10,11 +10,21 @@ import pytest
 import torch
 
 from tests.parity.families import CONFIGS, make
+from vivace.checkpoint.files import read_json
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
-from vivace.errors import CheckpointError, ConfigError, CorruptError, MismatchError, NotFoundError
+from vivace.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    MismatchError,
+    NotFoundError,
+    UnsupportedError,
+)
+from vivace.kernels.choice import choose
 from vivace.storage.convert import write_store
-from vivace.storage.store import DATA, INDEX, PAGE, Layout, Store, open_store, verify
+from vivace.storage.loading import load_stored
+from vivace.storage.store import DATA, INDEX, PAGE, Layout, Store, in_rows, open_store, verify
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +121,31 @@ def test_converting_holds_less_than_a_layer(opt: Path, tmp_path: Path, monkeypat
 def test_dtype(opt: Path, tmp_path: Path) -> None:
     store = write_store(opt, tmp_path / "store", dtype="bfloat16")
     found = store.tensors("layers.0.attention", memory_of(store, "layers.0.attention"))
-    assert torch.equal(
-        found["layers.0.o.weight"], load_decoder(opt, dtype="bfloat16").get_parameter("layers.0.o.weight")
-    )
+    resident = load_decoder(opt, dtype="bfloat16").get_parameter("layers.0.o.weight")
+    assert torch.equal(in_rows(found["layers.0.o.weight"]), resident)
+
+
+def test_tiles(tmp_path: Path, library: object) -> None:
+    """What native kernels read, on a machine that has them; the same bits, in as many bytes, under a new number."""
+    make("mistral").save_pretrained(tmp_path / "model")
+    rows = write_store(tmp_path / "model", tmp_path / "rows", dtype="bfloat16", kernels="torch")
+    tiles = write_store(tmp_path / "model", tmp_path / "tiles", dtype="bfloat16")
+    assert (rows.is_tiled, tiles.is_tiled) == (False, True)
+    assert rows.num_bytes == tiles.num_bytes
+    assert [read_json(store.folder / INDEX)["format"] for store in (rows, tiles)] == [1, 2]
+    for name in rows.bundles:
+        ours, plain = (store.tensors(name, memory_of(store, name)) for store in (tiles, rows))
+        assert all(torch.equal(in_rows(ours[part]), plain[part]) for part in plain)
+        assert all((value.dim() == 4) == (name != "resident") for value in ours.values())
+    verify(tiles)
+    with pytest.raises(UnsupportedError, match="this store has layout layers in float32; leave out --kernels"):
+        write_store(tmp_path / "model", tmp_path / "never", dtype="float32", kernels=best_body())
+    with pytest.raises(UnsupportedError, match="convert the model with --kernels torch"):
+        load_stored(tiles.folder)
+
+
+def best_body() -> str:
+    return choose("auto").name
 
 
 @pytest.fixture
@@ -148,7 +180,7 @@ def test_a_flipped_bit(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"format": 2}, MismatchError), ({"layout": "rows"}, CorruptError), ({"bundles": [{"name": "x"}]}, CorruptError)],
+    [({"format": 3}, MismatchError), ({"layout": "rows"}, CorruptError), ({"bundles": [{"name": "x"}]}, CorruptError)],
 )
 def test_a_strange_index(store: Store, change: dict[str, Any], error: type[Exception]) -> None:
     index = json.loads((store.folder / INDEX).read_text())

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.decode.runs import Result
-from tests.parity.families import make
+from tests.parity.families import CONFIGS, make
 from tests.storage.stored import PROMPTS, TOKENS, answers, opened, same
 from vivace.checkpoint.load import load_decoder
+from vivace.core.packed import pack_decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.errors import CapacityError, CheckpointError, CorruptError
+from vivace.kernels.native import NativeBody
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.loading import load_stored
@@ -36,7 +38,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder: Path = tmp_path_factory.mktemp(request.param)
     make(request.param).save_pretrained(folder / "model")
     dtype = "bfloat16" if request.param in ("llama", "phi3") else "float32"
-    store = write_store(folder / "model", folder / "store", dtype=dtype)
+    store = write_store(folder / "model", folder / "store", dtype=dtype, kernels="torch")
     return Case(store, answers(load_decoder(folder / "model", dtype=dtype)), folder)
 
 
@@ -58,6 +60,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Store:
     folder = tmp_path_factory.mktemp("llama")
     make("llama").save_pretrained(folder / "model")
     return write_store(folder / "model", folder / "store")
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "opt", "gemma2"])
+def test_native_kernels_stream_the_resident_models_bits(
+    family: str, body: NativeBody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, settings = CONFIGS["opt"]
+    monkeypatch.setitem(CONFIGS, "opt", (kind, {**settings, "ffn_dim": 64}))  # whole tiles
+    make(family).save_pretrained(tmp_path / "model")
+    store = write_store(tmp_path / "model", tmp_path / "store", dtype="bfloat16")
+    assert store.is_tiled
+    resident = load_decoder(tmp_path / "model", dtype="bfloat16")
+    pack_decoder(resident, body)
+    plain = answers(resident)
+    for share in (None, 0.95, 0.8):
+        with opened(store, share, body=body) as (model, storage):
+            assert bool(storage.plan.streamed) == (share is not None)
+            assert storage.body is body
+            assert same(answers(model), plain), share
+            assert (model.span is None) == (resident.span is None or share is not None)
 
 
 def test_drafts_change_nothing(llama: Store) -> None:

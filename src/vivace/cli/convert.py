@@ -25,6 +25,7 @@ class StoreChoice:
     dtype: str
     calibrate: Path | None
     active: float
+    kernels: str
 
 
 def convert(
@@ -51,6 +52,9 @@ def convert(
     ] = None,
     active: Annotated[float, typer.Option(help="Share of the neurons that --calibrate keeps (selected).")] = 0.5,
     dtype: options.Dtype = "auto",
+    kernels: Annotated[
+        str, typer.Option(help="Those that shall stream a store: auto, torch, avx2 or avx512.")
+    ] = "auto",
     as_json: options.AsJson = False,
 ) -> None:
     """Write a Llama checkpoint as GGUF, the file that llama.cpp runs, or any checkpoint as a store.
@@ -61,10 +65,12 @@ def convert(
     from vivace.checkpoint.gguf import write_checkpoint
 
     if store:
-        _write_store(folder_of(model), output, StoreChoice(layout, dtype, calibrate, active), as_json=as_json)
+        _write_store(folder_of(model), output, StoreChoice(layout, dtype, calibrate, active, kernels), as_json=as_json)
         return
-    if layout != "layers" or calibrate is not None or dtype != "auto":
-        raise ConfigError("--layout, --calibrate and --dtype are for a store; give --store, or leave them out")
+    if layout != "layers" or calibrate is not None or (dtype, kernels) != ("auto", "auto"):
+        raise ConfigError(
+            "--layout, --calibrate, --dtype and --kernels are for a store; give --store, or leave them out"
+        )
 
     if output.suffix != SUFFIX:
         raise ConfigError(f"{output} does not end in {SUFFIX}, the one format that is written; name the file so")
@@ -87,7 +93,8 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
 
     texts = None if choice.calibrate is None else _texts(folder, choice.calibrate)
     with console.progress("writing") as progress:
-        written = write_store(folder, output, layout=check_layout(choice.layout), dtype=choice.dtype, progress=progress)
+        how = check_layout(choice.layout)
+        written = write_store(folder, output, layout=how, dtype=choice.dtype, kernels=choice.kernels, progress=progress)
     report: list[dict[str, object]] = []
     if texts is not None:
         from vivace.storage.calibrate import calibrate

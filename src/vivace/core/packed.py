@@ -7,8 +7,8 @@ common kind also run as a whole span (``span.py``) with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,33 @@ from vivace.core.moe import MixtureOfExperts
 from vivace.core.span import NativeSpan
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
+from vivace.kernels.library import LANES
 from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
+
+
+class NativeProjection(Protocol):
+    """A projection that a native body runs."""
+
+    @property
+    def matrix(self) -> Matrix:
+        """The weights for the body."""
+
+    def __call__(self, x: Tensor, add: Tensor | None = None, /) -> Tensor:
+        """(T, in) -> (T, out)."""
 
 
 class PackedLinear(nn.Module):
     """``x W^T + b`` over packed weights, optionally added to a residual; can choose its largest output."""
 
     def __init__(self, body: NativeBody, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Pack a matrix (out, in), or take tiles that were packed before as they lie."""
         super().__init__()
         self.body = body
-        self.out_width, self.in_width = weight.shape
-        self.weight = frozen(pack(weight))
+        is_packed = weight.dim() == 4
+        tiles, pairs = weight.shape[:2]
+        self.out_width, self.in_width = (tiles * LANES, pairs * 2) if is_packed else weight.shape
+        self.weight = frozen(weight if is_packed else pack(weight))
         """(tiles, pairs, 16, 2)."""
         self.bias = None if bias is None else frozen(bias.contiguous())
 
@@ -96,20 +111,21 @@ class PackedFeedForward(nn.Module):
     """``down(act(gate(x)) * up(x))`` with gate, up and activation in one pass."""
 
     def __init__(
-        self, body: NativeBody, source: FeedForward, linear: Callable[[Tensor, Tensor | None], nn.Module]
+        self,
+        body: NativeBody,
+        activation: Activation,
+        layer: int,
+        gate: NativeProjection,
+        up: NativeProjection,
+        down: NativeProjection,
     ) -> None:
         super().__init__()
-        assert source.gated
-        assert isinstance(source.up, Linear)
-        assert isinstance(source.down, Linear)
-        width = source.up.weight.shape[0] // 2
-        biases = (None, None) if source.up.bias is None else source.up.bias.split(width)
         self.body = body
-        self.activation: Activation = source.activation
-        self.layer = source.layer
-        self.gate = linear(source.up.weight[:width], biases[0])
-        self.up = linear(source.up.weight[width:], biases[1])
-        self.down = linear(source.down.weight, source.down.bias)
+        self.activation: Activation = activation
+        self.layer = layer
+        self.gate: NativeProjection = gate
+        self.up: NativeProjection = up
+        self.down: NativeProjection = down
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
@@ -122,10 +138,8 @@ class PackedFeedForward(nn.Module):
                 deltas.add(up, x, sites[1])
             inner = self.body.activate(gate, up, self.activation)
         else:
-            assert isinstance(self.gate, PackedLinear | LowBitLinear)
-            assert isinstance(self.up, PackedLinear | LowBitLinear)
             inner = self.body.gated(self.gate.matrix, self.up.matrix, x, self.activation)
-        y: Tensor = self.down(inner, add)
+        y = self.down(inner, add)
         for deltas in step.deltas:
             deltas.add(y, inner, (self.layer, "down"))
         return y
@@ -212,7 +226,7 @@ class Packer:
             decoder.chain = NativeChain.of(decoder, span)
             decoder.projection = partial(PackedLinear, self.body)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear | LowBitLinear:
         """The module for a matrix."""
         if self.weights != "bf16":
             return LowBitLinear(quantise(weight, self.weights), bias, self.body)
@@ -228,14 +242,23 @@ class Packer:
                     if isinstance(child.experts, nn.Module):
                         self._replace(child.experts)
                 case FeedForward() if self._fuses(child):
-                    assert self.body is not None
-                    setattr(parent, name, PackedFeedForward(self.body, child, self.linear))
+                    setattr(parent, name, self._fused(child))
                 case Linear():
                     setattr(parent, name, self.linear(child.weight, child.bias))
                 case RMSNorm() if self.body is not None:
                     setattr(parent, name, NativeNorm(self.body, child))
                 case _:
                     self._replace(child)
+
+    def _fused(self, feed: FeedForward) -> PackedFeedForward:
+        assert self.body is not None
+        assert isinstance(feed.up, Linear)
+        assert isinstance(feed.down, Linear)
+        width = feed.up.weight.shape[0] // 2
+        biases = (None, None) if feed.up.bias is None else feed.up.bias.split(width)
+        gate, up = (self.linear(w, b) for w, b in zip(feed.up.weight.split(width), biases, strict=True))
+        down = self.linear(feed.down.weight, feed.down.bias)
+        return PackedFeedForward(self.body, feed.activation, feed.layer, gate, up, down)
 
     def _fuses(self, feed: FeedForward) -> bool:
         return self.body is not None and feed.gated and type(feed.up) is type(feed.down) is Linear

@@ -51,6 +51,11 @@ def pack(weight: Tensor) -> Tensor:
     return padded.view(-1, LANES, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
+def unpack(tiles: Tensor) -> Tensor:
+    """``pack`` undone: (tiles, pairs, 16, 2) -> (16 tiles, 2 pairs), with whatever zeros it ended in."""
+    return tiles.transpose(1, 2).reshape(-1, 2 * tiles.shape[1])
+
+
 @dataclass(frozen=True)
 class Matrix:
     """Weights as a body reads them; whoever holds it keeps the tensors where they are."""
@@ -87,8 +92,7 @@ class Matrix:
         assert isinstance(self.weight, Tensor)
         if self.format == "row_major":
             return self.weight
-        flat = self.weight.transpose(1, 2).reshape(-1, 2 * self.weight.shape[1])
-        return flat[: self.out_width, : self.in_width]
+        return unpack(self.weight)[: self.out_width, : self.in_width]
 
     def rows(self, x: Tensor) -> Tensor:
         """Inputs (T, in) as the body wants them: packed matrices take an even number."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vivace.core.config import ModelConfig
 from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError
 from vivace.storage.predictors import predictor_bytes
@@ -57,27 +58,52 @@ class MemoryPlan:
         """All together."""
         return self.resident_bytes + self.buffer_bytes + self.cache_bytes + self.pool_bytes
 
-    def pass_bytes(self, store: Store) -> int:
-        """Bytes read for a token where nothing is known of what it needs: the streamed part, or every expert chosen."""
-        if self.num_experts and store.config.moe is not None:
-            chosen = store.config.moe.top_k * sum(map(store.config.is_moe, range(store.config.num_layers)))
+    def pass_bytes(self, store: Store, num_rows: int = 1) -> int:
+        """Bytes read for a pass where nothing is known of what it needs: the streamed part, or the experts chosen.
+
+        Args:
+            store: what is read.
+            num_rows: of the pass, drafts included; neurons are counted for one.
+        """
+        if self.num_experts:
             missing = 1 - self.num_experts / max(1, len(self.streamed))
-            return int(chosen * missing * store[self.streamed[0]].num_bytes)
+            return int(chosen_experts(store.config, num_rows) * missing * store[self.streamed[0]].num_bytes)
         if self.neurons_per_layer:
             kept = self.neurons_per_layer / store.config.ffn_width
             return int((1 - kept) * sum(store[name].num_bytes for name in self.streamed))
         return sum(store[name].num_pages_bytes for name in self.streamed)
 
-    def expected(self, store: Store, read_gb_per_s: float, compute_gb_per_s: float) -> float:
+    def expected(
+        self, store: Store, read_gb_per_s: float, compute_gb_per_s: float, *, num_rows: int = 1, tokens: float = 1.0
+    ) -> float:
         """Tokens/s that the plan promises: a pass reads and computes at the same time, and ends with the slower.
 
         Args:
             store: what is read.
             read_gb_per_s: of the reader, 10^9 bytes a second.
-            compute_gb_per_s: of the memory, as every weight in it is read once a token.
+            compute_gb_per_s: of the memory, as every weight that a pass computes with is read from it once.
+            num_rows: of a pass, drafts included.
+            tokens: that a pass yields.
         """
-        seconds = self.pass_bytes(store) / read_gb_per_s / 1e9
-        return 1 / max(seconds, self.total_bytes / compute_gb_per_s / 1e9)
+        computed = self.total_bytes
+        if self.num_experts:
+            idle = len(self.streamed) - chosen_experts(store.config, num_rows)
+            computed -= int(idle * store[self.streamed[0]].num_bytes)
+        seconds = self.pass_bytes(store, num_rows) / read_gb_per_s / 1e9
+        return tokens / max(seconds, computed / compute_gb_per_s / 1e9)
+
+
+def chosen_experts(config: ModelConfig, num_rows: int) -> float:
+    """Experts that rows of a pass choose together over all layers: ``X (1 - (1 - k / X)^n)`` a layer.
+
+    Expected where routers choose evenly and each row for itself. Neighbouring rows choose alike, so it is an upper
+    estimate, and ``auto`` goes by the time that passes really took.
+    """
+    if config.moe is None:
+        return 0.0
+    layers = sum(map(config.is_moe, range(config.num_layers)))
+    count, chosen = config.moe.num_experts, config.moe.top_k
+    return layers * count * (1 - (1 - chosen / count) ** num_rows)
 
 
 def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> MemoryPlan:

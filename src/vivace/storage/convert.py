@@ -21,7 +21,10 @@ from vivace.checkpoint.files import INDEX as SHARDS
 from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, staged
 from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of
 from vivace.checkpoint.names import Target
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.kernels.choice import choose
+from vivace.kernels.library import LANES
+from vivace.kernels.native import pack
 from vivace.storage.store import (
     DATA,
     INDEX,
@@ -33,6 +36,7 @@ from vivace.storage.store import (
     arrange,
     check_fits,
     check_layout,
+    fits_tiles,
     is_store,
     open_store,
     to_json,
@@ -52,6 +56,7 @@ def write_store(
     *,
     layout: Layout = "layers",
     dtype: str = "auto",
+    kernels: str = "auto",
     progress: Progress | None = None,
 ) -> Store:
     """A checkpoint as a store.
@@ -61,12 +66,15 @@ def write_store(
         output: folder to make; what was there stays until all is written.
         layout: "layers", "neurons" or "selected" (see ``store.py``).
         dtype: of all weights; "auto" is the checkpoint's.
+        kernels: that shall run what is streamed: "torch", "avx2", "avx512", or "auto", native ones where they run here
+            and the layout is "layers" in bfloat16.
         progress: told about bytes.
 
     Raises:
         NotFoundError: no such checkpoint.
         MismatchError: the weights do not fit config.json.
         ConfigError: a layout for another kind of model, or the output is the checkpoint itself.
+        UnsupportedError: native kernels were asked for by name and cannot run this model from a store.
         CheckpointError: the disk is full or may not be written.
     """
     folder, target = resolve(model), Path(output).expanduser()
@@ -81,7 +89,9 @@ def write_store(
     check(plan, stored, family, config)
     written = raw.get("dtype") or raw.get("torch_dtype") or stored.tensor(plan["embedding"].pieces[0].name).dtype
     kind = choose_dtype(dtype, written, choose_device("cpu"))
-    bundles = arrange(config, {name: each.shape for name, each in plan.items()}, layout, kind.itemsize)
+    shapes = {name: each.shape for name, each in plan.items()}
+    is_tiled = _is_tiled(kernels, layout, kind, fits=fits_tiles(config, shapes))
+    bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled)
     source = _Source(plan, stored, kind)
     with staged(target) as staging:
         for pattern in COPIED:
@@ -95,6 +105,18 @@ def write_store(
         index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_store(target)
+
+
+def _is_tiled(kernels: str, layout: Layout, dtype: torch.dtype, *, fits: bool) -> bool:
+    """Whether matrices shall lie as native kernels read them; raises as ``write_store``."""
+    can = layout == "layers" and dtype == torch.bfloat16 and fits
+    is_native = choose(kernels).body is not None
+    if is_native and not can and kernels != "auto":
+        raise UnsupportedError(
+            f"{kernels} kernels stream layers in bfloat16 whose widths are multiples of {LANES}; this store has layout "
+            f"{layout} in {str(dtype).removeprefix('torch.')}; leave out --kernels"
+        )
+    return is_native and can
 
 
 def _is_free(folder: Path) -> bool:
@@ -147,6 +169,7 @@ def _parts(bundle: Bundle, source: _Source) -> Iterator[memoryview | bytes]:
     done = 0
     for part in bundle.parts:
         values = _selector(bundle.name, source) if part.name == "selector" else source.read(part.name)
+        values = pack(values) if part.is_tiled else values
         assert tuple(values.shape) == part.shape, part.name
         yield bytes(part.offset - done)
         yield _bytes(values)

@@ -6,7 +6,8 @@ answers are those of the resident model, bit for bit, whatever this file does. W
 A load is cut into chunks, and a few threads take the most urgent chunk each: those of a layer that waits first, then
 what is expected, by when it is due. So a demand overtakes a guess at the next chunk. An expert that is being executed
 or loaded is never evicted; a guess never evicts what is needed before it, a demand evicts whatever is needed last.
-A layer that chooses more experts than there are slots (a prompt chunk) runs in waves, each expert read once.
+A layer that chooses more experts than there are slots (a prompt chunk) runs in waves, each expert read once. Where
+gradients go back through an expert it is asked for once more, since its slot may hold another by then.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vivace.core.seams import Expert
+from vivace.core.step import Step
 from vivace.errors import CapacityError, CheckpointError, VivaceError
 from vivace.storage.policies import Hint, Key, Policy, Trace, Visit
 from vivace.storage.readers import PAGE, aligned
@@ -369,11 +371,49 @@ class LayerExperts:
 
     def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready."""
-        return self.cache.serve(self.index, chosen)
+        for number, expert in self.cache.serve(self.index, chosen):
+            yield number, _Learning(self, number, expert) if torch.is_grad_enabled() else expert
 
     def expect(self, likely: Sequence[int]) -> None:
         """Load these before the layer runs."""
         self.cache.expect(self.index, likely)
+
+
+@dataclass(frozen=True)
+class _Learning:
+    """A frozen expert whose input may be learnt through."""
+
+    experts: LayerExperts
+    number: int
+    expert: Expert
+
+    def __call__(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
+        assert add is None
+        y: Tensor = _Again.apply(x, self, step)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Again(torch.autograd.Function):
+    """Runs an expert, and once more when gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, learning: _Learning, step: Step) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.learning, ctx.step = learning, step
+        ctx.is_cast, ctx.dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return learning.expert(x, step)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        x = saved.detach().requires_grad_()
+        cache, layer = ctx.learning.experts.cache, ctx.learning.experts.index
+        for _, expert in cache.serve(layer, [ctx.learning.number]):
+            with torch.enable_grad(), torch.autocast("cpu", ctx.dtype, enabled=ctx.is_cast):
+                y = expert(x, ctx.step)
+            y.backward(grad)
+        assert x.grad is not None
+        return x.grad, None, None
 
 
 def _slots(shelf: Shelf, count: int) -> list[_Slot]:

@@ -10,10 +10,12 @@ from vivace.core.config import ModelConfig
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
+from vivace.core.packed import pack_decoder
 from vivace.core.parts import DenseParts
+from vivace.kernels.native import NativeBody
 from vivace.storage.experts import ExpertCache
 from vivace.storage.readers import Reader, aligned
-from vivace.storage.store import Store
+from vivace.storage.store import Store, in_rows
 
 
 class CachedParts(DenseParts):
@@ -32,8 +34,14 @@ class CachedParts(DenseParts):
         return MixtureOfExperts(c.moe, Linear(c.width, c.moe.num_experts), self.cache.layer(layer))
 
 
-def load_around(store: Store, reader: Reader, cache: ExpertCache) -> Decoder:
+def load_around(store: Store, reader: Reader, cache: ExpertCache, body: NativeBody | None = None) -> Decoder:
     """The decoder of a store over an expert cache: everything but experts is read into memory now.
+
+    Args:
+        store: the model.
+        reader: of its file.
+        cache: over a shelf of the same store.
+        body: runs what is resident; that of the shelf.
 
     Raises:
         CheckpointError: a bundle could not be read.
@@ -47,7 +55,8 @@ def load_around(store: Store, reader: Reader, cache: ExpertCache) -> Decoder:
         memory = aligned(bundle.num_pages_bytes)
         reader.read(bundle.offset, memory)
         for part, values in store.tensors(name, torch.frombuffer(memory, dtype=torch.uint8)).items():
-            put(decoder, part, values)
+            put(decoder, part, in_rows(values))
             wanted.discard(part)
     assert not wanted, wanted
-    return decoder.requires_grad_(False).eval()
+    pack_decoder(decoder.requires_grad_(False).eval(), body)
+    return decoder

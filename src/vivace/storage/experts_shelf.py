@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig, MoeConfig
 from vivace.core.layers import FeedForward, Linear
+from vivace.core.packed import PackedFeedForward, PackedLinear
+from vivace.core.seams import Expert
 from vivace.errors import UnsupportedError
+from vivace.kernels.native import NativeBody
 from vivace.storage.policies import Key
 from vivace.storage.readers import Reader
 from vivace.storage.store import Store, view
@@ -16,17 +19,24 @@ from vivace.storage.store import Store, view
 class StoreShelf:
     """Fills ``Shelf``."""
 
-    def __init__(self, store: Store, reader: Reader) -> None:
+    def __init__(self, store: Store, reader: Reader, body: NativeBody | None = None) -> None:
         """Find the experts.
+
+        Args:
+            store: where they lie.
+            reader: of its file.
+            body: runs them, from tiles; None is PyTorch, from rows.
 
         Raises:
             UnsupportedError: the model has none.
         """
+        assert store.is_tiled == (body is not None), store.folder
         moe = store.config.moe
         if moe is None:
             raise UnsupportedError(f"{store.folder} holds a dense model: it has no experts to load ahead of time")
         self.store = store
         self.reader = reader
+        self.body = body
         self.moe: MoeConfig = moe
         layers = [index for index in range(store.config.num_layers) if store.config.is_moe(index)]
         self._bundles = {(i, x): store[f"layers.{i}.experts.{x}"] for i in layers for x in range(moe.num_experts)}
@@ -42,10 +52,20 @@ class StoreShelf:
         """Bytes ``first ..`` of an expert's pages; raises as ``Reader``."""
         self.reader.read(self._bundles[key].offset + first, into)
 
-    def expert(self, layer_bytes: Tensor) -> FeedForward:
+    def expert(self, layer_bytes: Tensor) -> Expert:
         """The feed-forward over a slot's bytes."""
         up, down = (view(layer_bytes, part, self.store.dtype) for part in self._sample.parts)
-        return feed_forward_over(self.store.config, up, down)
+        if self.body is None:
+            return feed_forward_over(self.store.config, up, down)
+        return packed_over(self.store.config, self.body, up, down)
+
+
+def packed_over(config: ModelConfig, body: NativeBody, up: Tensor, down: Tensor) -> Expert:
+    """As ``feed_forward_over``, for tiles and the kernels that read them."""
+    if not config.gated:
+        return FeedForward(config, 0, PackedLinear(body, up), PackedLinear(body, down))
+    gate, up = (PackedLinear(body, half) for half in up.chunk(2))
+    return PackedFeedForward(body, config.activation, 0, gate, up, PackedLinear(body, down))
 
 
 def feed_forward_over(config: ModelConfig, up: Tensor, down: Tensor) -> FeedForward:

@@ -17,7 +17,7 @@ from vivace.core.model import Decoder
 from vivace.core.packed import PackedLinear, Packer
 from vivace.core.parts import DenseParts
 from vivace.decode.session import DRAFT_SLACK
-from vivace.errors import CapacityError, CorruptError
+from vivace.errors import CapacityError, CorruptError, UnsupportedError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts import ExpertCache
@@ -26,8 +26,8 @@ from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.neurons import WINDOW, NeuronParts, Neurons
 from vivace.storage.policies import NextUse
 from vivace.storage.readers import NUM_THREADS, Choice, ReadPool, aligned, device_bytes, open_reader
-from vivace.storage.store import Store, open_store
-from vivace.storage.streaming import Stream, StreamedParts
+from vivace.storage.store import Store, in_rows, open_store
+from vivace.storage.streaming import Stream, StreamedParts, put_tiles
 from vivace.units import format_bytes
 
 SCATTERED_THREADS = 16
@@ -50,7 +50,7 @@ class Storage:
     experts: ExpertCache | None = None
     expected_tokens_per_s: float | None = None
     body: NativeBody | None = None
-    """Runs what lies beside neurons; None is PyTorch."""
+    """Runs what does not run on PyTorch."""
 
     @property
     def report(self) -> str:
@@ -75,6 +75,7 @@ class Storage:
             "budget_bytes": self.plan.budget_bytes,
             "planned_bytes": self.plan.num_bytes,
             "bytes_per_pass": self.plan.pass_bytes(self.store),
+            "bytes_per_pass_of_8": self.plan.pass_bytes(self.store, 8),
             "reader": self.reader.reader.name,
             "reader_why": self.reader.why,
             "device_gb_per_s": self.read_gb_per_s,
@@ -131,9 +132,11 @@ def load_stored(
         reader: "auto", "direct", "buffered" or "mmap".
         num_tokens: longest text, prompt and answer together; None is the model's context, 2048 at most.
         window: tokens whose neurons stay in memory, in a store of neurons.
-        body: runs what lies beside neurons, which PyTorch runs; other stores that are streamed are PyTorch's alone.
+        body: runs a store whose matrices lie in tiles, and what lies beside neurons, which PyTorch runs; all else that
+            is streamed is PyTorch's alone.
 
     Raises:
+        UnsupportedError: tiles, and no body to read them.
         CheckpointError: the store is missing, broken or foreign.
         CapacityError: the budget is too small.
         UsageError: no such reader, or it does not work here.
@@ -141,13 +144,20 @@ def load_stored(
     store = open_store(folder)
     tokens = min(store.config.max_positions, MAX_TOKENS) if num_tokens is None else num_tokens
     plan = plan_memory(store, budget_bytes, tokens)
+    if store.is_tiled and body is None:
+        raise UnsupportedError(
+            f"{store.folder} was written for native kernels and these are PyTorch's; convert the model with "
+            "--kernels torch, or give --kernels auto"
+        )
+    has_neurons = plan.neurons_per_layer > 0 and store.dtype == torch.bfloat16
+    used = body if store.is_tiled or has_neurons else None
     choice = open_reader(store.path, reader)
     pool = ReadPool(choice.reader, num_threads=SCATTERED_THREADS if plan.neurons_per_layer else NUM_THREADS)
     stream, neurons, experts = None, None, None
     parts: DenseParts = DenseParts(store.config)
     if plan.num_experts:
         experts = ExpertCache(
-            StoreShelf(store, choice.reader),
+            StoreShelf(store, choice.reader, used),
             NextUse(store.config.num_layers),
             store.config.num_layers,
             plan.num_experts,
@@ -158,39 +168,41 @@ def load_stored(
         parts = NeuronParts(store.config, neurons)
     elif plan.streamed:
         stream = Stream(store, pool, plan.streamed)
-        parts = StreamedParts(store.config, stream)
+        parts = StreamedParts(store.config, stream, used)
     with torch.device("meta"):
         decoder = Decoder(store.config, parts)
-    used = body if neurons is not None and store.dtype == torch.bfloat16 else None
-    packer = None if used is None else Packer(used)
     for name in ("resident", *plan.resident):
         for parameter, values in read_bundle(store, pool, name).items():
             if parameter == "selector":
                 assert neurons is not None
                 neurons.select_by(name, values)
+            elif stream is not None and used is not None:
+                put_tiles(decoder, parameter, values)
             else:
-                put(decoder, parameter, values)
-        if packer is not None:
-            _pack(decoder, packer, name)
+                put(decoder, parameter, in_rows(values))
     left = [name for name, parameter in decoder.named_parameters() if parameter.is_meta]
     assert not left, left
     if neurons is not None:
         decoder.owned = (neurons,)
     if used is not None:
-        decoder.projection = partial(PackedLinear, used)
+        _pack(decoder, Packer(used), is_whole=stream is None and neurons is None)
     speed = choice.gb_per_s
     expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
     storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected, used)
     return decoder.requires_grad_(False).eval(), storage
 
 
-def _pack(decoder: Decoder, packer: Packer, bundle: str) -> None:
-    """Give a native body what has just been read, so that no more than a layer is there twice."""
-    if bundle == "resident":
-        packer.pack_ends(decoder)
-    elif bundle.endswith(".attention"):
-        packer.pack_layer(decoder, int(bundle.split(".")[1]))
-    _give_back()
+def _pack(decoder: Decoder, packer: Packer, *, is_whole: bool) -> None:
+    """Give a native body what is in memory; no more than a layer is there twice."""
+    packer.pack_ends(decoder)
+    for index in range(decoder.config.num_layers):
+        packer.pack_layer(decoder, index)
+        _give_back()
+    if is_whole:
+        packer.finish(decoder)
+    else:
+        assert packer.body is not None
+        decoder.projection = partial(PackedLinear, packer.body)
 
 
 def _give_back() -> None:

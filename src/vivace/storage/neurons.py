@@ -241,12 +241,14 @@ class NeuronFeedForward(nn.Module):
         """(T, E) -> (T, E).
 
         Raises:
-            UnsupportedError: a call with low-rank terms inside the feed-forward.
+            UnsupportedError: a call with low-rank terms inside the feed-forward, or one to learn from.
             CheckpointError: neurons cannot be read.
         """
         sites = [(self.layer, site) for site in ("gate", "up", "down")]
         if any(site in deltas.down for deltas in step.deltas for site in sites):
             raise UnsupportedError("adapters on feed-forwards need them whole; convert the model with layout layers")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError("adapters learn from every neuron; convert the model with layout layers")
         is_prompt = step.chunk is not None or step.grid is not None
         y = None if is_prompt else self._some(x)
         y = self._all(x) if y is None else y

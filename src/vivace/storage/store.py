@@ -11,6 +11,9 @@ A store is a folder: the checkpoint's own JSON and tokenizer files, ``weights.st
     layers.N.selector        the matrix that decides which neurons are active (gate, or up where there is no gate), in
                              the layout ``selected``; the records of ``layers.N.neurons`` then lack its row
 
+In a store for native kernels, matrices that are read while they are used lie in tiles as those read them (``pack`` in
+``kernels/native.py``); so does what is resident of attention and feed-forwards.
+
 Row-column bundling: Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514, section 3.2. A store is complete or not
 there, and says so: the file carries the name of its index, its length is known, every bundle has a checksum.
 """
@@ -30,6 +33,8 @@ from vivace.checkpoint.families import translate
 from vivace.checkpoint.files import read_json, resolve
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, nearest
+from vivace.kernels.library import LANES
+from vivace.kernels.native import unpack
 from vivace.units import format_bytes
 
 Layout = Literal["layers", "neurons", "selected"]
@@ -37,6 +42,8 @@ Layout = Literal["layers", "neurons", "selected"]
 INDEX = "store.json"
 DATA = "weights.store"
 MAGIC = b"vivace store 1\n"
+FORMATS = (1, 2)
+"""Matrices in rows, and in tiles."""
 PAGE = 4096
 """Bundles and records begin at multiples of this many bytes; so does the end of the file."""
 LINE = 64
@@ -50,8 +57,14 @@ class Part:
     name: str
     """Our name of the parameter; in a record "gate", "up" or "down"."""
     shape: tuple[int, ...]
+    """(out, in), (tiles, pairs, 16, 2), or what a vector has."""
     offset: int
     """Bytes from the beginning of the bundle or record."""
+
+    @property
+    def is_tiled(self) -> bool:
+        """It lies as native kernels read it."""
+        return len(self.shape) == 4
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,11 @@ class Store:
         """The file of bundles."""
         return self.folder / DATA
 
+    @property
+    def is_tiled(self) -> bool:
+        """Matrices lie as native kernels read them."""
+        return any(part.is_tiled for bundle in self.bundles.values() for part in bundle.parts)
+
     def __getitem__(self, name: str) -> Bundle:
         """A bundle.
 
@@ -127,6 +145,11 @@ def view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     return memory[part.offset : stop].view(dtype).view(part.shape)
 
 
+def in_rows(values: torch.Tensor) -> torch.Tensor:
+    """A part as decoders are loaded, (out, in), whether it lies in tiles or not."""
+    return unpack(values) if values.dim() == 4 else values
+
+
 def is_store(folder: str | Path) -> bool:
     """Whether a folder is a store."""
     return (Path(folder).expanduser() / INDEX).is_file()
@@ -142,8 +165,11 @@ def open_store(folder: str | Path) -> Store:
     """
     found = resolve(folder)
     index = read_json(found / INDEX)
-    if index.get("format") != 1:
-        raise MismatchError(f"{found / INDEX} has format {index.get('format')!r}; this version reads 1: convert again")
+    if index.get("format") not in FORMATS:
+        known = " and ".join(map(str, FORMATS))
+        raise MismatchError(
+            f"{found / INDEX} has format {index.get('format')!r}; this version reads {known}: convert again"
+        )
     try:
         store = _from_json(found, index)
     except (KeyError, TypeError, ValueError) as exc:
@@ -205,7 +231,14 @@ def verify(store: Store, block_bytes: int = 1 << 22) -> None:
                 )
 
 
-def arrange(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout, item: int) -> list[Bundle]:
+def arrange(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+    item: int,
+    *,
+    is_tiled: bool = False,
+) -> list[Bundle]:
     """Which parameter lies where.
 
     Args:
@@ -213,6 +246,7 @@ def arrange(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], layout: 
         shapes: of all its parameters, by our names.
         layout: how feed-forwards lie.
         item: bytes of a number.
+        is_tiled: matrices of layers lie in tiles, which must fit (``fits_tiles``).
 
     Raises:
         ConfigError: a layout for another kind of model.
@@ -223,11 +257,24 @@ def arrange(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], layout: 
     resident = [name for name in shapes if name not in taken]
     specs = [("resident", resident, 1), *streamed]
     offset, bundles = PAGE, []
+    lying = dict(shapes)
+    if is_tiled:
+        lying |= {name: (out // LANES, width // 2, LANES, 2) for name in taken for out, width in [shapes[name]]}
     for name, names, count in specs:
-        bundle = _records(config, name, count, layout, item) if count > 1 else _whole(name, names, shapes, item)
+        bundle = _records(config, name, count, layout, item) if count > 1 else _whole(name, names, lying, item)
         bundles.append(replace(bundle, offset=offset))
         offset += bundle.num_pages_bytes
     return bundles
+
+
+def fits_tiles(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether every matrix of a model's layers fills whole tiles, as native kernels fuse and cut them."""
+    layers = (spec for index in range(config.num_layers) for spec in _layer(config, index, "layers"))
+    matrices = {name: shapes[name] for _, names, _ in layers for name in names}
+    if config.gated and config.ffn_bias:  # gate and up are cut apart, their bias is not
+        return False
+    cut = {name: 2 if config.gated and name.endswith(".up.weight") else 1 for name in matrices}
+    return all(out // cut[name] % LANES == 0 and width % 2 == 0 for name, (out, width) in matrices.items())
 
 
 def check_layout(layout: str) -> Layout:
@@ -298,7 +345,7 @@ def to_json(
 ) -> dict[str, Any]:
     """The index as it is written."""
     return {
-        "format": 1,
+        "format": 2 if any(part.is_tiled for bundle in bundles for part in bundle.parts) else 1,
         "base": base,
         "identity": identity,
         "layout": layout,
