@@ -4,8 +4,9 @@ Policies take turns on every prompt, each over a cache of its own, with direct r
 ``experts.json`` (tokens per second, hits by kind, recall, wasted and device bytes, the bound, and what the simulator
 says of the same traces) and ``trace.json``; ``benchmarks.expert_sweep`` draws the sweep from the latter.
 
-``--pace`` slows reads down to a stated bandwidth, so that loads and compute of a token can be made equal; the figures
-say so.
+``--pace`` slows reads down to a stated bandwidth, and ``--pace equal`` to the one at which LRU's loads of a token take
+as long as its compute, for each share; the figures say so. Where the device is slower than that, the point cannot be
+had, and that is said; ``--reader buffered`` then reads a file that is in the page cache, for a device that is not here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
+from vivace.kernels.choice import choose
 from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig
 from vivace.prompts import packaged_prompts
 from vivace.recipe import build
@@ -48,7 +51,7 @@ CAPACITY = 512
 class PacedReader:
     """A reader on a slower device: reads end no sooner than their bytes would take one after the other."""
 
-    def __init__(self, reader: Reader, bytes_per_s: float) -> None:
+    def __init__(self, reader: Reader, bytes_per_s: float = inf) -> None:
         self.reader, self.bytes_per_s, self.name = reader, bytes_per_s, reader.name
         self._lock = threading.Lock()
         self._free = 0.0
@@ -115,10 +118,10 @@ class Bench:
         self.stack = ExitStack()
         self.plain_reader = open_reader(self.store.path, options.reader).reader
         self.device_gb_per_s = probe(self.plain_reader, self.store.path)
-        paced = PacedReader(self.plain_reader, options.pace * 1e9) if options.pace else self.plain_reader
-        self.reader: Reader = paced
-        self.gb_per_s = min(options.pace or 1e9, self.device_gb_per_s)
-        self.shelf = StoreShelf(self.store, self.reader)
+        self.reader = PacedReader(self.plain_reader)
+        self.gb_per_s = self.device_gb_per_s
+        self.body = choose("auto").body if self.store.is_tiled else None
+        self.shelf = StoreShelf(self.store, self.reader, self.body)
         tokenizer = load_tokenizer(options.store)
         texts = [p.request for task in ("e2e", "sql") for p in packaged_prompts(task)[: options.prompts]]
         self.prompts = [tuple(tokenizer.encode_prompt(text)) for text in texts]
@@ -129,7 +132,7 @@ class Bench:
         layers = self.store.config.num_layers
         cache = self.stack.enter_context(ExpertCache(self.shelf, policy, layers, num_slots))
         cache.trace = Trace(layers)
-        return Entrant(name, cache, load_around(self.store, self.plain_reader, cache), traversal)
+        return Entrant(name, cache, load_around(self.store, self.plain_reader, cache, self.body), traversal)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -157,6 +160,23 @@ class Bench:
         """The next layer's guess."""
         return GuessingClimb(self.options.count)
 
+    def set_pace(self, share: float, trace: Trace, compute_s: float) -> float | None:
+        """GB/s that reads are slowed down to for a share of the experts; None where they are not."""
+        pace = self.options.pace
+        if pace == "equal":
+            pace = equal_pace(trace, self.num_slots(share), self.shelf.bundle_bytes, compute_s) / 1e9
+            if pace > self.device_gb_per_s:
+                print(
+                    f"loads of a token take longer than its compute: {pace:.2f} GB/s would make them equal", flush=True
+                )
+        self.reader.bytes_per_s = inf if pace is None else pace * 1e9
+        self.gb_per_s = self.device_gb_per_s if pace is None else min(pace, self.device_gb_per_s)
+        return pace  # type: ignore[no-any-return]
+
+    def num_slots(self, share: float) -> int:
+        """Experts in memory."""
+        return max(1, round(share * self.shelf.num_experts))
+
     def compute_s(self) -> dict[str, float]:
         """Seconds a token takes with every expert resident, by what goes up the layers."""
         with self.closing():
@@ -170,7 +190,7 @@ class Bench:
 
     def held(self, share: float, trace: Trace) -> list[Entrant]:
         """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
-        num = max(1, round(share * self.shelf.num_experts))
+        num = self.num_slots(share)
         layers = self.store.config.num_layers
         with self.closing():
             entrants = [
@@ -190,7 +210,7 @@ class Bench:
 
     def simulated(self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float) -> float:
         """Seconds a token takes by the simulator; prompt chunks are not simulated."""
-        decoding = Trace(trace.num_layers, [v for v in trace.visits if v.num_rows == 1], trace.hints)
+        decoding = without_prompts(trace)
         moe = self.store.config.moe
         assert moe is not None
         layers = trace.num_layers
@@ -218,6 +238,22 @@ class Bench:
                 expert(x, bare)
                 times.append(time.perf_counter() - begun)
         return min(times)
+
+
+def without_prompts(trace: Trace) -> Trace:
+    """What single tokens chose."""
+    return Trace(trace.num_layers, [v for v in trace.visits if v.num_rows == 1], trace.hints)
+
+
+def equal_pace(trace: Trace, num_slots: int, expert_bytes: int, compute_s: float) -> float:
+    """Bytes a second at which LRU's loads of a token take its compute time, 0 where nothing is loaded."""
+    outcome = simulate(without_prompts(trace), LeastRecent(), Machine(inf, expert_bytes, num_slots, 0.0, 0.0))
+    return outcome.loads / max(1, outcome.num_passes) * expert_bytes / compute_s
+
+
+def pace(word: str) -> float | str:
+    """``--pace`` as it is given."""
+    return word if word == "equal" else float(word)
 
 
 def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:
@@ -263,7 +299,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--foresight", type=Path, help="adapter; without it 'ahead' is the next layer's guess")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of experts in memory")
-    parser.add_argument("--pace", type=float, help="GB/s that reads are slowed down to")
+    parser.add_argument("--pace", type=pace, help="GB/s that reads are slowed down to, or 'equal'")
     parser.add_argument("--reader", default="direct")
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
@@ -285,8 +321,9 @@ def main() -> None:
     trace.save(options.out / "trace.json")
     runs = []
     for share in options.share:
+        paced = bench.set_pace(share, trace, compute_s["plain"])
         rows = with_gains([row(entrant, bench, compute_s, expert_s) for entrant in bench.held(share, trace)])
-        runs.append({"share": share, "policies": rows})
+        runs.append({"share": share, "pace_gb_per_s": paced, "gb_per_s": bench.gb_per_s, "policies": rows})
         for each in rows:
             told = ("policy", "tokens_per_s", "ms_per_token", "simulated_ms_per_token", "over_lru", "bound_over_lru")
             print(share, *(f"{each[k]:.2f}" if isinstance(each[k], float) else each[k] for k in told), flush=True)
@@ -295,8 +332,7 @@ def main() -> None:
         "expert_bytes": bench.shelf.bundle_bytes,
         "num_experts": bench.shelf.num_experts,
         "device_gb_per_s": bench.device_gb_per_s,
-        "gb_per_s": bench.gb_per_s,
-        "is_paced": bool(options.pace),
+        "is_paced": options.pace is not None,
         "expert_us": 1e6 * expert_s,
         "compute_ms_per_token": {name: 1e3 * seconds for name, seconds in compute_s.items()},
         "runs": runs,

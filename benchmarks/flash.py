@@ -5,6 +5,11 @@ Run it on a machine with nothing else to do, with room for three copies of the m
     python -m benchmarks.flash make flash-model
     python -m benchmarks.flash run flash-model --out flash.json
 
+``take`` makes the stores of a trained ReLU model that is large enough, a widened one say, with predictors trained on
+the prompts of a file; it then decodes a packaged prompt, greedily:
+
+    python -m benchmarks.flash take relu-x8 flash-relu --calibrate prompts.jsonl
+
 ``make`` writes an OPT checkpoint of 1.2 GB with random weights. Its sparsity is synthetic: up-projections have rank 64
 and biases that leave about a tenth of the neurons active, embeddings share a component, so that neighbouring tokens
 activate many of the same. Predictors are the factors themselves and miss nothing. What is measured is therefore how
@@ -30,11 +35,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vivace.checkpoint.load import put
+from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.decode.plain import NoDrafts
@@ -42,7 +49,9 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
+from vivace.prompts import load_prompts, packaged_prompts
 from vivace.storage.budget import plan_memory
+from vivace.storage.calibrate import calibrate
 from vivace.storage.convert import write_store
 from vivace.storage.loading import Storage, load_stored, read_bundle
 from vivace.storage.neuron_cache import NeuronCache, Run
@@ -55,6 +64,7 @@ RANK = 64
 ACTIVE_SHARE = 0.1
 SHARED = 0.8
 """Of the length of an embedding, what all have in common."""
+SETTING = "setting.json"
 PROMPT, TOKENS = 128, 256
 """Tokens of the prompt, and of prompt and answer that memory is planned for."""
 
@@ -89,6 +99,10 @@ def main() -> None:
     made.add_argument("model", type=Path)
     for name, default in (("width", 2048), ("ffn", 8192), ("layers", 12), ("heads", 16), ("vocab", 8192)):
         made.add_argument(f"--{name}", type=int, default=default)
+    taken = commands.add_parser("take", help="make the stores of a trained model with ReLU")
+    taken.add_argument("source", type=Path)
+    taken.add_argument("model", type=Path)
+    taken.add_argument("--calibrate", type=Path, required=True, help="prompts (.jsonl) that predictors are trained on")
     measured = commands.add_parser("run", help="measure every row")
     measured.add_argument("model", type=Path)
     measured.add_argument("--out", type=Path, default=Path("flash.json"))
@@ -104,6 +118,8 @@ def main() -> None:
     if options.command == "row":
         open_row = rows(options.model, options.share)[options.name]
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
+    elif options.command == "take":
+        take(options.source, options.model, options.calibrate)
     elif options.command == "make":
         make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
     else:
@@ -140,29 +156,54 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int
             predictors.append(Predictor(down, up, torch.full((ffn,), -below.item() + 0.02)))
     model.save_pretrained(folder / "model")
     del model, decoder
-    write_store(folder / "model", folder / "layers")
+    write_store(folder / "model", folder / "layers", kernels="torch")
     neurons = write_store(folder / "model", folder / "neurons", layout="neurons")
     save_predictors(neurons, predictors)
     _split(neurons, folder / "neurons" / "apart.store")
     print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
 
 
+def take(source: Path, folder: Path, prompts: Path) -> None:
+    """The stores of a checkpoint, as ``make`` has them, and a prompt for it."""
+    tokenizer = load_tokenizer(source)
+    texts = [
+        (*tokenizer.encode_prompt(row.request), *tokenizer.encode(row.references[0], special=False))
+        for row in load_prompts(prompts)
+    ]
+    write_store(source, folder / "layers", kernels="torch")
+    neurons = write_store(source, folder / "neurons", layout="neurons")
+    reports = [asdict(report) for report in calibrate(source, neurons, texts)]
+    _split(neurons, folder / "neurons" / "apart.store")
+    prompt = tokenizer.encode_prompt(packaged_prompts("e2e")[0].request)
+    setting = {"sparsity": f"of {source.name}", "prompt": prompt, "predictors": reports}
+    (folder / SETTING).write_text(json.dumps(setting) + "\n", encoding="utf-8")
+    shares = [f"{name} {statistics.mean(each[name] for each in reports):.3f}" for name in ("active_share", "recall")]
+    print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB, {', '.join(shares)}")
+
+
+def setting_of(folder: Path) -> dict[str, Any]:
+    """What ``take`` wrote; of a model that was made for measuring, that its sparsity is synthetic."""
+    path = folder / SETTING
+    return json.loads(path.read_text()) if path.is_file() else {"sparsity": "synthetic"}  # type: ignore[no-any-return]
+
+
 def _split(store: Store, path: Path) -> None:
-    """Copy a store, rows of up and columns of down of each layer one after the other instead of side by side."""
+    """Copy a store, rows of gate and up and columns of down of each layer one after the other, not side by side."""
     with store.path.open("rb") as source, path.open("wb") as target:
         for bundle in store.bundles.values():
             if bundle.count == 1:
                 continue
-            half = bundle.stride // 2
-            assert half % PAGE == 0, f"rows of {half} bytes are not whole pages; take a larger width"
+            pieces = len(bundle.parts)
+            piece = bundle.stride // pieces
+            assert piece % PAGE == 0, f"rows of {piece} bytes are not whole pages; take a larger width"
             source.seek(bundle.offset)
             records = torch.frombuffer(bytearray(source.read(bundle.num_bytes)), dtype=torch.uint8)
             target.seek(bundle.offset)
-            target.write(records.view(bundle.count, 2, half).transpose(0, 1).contiguous().numpy().data)
+            target.write(records.view(bundle.count, pieces, piece).transpose(0, 1).contiguous().numpy().data)
 
 
 class ApartReader(DirectReader):
-    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two reads for one."""
+    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two or three reads for one."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store.folder / "apart.store")
@@ -175,14 +216,15 @@ class ApartReader(DirectReader):
         if bundle is None:
             self._whole.read(offset, into)
             return
-        half = bundle.stride // 2
+        pieces = len(bundle.parts)
+        size = bundle.stride // pieces
         first, count = (offset - bundle.offset) // bundle.stride, len(into) // bundle.stride
-        for place in range(2):
-            parts = [into[n * bundle.stride + place * half :][:half] for n in range(count)]
+        for place in range(pieces):
+            parts = [into[n * bundle.stride + place * size :][:size] for n in range(count)]
             for start in range(0, count, 512):  # buffers that one call takes
                 some = parts[start : start + 512]
-                at = bundle.offset + (place * bundle.count + first + start) * half
-                assert os.preadv(self._file, some, at) == len(some) * half
+                at = bundle.offset + (place * bundle.count + first + start) * size
+                assert os.preadv(self._file, some, at) == len(some) * size
 
 
 class Forgetful(NeuronCache):
@@ -270,7 +312,7 @@ def run(folder: Path, out: Path, repeats: int, new_tokens: int, share: float) ->
     best = {name: _median(each) for name, each in found.items()}
     result = {
         "provenance": asdict(provenance(torch.device("cpu"))),
-        "model": {"bytes": store.num_bytes, "sparsity": "synthetic", "share": share, "new_tokens": new_tokens},
+        "model": {"bytes": store.num_bytes, "share": share, "new_tokens": new_tokens, **setting_of(folder)},
         "device_gb_per_s": limit,
         "rows": [asdict(row) for row in best.values()],
         "repeats": {name: [row.ms for row in each] for name, each in found.items()},
@@ -291,10 +333,12 @@ def measure(name: str, open_row: Opening, new_tokens: int) -> Row:
 
 def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row:
     draw = torch.Generator().manual_seed(1)
-    prompt = torch.randint(0, model.config.vocab_size, (PROMPT,), generator=draw).tolist()
-    session = Session(model, num_slots=1, capacity=PROMPT + new_tokens + 1)
-    evenly = Sampling(do_sample=True, temperature=100.0)
-    session.admit(Request(tuple(prompt), new_tokens + 1, NoDrafts(), sampling=evenly, logprobs=False))
+    random = torch.randint(0, model.config.vocab_size, (PROMPT,), generator=draw).tolist()
+    prompt = setting_of(storage.store.folder.parent).get("prompt")
+    sampling = Sampling(do_sample=True, temperature=100.0) if prompt is None else Sampling()
+    prompt = random if prompt is None else prompt
+    session = Session(model, num_slots=1, capacity=len(prompt) + new_tokens + 1)
+    session.admit(Request(tuple(prompt), new_tokens + 1, NoDrafts(), sampling=sampling, logprobs=False))
     session.step()  # the prompt and the first token
     before, begun = _counters(storage), time.perf_counter()
     count = sum(len(emitted.tokens) for emitted in session.drain())
