@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,6 +28,31 @@ def test_the_papers_count_of_parameters(width: int, count: int) -> None:
         vocab_size=8, width=width, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=8, ffn_width=8, max_positions=8
     )
     assert sum(p.numel() for p in Streams(config, model).parameters()) == count
+
+
+def test_streams_inserted_lower_go_on_from_those_above_them(deep, streams) -> None:
+    model, above = deep(torch.float32), streams(torch.float32, insertion=4)
+    wanted = replace(above.config, insertion=2, feedback=True)
+    assert above.config.precedes(wanted)
+    assert not wanted.precedes(above.config)
+    assert not replace(above.config, rank=8).precedes(wanted)
+    made = Streams(wanted, model.config)
+    made.take_over(Streams(above.config, model.config), above.tensors())
+    which = torch.zeros(1, dtype=torch.int64)
+    known, found = above.terms(which), made.terms(which)
+    for site, weight in known.up.items():
+        assert torch.equal(found.up[site], weight)
+        assert torch.equal(found.down[site], known.down[site])
+    assert all(not found.up[site].any() for site in set(found.up) - set(known.up))
+    assert torch.equal(made.embeddings, above.embeddings)
+    assert torch.equal(made.pruner.up, above.pruner.up)
+
+
+def test_streams_that_start_from_what_was_decided_follow_the_kept_node() -> None:
+    config = MultistreamConfig(feedback=True)
+    assert {plan.attach for plan in plans_to_try(config)} == {"kept"}
+    with pytest.raises(ConfigError, match="set attach to kept"):
+        StreamPlan((1,)).check_fits(config)
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2), (3, 2, 1), (4, 4)], ids=str)

@@ -170,7 +170,7 @@ def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
         return value.repeat(1, k) / k
     if name == "final":
         return value.repeat(1, k, k)  # the final norm is divided by k
-    if name == "decided":
+    if name in ("decided", "rotation.values"):
         return value.repeat(1, k, k) / k
     return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, k)
 

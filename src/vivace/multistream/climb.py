@@ -108,5 +108,5 @@ class StreamClimb:
         if (num_main, num_streams) not in self._terms:
             which = torch.full((num_main + num_streams,), -1, dtype=torch.int64)
             which[num_main:] = 0
-            self._terms[num_main, num_streams] = self.streams.terms(which)
+            self._terms[num_main, num_streams] = self.streams.terms(which, len(self.plan.widths))
         return self._terms[num_main, num_streams]

@@ -27,11 +27,15 @@ class MultistreamConfig:
     """Width of a silu bottleneck beside the feed-forward of stream rows; 0 leaves it out. Ours, not the paper's."""
     pruner_rank: int = 8
     """Of the early-exit layer that drops unlikely branches; 0 trains none."""
+    marks: Literal["embedding", "rotation"] = "embedding"
+    """What tells streams apart: an ``embedding`` of each, added at the start, or a ``rotation`` of their values."""
     feedback: bool = False
     """Streams also start from the kept position's final residual and from the token that was decided there. Ours: both
     are known where streams follow the kept node (``attach: kept``), so stream 1 need not guess what is decided."""
 
     def __post_init__(self) -> None:
+        if self.marks not in ("embedding", "rotation"):
+            raise ConfigError(f"marks must be embedding or rotation, found {self.marks!r}")
         if not 1 <= self.streams <= 8:
             raise ConfigError(f"streams must be between 1 and 8, found {self.streams}")
         if self.insertion < 1:
@@ -54,7 +58,7 @@ class MultistreamConfig:
 
     def num_paper_parameters(self, width: int) -> int:
         """Embeddings and pruner, the paper's count: ``gamma E + 2 r E``; adapters are counted apart."""
-        return (self.streams + 2 * self.pruner_rank) * width
+        return (self.streams * (self.marks == "embedding") + 2 * self.pruner_rank) * width
 
     def num_medusa_parameters(self, width: int, vocab_size: int) -> int:
         """As many heads of Medusa as there are streams, one block and a head each: ``gamma (E^2 + E V)``."""

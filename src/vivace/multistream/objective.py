@@ -74,10 +74,10 @@ class MultistreamObjective:
         """Embeddings learn faster; no decay anywhere."""
         embeddings = self.streams.embeddings
         others = [p for p in self.streams.parameters() if p is not embeddings]
-        return [
-            {"params": [embeddings], "name": "embeddings", "rate": 5.0, "weight_decay": 0.0},
-            {"params": others, "name": "adapters", "weight_decay": 0.0},
-        ]
+        adapters = {"params": others, "name": "adapters", "weight_decay": 0.0}
+        if self.streams.rotation is not None:
+            return [adapters]
+        return [{"params": [embeddings], "name": "embeddings", "rate": 5.0, "weight_decay": 0.0}, adapters]
 
     def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         """The loss in chunks of positions that add up to the mean, then the pruner's."""

@@ -68,6 +68,8 @@ class SharedStreams(Streams):
         """
         if rank < 1:
             raise ConfigError(f"rank must be at least 1, found {rank}")
+        if config.marks != "embedding":
+            raise ConfigError("in the shared mode streams are told apart by embeddings; set adapter.marks to embedding")
         if config.rank or config.bottleneck:
             raise ConfigError(
                 "in the shared mode streams carry the model's own terms; set adapter.rank and adapter.bottleneck to 0, "
@@ -83,7 +85,7 @@ class SharedStreams(Streams):
         for weight in self.shared_down:
             nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
 
-    def terms(self, which: Tensor) -> Deltas:
+    def terms(self, which: Tensor, count: int | None = None) -> Deltas:
         """What the model's rows carry; ``which`` (T,) is 0 on every row."""
         down, up = (dict(zip(self.sites, part, strict=True)) for part in (self.shared_down, self.shared_up))
         return Deltas(which, down, up)

@@ -35,6 +35,7 @@ from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
 from vivace.kernels.reference import linear
 from vivace.multistream.config import MultistreamConfig
+from vivace.multistream.rotation import ValueRotation
 
 
 class Streams(nn.Module):
@@ -49,8 +50,10 @@ class Streams(nn.Module):
         super().__init__()
         config.check_fits(model.num_layers)
         self.config = config
-        self.embeddings = nn.Parameter(torch.randn(config.streams, model.width) * 0.02)
-        """P, (streams, E)."""
+        turned = config.marks == "rotation"
+        self.embeddings = nn.Parameter(torch.randn(0 if turned else config.streams, model.width) * 0.02)
+        """P, (streams, E); none where values are rotated."""
+        self.rotation = ValueRotation(config.insertion, config.streams, model) if turned else None
         fed = config.streams if config.feedback else 0
         self.final = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
         """A, (streams, E, E)."""
@@ -72,7 +75,7 @@ class Streams(nn.Module):
             count: streams of each.
             known: (n, 2, E) what ``known_at`` gives for them, for streams with feedback.
         """
-        start = main[:, None] + self.embeddings[:count]
+        start = main[:, None].expand(-1, count, -1) if self.rotation else main[:, None] + self.embeddings[:count]
         if known is not None:
             size = main.float().square().mean(-1, keepdim=True).sqrt().to(main.dtype)
             offsets = self._offsets(known.flatten(1)) * size
@@ -103,10 +106,16 @@ class Streams(nn.Module):
         if self.config.feedback:
             self._projections = (model.projection(self._feedback().detach().to(model.dtype)),)
 
-    def terms(self, which: Tensor) -> Deltas:
-        """The adapters as data for a call; ``which`` (T,) is 0 on stream rows and -1 elsewhere."""
+    def terms(self, which: Tensor, count: int | None = None) -> Deltas:
+        """The adapters as data for a call.
+
+        Args:
+            which: (T,) 0 on stream rows and -1 elsewhere.
+            count: streams of each row that has some; None is all.
+        """
         down, up = self._by_site
-        return Deltas(which, down, up)
+        deltas = Deltas(which, down, up)
+        return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:

@@ -41,6 +41,8 @@ class MultistreamRecipe(FrozenRecipe):
         """
         model = ground.engine.model.config
         streams = Streams(self.adapter, model)
+        if streams.rotation is not None:
+            streams.rotation.read(ground.engine.model)
         if self.start is not None:
             written, tensors = load_adapter(self.start, base_hash(ground.engine.folder))
             known = build(MultistreamConfig, written["config"]) if written["kind"] == self.kind else None

@@ -1,0 +1,84 @@
+"""Streams told apart by their values instead of by embeddings (arXiv:2402.11131, equation 7).
+
+Stream j starts as M_t; the values it stores are turned by an angle that grows with j, pair by pair of a head's
+components:
+
+    v_j <- v_j e^{i epsilon j}
+
+The paper's variant without embeddings. Its angle is not known to us; ours spreads the streams over a quarter turn.
+A turned value is ``W x + (R - 1) W x``, so to the layers it is one more low-rank term, of as many rows as there are
+values: no kernel knows of it. Kept for comparison; the terms need a copy of W, and embeddings cost less.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.deltas import Deltas, Site
+from vivace.core.layers import Linear
+from vivace.core.model import Decoder, Layer
+from vivace.errors import UnsupportedError
+
+
+class ValueRotation(nn.Module):
+    """Copies of the value projections above the insertion layer, and what turns each stream's values."""
+
+    values: Tensor
+    """(layers, K * D, E)"""
+
+    def __init__(self, insertion: int, streams: int, model: ModelConfig) -> None:
+        """Make room for the copies; ``read`` fills it.
+
+        Raises:
+            UnsupportedError: values with a bias, which a term in x cannot turn.
+        """
+        super().__init__()
+        if model.qkv_bias:
+            raise UnsupportedError("values with a bias cannot be rotated; set adapter.marks to embedding")
+        self.insertion = insertion
+        self.streams = streams
+        self.head_dim = model.head_dim
+        width = model.num_kv_heads * model.head_dim
+        self.register_buffer("values", torch.zeros(model.num_layers - insertion, width, model.width))
+
+    @torch.no_grad()
+    def read(self, model: Decoder) -> None:
+        """Copy the value projections of a model with plain weights."""
+        for layer, own in enumerate(self.values, self.insertion):
+            found = model.layers[layer]
+            assert isinstance(found, Layer), "layers of ours"
+            assert isinstance(found.qkv, Linear), "values are read off plain weights"
+            own.copy_(found.qkv.weight[-len(own) :])
+
+    def turns(self) -> Tensor:
+        """R - 1 of every stream, (streams, K * D, K * D)."""
+        heads, half = self.values.shape[1] // self.head_dim, self.head_dim // 2
+        angle = torch.arange(1, self.streams + 1) * (math.pi / 2 / self.streams)
+        cos, sin = (part[:, None, None] * torch.eye(half) for part in (angle.cos() - 1, angle.sin()))
+        turn = torch.cat((torch.cat((cos, -sin), -1), torch.cat((sin, cos), -1)), 1)
+        return torch.stack([torch.block_diag(*[one] * heads) for one in turn])
+
+    def over(self, deltas: Deltas, count: int) -> Deltas:
+        """Terms of the streams with their values turned.
+
+        Args:
+            deltas: one adapter for all stream rows, which stand ``count`` by ``count`` in order of their number.
+            count: streams of a row.
+        """
+        which = deltas.which.clone()
+        rows = (which >= 0).nonzero()[:, 0]
+        which[rows] = torch.arange(len(rows)) % count
+        down: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.down.items()}
+        up: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.up.items()}
+        turns = self.turns().to(self.values.dtype)
+        for layer, values in enumerate(self.values, self.insertion):
+            site = layer, "v"
+            own = values.expand(self.streams, -1, -1)
+            down[site] = torch.cat((down[site], own.to(down[site].dtype)), 1) if site in down else own
+            up[site] = torch.cat((up[site], turns.to(up[site].dtype)), 2) if site in up else turns
+        held = ({site: part.contiguous() for site, part in parts.items()} for parts in (down, up))
+        return Deltas(which, *held)
