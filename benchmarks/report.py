@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, rivals_table, speed_law
+from benchmarks import plots, rivals_table, speed_law, stream_tables
 from tools.blocks import fill_file, settle, table
 from vivace.evaluate.speed_law import Shape, head_share
 
@@ -244,6 +244,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         ROOT / "README.md": {"results": summary(results)},
         docs / "results.md": {"results": details(results)},
         docs / "techniques" / "rivals.md": {"results": rivals_table.tables(rivals_table.read_reports(RIVALS))},
+        docs / "techniques" / "multistream.md": {
+            "results": stream_tables.beside_paper((result.title, run) for result in results for run in result.runs),
+            "weights": stream_tables.weights(),
+        },
         docs / "techniques" / "multirate.md": {"law": law(results), "results": technique(results, "multirate")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}

@@ -29,6 +29,7 @@ from vivace.multirate.objective import MultirateLoss
 from vivace.multirate.router import RouterConfig
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss
+from vivace.multistream.shared import SharedLoss
 from vivace.recipe import METHODS, RECIPES
 from vivace.serve import bodies, meters
 from vivace.serve.config import ServeConfig
@@ -202,6 +203,7 @@ def wanted() -> dict[Path, str]:
         ROOT / "docs" / "techniques" / "multistream.md": {
             "config": fields_table(MultistreamConfig),
             "loss": fields_table(MultistreamLoss),
+            "shared": fields_table(SharedLoss),
             "plan": fields_table(StreamPlan),
         },
         ROOT / "docs" / "techniques" / "dynamic_depth.md": {
