@@ -48,11 +48,12 @@ class NativeChain:
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
-        """For a decoder with a span, a head that is not capped and static rotations."""
+        """For a decoder with a span and no experts, a head that is not capped and static rotations."""
         c = decoder.config
         is_capped, moves = c.logit_softcap is not None, any(rope.kind == "dynamic" for rope in c.ropes)
-        no_span = span is None or c.moe is not None
-        return None if no_span or is_capped or moves else NativeChain(decoder, span)
+        if span is None or c.moe is not None or is_capped or moves:
+            return None
+        return NativeChain(decoder, span)
 
     def covers(self, companion: Companion) -> bool:
         """Whether it can draft with this one; calls that are padded to a number of rows are not for it."""

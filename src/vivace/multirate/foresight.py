@@ -203,8 +203,9 @@ class Routers:
             weights.append(_router_rows(layer))
         which = list(layers)
         weight = torch.stack(weights).float().mT.contiguous() if weights else torch.empty(0)
-        scales = [scale[which, None].float() for scale in (foresight.scale, foresight.slow_scale)]
-        return Routers(tuple(mixtures), *scales, weight, None if c.norm_placement == "post" else c.norm_eps)
+        scale, slow_scale = (each[which, None].float() for each in (foresight.scale, foresight.slow_scale))
+        eps = None if c.norm_placement == "post" else c.norm_eps
+        return Routers(tuple(mixtures), scale, slow_scale, weight, eps)
 
     def logits(self, p: Tensor, slow: Tensor) -> Tensor:
         """(T, E) twice -> (n, T, X)."""

@@ -404,7 +404,7 @@ class _Again(torch.autograd.Function):
         return learning.expert(x, step)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (saved,) = ctx.saved_tensors
         x = saved.detach().requires_grad_()
         cache, layer = ctx.learning.experts.cache, ctx.learning.experts.index

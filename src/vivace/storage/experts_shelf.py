@@ -64,8 +64,8 @@ def packed_over(config: ModelConfig, body: NativeBody, up: Tensor, down: Tensor)
     """As ``feed_forward_over``, for tiles and the kernels that read them."""
     if not config.gated:
         return FeedForward(config, 0, PackedLinear(body, up), PackedLinear(body, down))
-    gate, up = (PackedLinear(body, half) for half in up.chunk(2))
-    return PackedFeedForward(body, config.activation, 0, gate, up, PackedLinear(body, down))
+    gate, wide = (PackedLinear(body, half) for half in up.chunk(2))
+    return PackedFeedForward(body, config.activation, 0, gate, wide, PackedLinear(body, down))
 
 
 def feed_forward_over(config: ModelConfig, up: Tensor, down: Tensor) -> FeedForward:

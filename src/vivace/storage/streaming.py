@@ -170,7 +170,7 @@ class _Product(torch.autograd.Function):
         return torch.nn.functional.linear(x, linear.stream.weight(linear.unit, linear.name), linear.bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         weight = ctx.linear.stream.weight(ctx.linear.unit, ctx.linear.name)
         return (grad @ weight.to(grad.dtype)).to(ctx.dtype), None
 
