@@ -151,6 +151,9 @@ class Ground:
         weights = [*model.parameters(), *optimiser.params]
         part = replace(model.config, num_layers=trainee.depth)
         need = estimate_memory(part, weights, optimiser.params, optimiser.num_bytes(), self.recipe.tokens_per_batch)
+        if self.engine.storage is not None:  # what streams through is no parameter
+            plan = self.engine.storage.plan
+            need = replace(need, weights=need.weights + plan.buffer_bytes + plan.pool_bytes)
         self.report.note(f"memory: {need}")
         require_memory(need, model.device)
 

@@ -15,7 +15,15 @@ from vivace.train.variation import Pair
 def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
     """The base with the kernels that decode fastest here; its own, for learning, are PyTorch's."""
     dtype = str(engine.model.dtype).removeprefix("torch.")
-    return load(engine.folder, device=str(engine.model.device), dtype=dtype, adapters=adapters)
+    stored = engine.storage
+    return load(
+        engine.folder,
+        device=str(engine.model.device),
+        dtype=dtype,
+        adapters=adapters,
+        memory=None if stored is None else stored.plan.budget_bytes,
+        reader="auto" if stored is None else stored.reader.reader.name,
+    )
 
 
 def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None]) -> list[Pair]:
