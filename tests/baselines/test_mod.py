@@ -10,14 +10,14 @@ import torch
 
 import vivace
 from tests.baselines.conftest import noisy
-from tests.baselines.test_training import WORDS, batch, checkpoint  # noqa: F401
+from tests.baselines.test_training import SNAPSHOTS, WORDS, Killed, batch, checkpoint  # noqa: F401
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
 from vivace.core.model import Decoder
 from vivace.core.packed import pack_decoder
-from vivace.core.seams import Batch
+from vivace.core.seams import Batch, Draft
 from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -103,8 +103,6 @@ def test_training_form_is_decoding_form(base) -> None:
         h, below = routed(model, layer, h, step, (r > 0) | ~answers, r, answers), layer + 1
     h = model.run(h, step, below)
     cache = model.new_cache(1, 64)
-    from vivace.core.seams import Draft
-
     for tokens, chunk in ((text[:3], True), *(([token], False) for token in text[3:])):
         passed = drafter.traversal.run(model, Draft.given_only({0: tokens}), cache, chunk=chunk)
         if not chunk:
@@ -163,6 +161,19 @@ def test_a_trained_mixture_decodes_with_fewer_layers(checkpoint: Path, tmp_path:
         vivace.load(checkpoint).generate("aka", method="mod")
     with pytest.raises(ConfigError, match="mod drafts nothing"):
         engine.generate("aka", method="mod", num_draft_tokens=3)
+
+
+def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The share that goes through falls on from where it was."""
+    decoder = replace(RECIPE.decoder, stages=(replace(STAGE, loop=SNAPSHOTS),))
+    recipe, quiet = replace(RECIPE, decoder=decoder), Lines(lambda _: None)
+    train_mod(recipe, WORDS, tmp_path / "whole", quiet, checkpoint)
+    with pytest.raises(KeyboardInterrupt):
+        train_mod(recipe, WORDS, tmp_path / "cut", Killed(), checkpoint)
+    train_mod(recipe, WORDS, tmp_path / "cut", quiet, checkpoint)
+    for part in ("model.safetensors", "adapters/mod/config.json", "adapters/mod/adapter_model.safetensors"):
+        written, again = ((tmp_path / name / part).read_bytes() for name in ("whole", "cut"))
+        assert written == again
 
 
 def test_steps_lower_the_loss_and_teach_the_routers(checkpoint: Path) -> None:  # noqa: F811

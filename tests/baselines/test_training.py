@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from vivace.errors import ConfigError
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
 from vivace.train.optim import OptimiserConfig
-from vivace.train.report import Lines
+from vivace.train.report import Lines, Reading
 from vivace.train.scratch import ShapeConfig
 from vivace.training.draft import DraftRecipe, train_draft
 from vivace.training.frozen import Ground
@@ -81,6 +82,33 @@ def test_steps_lower_the_loss_and_leave_the_base_alone(checkpoint: Path, tmp_pat
         optimiser.step()
     assert losses[-1] < losses[0]
     assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
+
+
+class Killed(Lines):
+    """A run that is killed after its third step, with a snapshot of the second."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+
+    def reading(self, reading: Reading) -> None:
+        if reading.step == 3:
+            raise KeyboardInterrupt
+
+
+SNAPSHOTS = LoopConfig(steps=5, warmup_steps=1, report_steps=1, snapshot_s=0.0)
+
+
+def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """UNO's, which draws where its blocks hang."""
+    recipe = replace(RECIPES["uno"], loop=SNAPSHOTS)
+    quiet = Lines(lambda _: None)
+    train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "whole", quiet)
+    with pytest.raises(KeyboardInterrupt):
+        train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", Killed())
+    train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", quiet)
+    whole, cut = (load_adapter(tmp_path / name)[1] for name in ("whole", "cut"))
+    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
+    assert any(bool(value.any()) for name, value in whole.items() if name.startswith("up"))
 
 
 def test_a_trained_draft_model_is_a_checkpoint_that_drafts(checkpoint: Path, tmp_path: Path) -> None:

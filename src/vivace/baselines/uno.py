@@ -167,10 +167,9 @@ class Uno(NoDrafts):
             levels, chances = likeliest(self.model.head(hidden), max(widths), with_chances=nodes > 0)
         trees, first = list[list[Node]](), 0
         for count in counts:
-            rows = slice(first, first + count)
-            wanted = [
-                [row[:width] for row, width in zip(side[rows], widths, strict=False)] for side in (levels, chances)
-            ]
-            trees.append(shaped(*wanted, nodes))
+            rows = range(first, first + count)
+            tokens = [levels[row][:width] for row, width in zip(rows, widths, strict=False)]
+            likely = [chances[row][:width] for row, width in zip(rows, widths, strict=False)]
+            trees.append(shaped(tokens, likely, nodes))
             first += count
         return trees
