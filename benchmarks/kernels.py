@@ -2,7 +2,7 @@
 
 Run it on a machine with nothing else to do:
 
-    python -m benchmarks.kernels --models shipped,twin,100M,360M --out kernels.json
+    python -m benchmarks.kernels --models shipped,twin,100M,360M --weights bf16,exact12 --out kernels.json
 
 All models, numbers of rows and the two measures of memory take turns within a repeat, so that a drifting clock hits
 them alike. The first measure is PyTorch's sum of a buffer, the second the fastest we know to read weights: one row
@@ -34,6 +34,7 @@ from vivace.engine import SHIPPED
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, passes_over
 from vivace.kernels.choice import choose
+from vivace.kernels.low_bit import Weights, check_weights
 from vivace.kernels.native import Matrix, NativeBody, pack
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--weights", default="bf16", help="formats of matrices; all models in each")
     parser.add_argument("--kernels", default="auto", help="auto, avx2 or avx512")
     options = parser.parse_args()
     choice = choose(options.kernels)
@@ -60,16 +62,18 @@ def main() -> None:
             "provenance": asdict(provenance(torch.device("cpu"))),
             "kernels": choice.name,
             "threads": torch.get_num_threads(),
-            **measure(options.models.split(","), choice.body, options.repeats),
+            **measure(options.models.split(","), options.weights.split(","), choice.body, options.repeats),
         }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print_tables(result)
 
 
-def measure(names: list[str], body: NativeBody, repeats: int) -> dict[str, Any]:
+def measure(models: list[str], formats: list[str], body: NativeBody, repeats: int) -> dict[str, Any]:
     """Median and best seconds of every pass, and the best bandwidth of both measures of memory."""
     reads = _reads(body)
-    decoders = {name: _decoder(name, body) for name in names}
+    kinds = [check_weights(name) for name in formats]
+    decoders = {_named(model, kind): _decoder(model, kind, body) for model in models for kind in kinds}
+    names = list(decoders)
     passes = {name: passes_over(decoder, ROWS, context=CONTEXT) for name, decoder in decoders.items()}
     works: dict[tuple[str, int], Callable[[], object]] = {(name, 0): read for name, (read, _) in reads.items()}
     works |= {(name, rows): run for name in names for rows, run in zip(ROWS, passes[name], strict=True)}
@@ -104,13 +108,17 @@ def _reads(body: NativeBody) -> dict[str, tuple[Callable[[], object], int]]:
     return {"tensor.sum": (buffer.sum, size), "one row": (lambda: body.linear(matrix, row), size)}
 
 
-def _decoder(name: str, body: NativeBody) -> Decoder:
+def _named(model: str, weights: Weights) -> str:
+    return model if weights == "bf16" else f"{model} {weights}"
+
+
+def _decoder(name: str, weights: Weights, body: NativeBody) -> Decoder:
     if name in ("shipped", "twin"):
         decoder = load_decoder(SHIPPED, dtype="bfloat16", device="cpu")
         decoder = decoder if name == "shipped" else widen(decoder, 4)
     else:
         decoder = _random_llama(SHAPES[name])
-    pack_decoder(decoder, body)
+    pack_decoder(decoder, body, weights)
     return decoder
 
 
@@ -140,7 +148,7 @@ def print_tables(result: dict[str, Any]) -> None:
     shown = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in reads.items())
     print(f"reading, GB/s: {shown}; {result['kernels']}, {result['threads']} threads")
     header = "".join(f"{f'verify({rows})':>20}" for rows in SHOWN)
-    print(f"{'model':10}{'weights':>10}{'decode(1)':>12}{'GB/s':>7}{'of best':>9}{header}")
+    print(f"{'model':14}{'weights':>10}{'decode(1)':>12}{'GB/s':>7}{'of best':>9}{header}")
     for name, found in result["models"].items():
         print_line(name, found["weight_bytes"], found["seconds"], best)
         print_line("  best", found["weight_bytes"], found["best_seconds"], best)
@@ -151,7 +159,7 @@ def print_line(name: str, size: int, seconds: dict[str, float], best: float) -> 
     one = seconds["1"]
     costs = "".join(f"{seconds[str(k)] * 1e3:9.2f} ms {seconds[str(k)] / one:5.2f} x" for k in SHOWN)
     speed = size / one
-    print(f"{name:10}{size / 1e6:7.1f} MB{one * 1e3:9.2f} ms{speed / 1e9:7.1f}{speed / best:9.0%}{costs}")
+    print(f"{name:14}{size / 1e6:7.1f} MB{one * 1e3:9.2f} ms{speed / 1e9:7.1f}{speed / best:9.0%}{costs}")
 
 
 if __name__ == "__main__":

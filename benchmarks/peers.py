@@ -73,7 +73,7 @@ def main() -> None:
     """Measure every model and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="100M,360M", help="of shipped, twin, 100M, 360M")
-    parser.add_argument("--weights", default="bf16,int8,q4", help="formats of ours; bf16 is the baseline")
+    parser.add_argument("--weights", default="bf16,exact12,int8,q4", help="formats of ours; bf16 is the baseline")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-models"), help="where models are made")
     parser.add_argument("--prompts", type=int, default=6)

@@ -157,7 +157,8 @@ def load(
         draft_model: a smaller checkpoint for the method ``draft``.
         kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2" or "avx512".
         weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8",
-            "q4" or "lut4". They are rounded while they are read, and ``dtype="auto"`` then computes in bfloat16.
+            "q4" or "lut4", which are rounded while they are read and compute in bfloat16 where ``dtype`` is "auto"; or
+            "exact12", bfloat16 in twelve bits without loss.
         memory: what weights, buffers and cache may take together, such as "2GiB"; for a store (``vivace convert
             --store``), whose remaining weights are read while they are used. None is all of it in memory.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
@@ -168,7 +169,7 @@ def load(
         DependencyError: native kernels were asked for by name and are not built.
     """
     choice, kept = choose(kernels), check_weights(weights)
-    if kept != "bf16" and dtype == "auto":
+    if kept not in ("bf16", "exact12") and dtype == "auto":
         dtype = "bfloat16"
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
@@ -184,7 +185,7 @@ def load(
         raise ConfigError(
             f"{asked} is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
         )
-    packer = None if kept == "bf16" else Packer(_body(choice, kernels, dtype), kept)
+    packer = None if kept == "bf16" else Packer(_body(choice, kernels, dtype, kept), kept)
     if storage is None:
         model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
     tokenizer = load_tokenizer(folder)
@@ -224,9 +225,10 @@ def _torch_only(asked: str) -> Choice:
     return Choice("torch", "this store was not converted for native kernels", None)
 
 
-def _body(choice: Choice, asked: str, dtype: str) -> NativeBody | None:
+def _body(choice: Choice, asked: str, dtype: str, kept: str) -> NativeBody | None:
     """The body for weights in few bits, which compute in the dtype given; "auto" leaves others to torch."""
-    return choice.body if asked != "auto" or dtype.removeprefix("torch.") == "bfloat16" else None
+    is_bfloat16 = dtype.removeprefix("torch.") == "bfloat16" or kept == "exact12"
+    return choice.body if asked != "auto" or is_bfloat16 else None
 
 
 def _settle(choice: Choice, asked: str, models: Sequence[Decoder], *, is_packed: bool) -> Choice:

@@ -38,12 +38,28 @@ def test_evaluate_puts_formats_side_by_side(cli: Cli, folder: Path, tmp_path: Pa
     assert "did you mean 'int8'" in cli(*words, "--weights", "int9").err
 
 
-@pytest.mark.parametrize("weights", ["int8", "q4", "lut4"])
+@pytest.mark.parametrize("weights", ["int8", "q4", "lut4", "exact12"])
 def test_every_method_says_the_same(cli: Cli, folder: Path, weights: str) -> None:
     words = ("--weights", weights, "--limit", 2, "--max-new-tokens", 10)
     outcome = cli("check", folder, "--methods", "lookup", *words)
     assert outcome.status == 0, outcome.err
     assert "lookup: identical: yes (2 of 2 answers)" in outcome.out
+
+
+def test_twelve_bits_are_the_model(cli: Cli, folder: Path) -> None:
+    """The text of bfloat16 in three quarters of the bytes; other dtypes are refused in a line."""
+    import vivace
+
+    stored, kept = (vivace.load(folder, dtype="bfloat16", weights=weights) for weights in ("bf16", "exact12"))
+    answers = [
+        [one.token_ids for one in engine.generate(["a b c", "d"], max_new_tokens=20)] for engine in (stored, kept)
+    ]
+    assert answers[0] == answers[1]
+    told = cli("inspect", folder, "--weights", "exact12", "--json").json["bytes_in_memory"]
+    assert told <= kept.num_bytes <= 1.1 * told
+    outcome = cli("generate", "--model", folder, "--weights", "exact12", "--dtype", "float32", "a")
+    assert outcome.status != 0
+    assert "this model's are float32; give --dtype bfloat16" in outcome.err
 
 
 def test_sizes_are_told(cli: Cli, folder: Path) -> None:

@@ -20,7 +20,7 @@ from vivace.kernels.native import NativeBody
 from vivace.multirate.drafter import self_speculation
 
 
-@pytest.fixture(params=["int8", "q4", "lut4"])
+@pytest.fixture(params=["int8", "q4", "lut4", "exact12"])
 def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
     made = build(torch.bfloat16, num_layers=6, seed=3, embedding_scale=3.7).requires_grad_(False)
     pack_decoder(made, body, request.param)

@@ -44,7 +44,7 @@ def evaluate(
 
     names = [check_weights(name) for name in split_names(weights)]
     if not names:
-        raise ConfigError(f"--weights {weights!r} names no format; give some of bf16, int8, q4, lut4")
+        raise ConfigError(f"--weights {weights!r} names no format; give some of bf16, exact12, int8, q4, lut4")
     rows = read_prompts(prompts, limit)
     base = open_engine(ModelChoice(model, None, None, device, dtype, kernels))
     with console.progress("answering") as progress:

@@ -38,7 +38,11 @@ Dtype = Annotated[
 Kernels = Annotated[str, typer.Option("--kernels", help="auto, torch, avx2 or avx512.", rich_help_panel=_MODEL)]
 Weights = Annotated[
     str,
-    typer.Option("--weights", help="bf16 (as stored), int8, q4, lut4: rounded while loading.", rich_help_panel=_MODEL),
+    typer.Option(
+        "--weights",
+        help="bf16 (as stored), exact12 (the same in 12 bits), int8, q4, lut4: rounded while loading.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 Memory = Annotated[
     str | None,

@@ -1,7 +1,7 @@
-"""Modules over weights in eight or four bits: projections, the head, and the embedding's rows.
+"""Modules over weights in few bits: projections, the head, and the embedding's rows.
 
-The formats are in ``kernels/low_bit.py`` and ``kernels/palette.py``. With a native body they are multiplied natively,
-without one in PyTorch; numbers of the former are the same.
+The formats are in ``kernels/low_bit.py``, ``palette.py`` and ``exact.py``. With a native body they are multiplied
+natively, without one in PyTorch; numbers of the former are the same.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class LowBitLinear(nn.Module):
 class LowBitRows(nn.Module):
     """Rows of a rounded matrix, as an embedding gives them."""
 
-    def __init__(self, weight: Rounded, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Rounded, dtype: torch.dtype, body: NativeBody | None = None) -> None:
         super().__init__()
         self.weight = weight
         self.codes = frozen(weight.codes)
         self.scales = frozen(weight.scales)
         self.dtype = dtype
+        self.body = body
 
     @cached_property
     def matrix(self) -> Matrix:
@@ -65,6 +66,8 @@ class LowBitRows(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(T,) -> (T, E)."""
+        if self.body is not None:
+            return self.body.rows(self.matrix, tokens)
         return self.weight.rows(tokens).to(self.dtype)
 
 

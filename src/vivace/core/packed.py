@@ -23,6 +23,7 @@ from vivace.core.moe import MixtureOfExperts
 from vivace.core.span import NativeSpan
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
+from vivace.kernels.exact import pack_exact
 from vivace.kernels.library import LANES
 from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
@@ -179,8 +180,13 @@ class Packer:
         """Whether this decoder can be packed so.
 
         Raises:
-            UnsupportedError: native bodies compute in bfloat16, and it does not.
+            UnsupportedError: native bodies compute in bfloat16, and it does not; or it has nothing to pack exactly.
         """
+        if self.weights == "exact12" and decoder.dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"exact12 keeps bfloat16 weights as they are, this model's are {_name(decoder.dtype)}; "
+                "give --dtype bfloat16 to round them first"
+            )
         if self.body is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedError(
                 f"the {self.body.name} kernels are for bfloat16 weights, this model's are {_name(decoder.dtype)}; "
@@ -201,14 +207,16 @@ class Packer:
             decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
 
     def _round_ends(self, decoder: Decoder) -> None:
-        dtype, table = decoder.dtype, quantise(decoder.embedding, "int8")
-        decoder.rows = LowBitRows(table, dtype)
+        is_exact = self.weights == "exact12"
+        table = pack_exact(decoder.embedding, "exact12_rows") if is_exact else quantise(decoder.embedding, "int8")
+        decoder.rows = LowBitRows(table, decoder.dtype, self.body)
         decoder.embedding = frozen(decoder.embedding.new_empty(0, decoder.config.width))
         head = decoder.lm_head
         if head is None:
             decoder.lm_head = LowBitLinear(table, None, self.body)
         elif isinstance(head, Linear):
-            decoder.lm_head = LowBitLinear(quantise(head.weight, "int8"), head.bias, self.body)
+            kept = quantise(head.weight, "exact12" if is_exact else "int8")
+            decoder.lm_head = LowBitLinear(kept, head.bias, self.body)
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
         """One layer."""
@@ -292,10 +300,11 @@ def num_bytes(config: ModelConfig, weights: Weights) -> int:
     total = sum(part.numel() * 2 for part in decoder.parameters())
     if weights == "bf16":
         return total
-    rounded: list[tuple[Tensor, Weights]] = [(decoder.embedding, "int8")]
+    ends: Weights = "exact12" if weights == "exact12" else "int8"
+    rounded: list[tuple[Tensor, Weights]] = [(decoder.embedding, ends)]
     for module in decoder.modules():
         if isinstance(module, Linear) and id(module) not in kept:
-            rounded.append((module.weight, "int8" if module is decoder.lm_head else weights))
+            rounded.append((module.weight, ends if module is decoder.lm_head else weights))
     saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in rounded]
     return total - sum(saved)
 

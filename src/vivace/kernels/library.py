@@ -19,7 +19,7 @@ AVX2_WITHOUT_VNNI = 2
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
-FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4}
+FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4, "exact12": 5, "exact12_rows": 6}
 LANES = 16
 """Outputs of a tile of a packed matrix."""
 
@@ -157,6 +157,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_activate": (c_int64, POINTER(CActivated)),
     "vivace_norm": (c_int64, POINTER(CNorm)),
     "vivace_attention": (c_int64, c_int64, POINTER(CAttention)),
+    "vivace_rows": (POINTER(CMatrix), c_void_p, c_int64, c_void_p),
     "vivace_quantise": (c_int64, c_int64, POINTER(CQuantised)),
     "vivace_span": (c_int64, c_int64, POINTER(CPlan), POINTER(CCall)),
 }

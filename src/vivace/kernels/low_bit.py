@@ -1,9 +1,10 @@
-"""Weights in eight or four bits: how they are rounded, how they lie, and what they multiply to.
+"""Weights in few bits: how they are rounded, how they lie, and what they multiply to.
 
 * ``int8``: whole numbers -127..127 times a scale for each output, the largest weight's share.
 * ``q4``: codes into 16 whole numbers (``TABLE``, denser around zero as weights are) times a bfloat16 scale for each
   output and 64 inputs; the scale, of either sign, is the one of twelve tried that loses the least squared error.
 * ``lut4``: choices among sixteen bfloat16 entries for sixteen outputs, which no integer is made of (``palette.py``).
+* ``exact12``: bfloat16 in twelve bits, nothing rounded (``exact.py``).
 
 For the first two a row of inputs becomes whole numbers -127..127 as well, with a scale for each 64 of them, so that one
 large input costs its own group its digits and no other. Products within a group are exact; groups are scaled and added
@@ -24,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.errors import ConfigError, DependencyError, nearest
-from vivace.kernels import palette
+from vivace.kernels import exact, palette
+from vivace.kernels.exact import Exact, pack_exact
 from vivace.kernels.library import LANES, CQuantised, open_library, runnable
 from vivace.kernels.palette import Palette
 
-Format = Literal["int8", "q4", "lut4"]
-Weights = Literal["bf16", "int8", "q4", "lut4"]
+Format = Literal["int8", "q4", "lut4", "exact12"]
+Weights = Literal["bf16", "int8", "q4", "lut4", "exact12"]
 """What the matrices of a model are kept as; ``bf16`` leaves them as the checkpoint has them."""
 
 GROUP = 64
@@ -108,12 +110,14 @@ class LowBit:
 
 
 def size_of(out_width: int, in_width: int, format: Weights) -> int:
-    """Bytes of a matrix."""
+    """Bytes of a matrix; of exact12 without the steps it keeps whole, which its weights decide."""
     tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "bf16":
         return out_width * in_width * 2
     if format == "lut4":
         return palette.num_bytes(out_width, in_width)
+    if format == "exact12":
+        return exact.num_bytes(out_width, in_width)
     if format == "int8":
         return tiles * LANES * (groups * GROUP + 4)
     return tiles * LANES * groups * (GROUP // 2 + 2)
@@ -128,7 +132,7 @@ def _table(device: torch.device) -> Tensor:
     return torch.tensor(TABLE, dtype=torch.int8, device=device)
 
 
-Rounded = LowBit | Palette
+Rounded = LowBit | Palette | Exact
 """A matrix in few bits, whichever."""
 
 
@@ -140,6 +144,8 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
     """
     if format == "lut4":
         return palette.palettize(weight)
+    if format == "exact12":
+        return pack_exact(weight)
     out_width, in_width = weight.shape
     tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "int8":
@@ -239,7 +245,7 @@ def multiply(x: Tensor, weight: Rounded, bias: Tensor | None = None) -> Tensor:
     Sums within a group are exact in float32. A group is added with one rounding, as a fused multiplication and
     addition does: the product of its sum and its scale is exact in float64.
     """
-    if isinstance(weight, Palette):
+    if isinstance(weight, Palette | Exact):
         return weight.multiply(x, bias)
     whole, scales = prepare(x)
     integers = weight.integers().view(-1, weight.groups, GROUP).permute(1, 2, 0).float()

@@ -31,8 +31,7 @@ from vivace.kernels.library import (
     CNorm,
     CPlan,
 )
-from vivace.kernels.low_bit import TABLE, LowBit, Rounded
-from vivace.kernels.palette import Palette
+from vivace.kernels.low_bit import TABLE, Rounded
 
 MAX_GROUP = 128
 """Query heads per key/value head that attention has room for."""
@@ -69,7 +68,7 @@ class Matrix:
     @property
     def format(self) -> str:
         """How ``weight`` lies: in "tiles" if it went through ``pack``, "row_major", or a format of few bits."""
-        if isinstance(self.weight, LowBit | Palette):
+        if not isinstance(self.weight, Tensor):
             return self.weight.format
         return "tiles" if self.weight.dim() == 4 else "row_major"
 
@@ -78,7 +77,7 @@ class Matrix:
         """For the library."""
         bias = _address(self.bias)
         sizes = (self.in_width, self.out_width, FORMATS[self.format])
-        if isinstance(self.weight, LowBit | Palette):
+        if not isinstance(self.weight, Tensor):
             codes, scales = self.weight.codes, self.weight.scales
             assert codes.is_contiguous()
             assert scales.is_contiguous()
@@ -89,7 +88,8 @@ class Matrix:
 
     def rows_of_weights(self) -> Tensor:
         """The bfloat16 weights as (out, in); ``pack`` undone."""
-        assert isinstance(self.weight, Tensor)
+        if not isinstance(self.weight, Tensor):
+            return self.weight.dense().bfloat16()
         if self.format == "row_major":
             return self.weight
         return unpack(self.weight)[: self.out_width, : self.in_width]
@@ -98,7 +98,7 @@ class Matrix:
         """Inputs (T, in) as the body wants them: packed matrices take an even number."""
         assert x.dtype == torch.bfloat16
         assert x.shape[1] == self.in_width
-        return F.pad(x, (0, 1)) if self.format in ("tiles", "lut4") and self.in_width % 2 else x.contiguous()
+        return F.pad(x, (0, 1)) if self.format in ("tiles", "lut4", "exact12") and self.in_width % 2 else x.contiguous()
 
 
 class NativeBody:
@@ -141,6 +141,13 @@ class NativeBody:
         call = CLinear(matrix.struct, x.data_ptr(), None, None, x.shape[0])
         self._library.vivace_greedy(self._index, torch.get_num_threads(), byref(call), tokens.data_ptr())
         return tokens
+
+    def rows(self, matrix: Matrix, tokens: Tensor) -> Tensor:
+        """Rows of an embedding in eight or twelve bits, (T,) -> (T, in)."""
+        tokens = tokens.contiguous()
+        out = torch.empty(len(tokens), matrix.in_width, dtype=torch.bfloat16)
+        self._library.vivace_rows(byref(matrix.struct), tokens.data_ptr(), len(tokens), out.data_ptr())
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """As ``reference.rms_norm``."""

@@ -18,7 +18,23 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 // [ceil(out / 16)][ceil(in / 64)][16]; a code chooses one of the sixteen bytes of the table.
 // LUT4: four codes a word of 16 bits, [ceil(out / 16)][ceil(in / 8)][16][2], for an output and the even or the odd inputs
 // of eight; a code chooses one of its tile's bfloat16 entries, which lie in `scales`, [ceil(out / 16)][16].
-enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4, LUT4 };
+// EXACT12: as TILES, [ceil(out / 64)][3][ceil(in / 2)][64] bytes; a step, a pair of inputs of four tiles, has 64 bytes of
+// each plane. The first has the lower bytes of two tiles, eight weights of one and eight of the other in turn, the second
+// those of the others, the third codes of upper bytes, of the former in low halves. EXACT12_ROWS: as ROW_MAJOR,
+// [ceil(out / 4)][3][ceil(in / 32)][64]; a step has 32 inputs of four outputs. `scales` is an ExactSide.
+enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS };
+
+// What belongs to EXACT12: a step with an upper byte that has no code keeps its weights whole, a tile in its place of each
+// plane and the last one here. Then it says for each group, and behind the last, where its whole steps are listed, and
+// lists them.
+struct ExactSide {
+    uint8_t upper[16];
+    int64_t num_whole;
+    uint8_t unused[40];
+
+    const bf16* last(int64_t whole) const { return (const bf16*)(this + 1) + whole * 2 * LANES; }
+    const int32_t* places() const { return (const int32_t*)last(num_whole); }
+};
 
 extern "C" {
 
@@ -28,7 +44,7 @@ struct Matrix {
     const bf16* bias;  // (out,) or null
     int64_t in, out;
     int64_t format;
-    const void* scales;   // of INT8 and Q4, entries of LUT4
+    const void* scales;   // of INT8 and Q4, entries of LUT4, ExactSide of EXACT12
     const int8_t* table;  // of Q4
 };
 
@@ -138,7 +154,7 @@ struct DeepRead {
 // Chains of guesses below one root for each sequence (chain.h).
 struct Chain {
     Matrix head;
-    Matrix rows;  // the embedding where it is INT8; else `embedding` is it
+    Matrix rows;  // the embedding where it is INT8 or EXACT12_ROWS; else `embedding` is it
     const bf16 *embedding, *final_norm;
     const bf16* scale;          // (E,) on a companion's residual before the final norm
     const bf16* offsets;        // (sequences, num_offsets, E) added where a companion starts, the last for the rest

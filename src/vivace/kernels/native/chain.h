@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "embed.h"
 #include "span.h"
 
 EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
@@ -17,19 +18,6 @@ EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
 EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
 
 namespace {
-
-inline float widened(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline bf16 narrowed(float value) {  // to the nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 // What one depth's call needs, sized for every sequence with a companion.
 class ChainRun {
@@ -91,26 +79,13 @@ private:
             memcpy((bf16*)sines_[rope] + at * size, chain_.sines[rope] + entry * size, bytes);
         }
         bf16* h = h_.get() + at * width;
-        embed(chain_.tokens[row], h);
+        embed_token(chain_.rows, chain_.embedding, chain_.tokens[row], width, h);
         if (chain_.embedding_scale != 1)
             for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain_.embedding_scale);
         if (!is_companion || chain_.num_offsets == 0) return;
         const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
         const bf16* offset = chain_.offsets + which * width;
         for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) + widened(offset[e]));
-    }
-
-    void embed(int64_t token, bf16* h) const {
-        const int64_t width = plan_.width;
-        if (chain_.embedding != nullptr) {
-            memcpy(h, chain_.embedding + token * width, width * sizeof(bf16));
-            return;
-        }
-        const int64_t tile = (width + INT_GROUP - 1) / INT_GROUP * INT_GROUP * LANES;
-        const uint8_t* codes = (const uint8_t*)chain_.rows.weight + token / LANES * tile + token % LANES * 4;
-        const float scale = ((const float*)chain_.rows.scales)[token];
-        for (int64_t e = 0; e < width; ++e)
-            h[e] = narrowed((float)((int)codes[e / 4 * 4 * LANES + e % 4] - 128) * scale);
     }
 
     Call call(int64_t rows, int64_t writing) const {

@@ -153,6 +153,11 @@ EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention* att
     run_phases(threads, 1, &count, body_of(body)->attention, attention);
 }
 
+// Rows of an embedding in EXACT12_ROWS or INT8, (count, in).
+EXPORT void vivace_rows(const Matrix* matrix, const int64_t* tokens, int64_t count, bf16* out) {
+    for (int64_t i = 0; i < count; ++i) embed_token(*matrix, nullptr, tokens[i], matrix->in, out + i * matrix->in);
+}
+
 EXPORT void vivace_quantise(int64_t body, int64_t threads, const Quantised* quantised) {
     const int64_t count = (quantised->rows + LANES - 1) / LANES;
     run_phases(threads, 1, &count, body_of(body)->quantise, quantised);

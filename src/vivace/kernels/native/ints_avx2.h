@@ -6,6 +6,9 @@ namespace {
 
 constexpr int64_t MAX_LUT_SUMS = 2;
 constexpr int64_t MAX_INT_ROWS = 4;
+constexpr int64_t MAX_EXACT_SUMS = 4;
+constexpr int64_t MAX_EXACT_ROWS = 2;
+constexpr int64_t MAX_EXACT_DOTS = 2;
 
 inline float max_of(Vec a) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -102,6 +105,24 @@ struct Entries {
         tiles[1].set(chosen(_mm256_srli_epi16(a, 4)), chosen(_mm256_srli_epi16(b, 4)));
         tiles[2].set(chosen(_mm256_srli_epi16(a, 8)), chosen(_mm256_srli_epi16(b, 8)));
         tiles[3].set(chosen(_mm256_srli_epi16(a, 12)), chosen(_mm256_srli_epi16(b, 12)));
+    }
+};
+
+struct UpperBytes {
+    __m256i entries, mask = _mm256_set1_epi8(15);
+    explicit UpperBytes(const uint8_t* p) : entries(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p))) {}
+    template <bool IS_HIGH>
+    void join(const uint8_t* lower, const uint8_t* codes, Tile* tiles) const {
+        __m256i first[2], second[2];
+        for (int part = 0; part < 2; ++part) {
+            const __m256i both = _mm256_loadu_si256((const __m256i*)codes + part);
+            const __m256i low = _mm256_loadu_si256((const __m256i*)lower + part);
+            const __m256i places = _mm256_and_si256(IS_HIGH ? _mm256_srli_epi16(both, 4) : both, mask);
+            const __m256i upper = _mm256_shuffle_epi8(entries, places);
+            first[part] = _mm256_unpacklo_epi8(low, upper), second[part] = _mm256_unpackhi_epi8(low, upper);
+        }
+        tiles[0].set(first[0], first[1]);
+        tiles[1].set(second[0], second[1]);
     }
 };
 

@@ -6,6 +6,9 @@ namespace {
 
 constexpr int64_t MAX_LUT_SUMS = 12;  // tile sums held in registers beside tiles and entries
 constexpr int64_t MAX_INT_ROWS = 12;  // rows whose sums fit the registers
+constexpr int64_t MAX_EXACT_SUMS = 24;  // tile sums held in registers beside tiles and upper bytes
+constexpr int64_t MAX_EXACT_ROWS = 12;
+constexpr int64_t MAX_EXACT_DOTS = 8;   // rows of row-major products
 
 inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
 
@@ -55,6 +58,22 @@ struct Entries {
         tiles[1].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), twice);
         tiles[2].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), twice);
         tiles[3].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), twice);
+    }
+};
+
+// Weights in twelve bits: their lower bytes as they are, and codes for sixteen upper ones. Two tiles lie side by side in
+// 64 bytes, eight weights in turn, so that bytes interleave to whole weights.
+struct UpperBytes {
+    __m512i entries, mask = _mm512_set1_epi8(15);
+    explicit UpperBytes(const uint8_t* p) : entries(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))) {}
+    // Two tiles whose codes are the low halves of bytes, or the high ones.
+    template <bool IS_HIGH>
+    void join(const uint8_t* lower, const uint8_t* codes, Tile* tiles) const {
+        const __m512i both = _mm512_loadu_si512(codes), low = _mm512_loadu_si512(lower);
+        const __m512i places = _mm512_and_si512(IS_HIGH ? _mm512_srli_epi16(both, 4) : both, mask);
+        const __m512i upper = _mm512_shuffle_epi8(entries, places);
+        tiles[0].pair = (__m512bh)_mm512_unpacklo_epi8(low, upper);
+        tiles[1].pair = (__m512bh)_mm512_unpackhi_epi8(low, upper);
     }
 };
 

@@ -1,5 +1,6 @@
 // Projections of few rows, whatever the weights lie in: a format says what the sums of a tile are, the rest is here.
 #pragma once
+#include "linear_exact.h"
 #include "linear_lut4.h"
 #include "linear_q4.h"
 
@@ -7,7 +8,8 @@ namespace {
 
 // Numbers from one row of inputs to the next.
 inline int64_t row_stride(const Matrix& m) {
-    return is_low_bit(m) ? prepared_width(m) : m.format == TILES || m.format == LUT4 ? even(m.in) : m.in;
+    if (is_low_bit(m)) return prepared_width(m);
+    return m.format == TILES || m.format == LUT4 || m.format == EXACT12 ? even(m.in) : m.in;
 }
 
 // A row of inputs as a matrix wants it; nothing where it takes it as it is.
@@ -29,6 +31,11 @@ inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, i
             return sum_int_tiles<Q4Tiles>(m, tile, count, x, stride, rows, sums);
         case LUT4:
             return sum_lut4_tiles(m, tile, count, x, stride, rows, sums);
+        case EXACT12:
+            return sum_exact_tiles(m, tile, x, stride, rows, sums);
+        case EXACT12_ROWS:
+            for (int i = 0; i < count; ++i) sum_exact_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+            return;
     }
 }
 

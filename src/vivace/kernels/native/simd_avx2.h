@@ -133,6 +133,20 @@ struct Tile {
     }
     void set(__m256i a, __m256i b) { low0 = low(a), high0 = high(a), low1 = low(b), high1 = high(b); }
 };
+// As the dot products of memory, thirty-two weights at hand.
+inline Vec dot(Vec acc, const bf16* a, const Vec& even, const Vec& odd) {
+    const __m256i pairs = _mm256_loadu_si256((const __m256i*)a);
+    return fma(high(pairs), odd, fma(low(pairs), even, acc));
+}
+inline Vec dot(Vec acc, const bf16* a, const Tile& w) {
+    return dot(dot(acc, a, w.low0, w.high0), a + DOT_WIDTH, w.low1, w.high1);
+}
+inline Vec dot(Vec acc, const bf16* a, const Tile& w, int64_t n) {
+    alignas(32) bf16 x[2 * DOT_WIDTH] = {};
+    for (int64_t i = 0; i < n; ++i) x[i] = a[i];
+    acc = dot(acc, x, w.low0, w.high0);
+    return n > DOT_WIDTH ? dot(acc, x + DOT_WIDTH, w.low1, w.high1) : acc;
+}
 struct Inputs {
     Vec even, odd;
     explicit Inputs(const bf16* p) {

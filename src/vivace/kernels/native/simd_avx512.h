@@ -105,6 +105,13 @@ struct Tile {
     Tile() = default;
     explicit Tile(const bf16* p) : pair((__m512bh)_mm512_loadu_si512(p)) {}
 };
+// As the dot products of memory, weights at hand.
+inline Vec dot(Vec acc, const bf16* a, const Tile& w) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(a), w.pair);
+}
+inline Vec dot(Vec acc, const bf16* a, const Tile& w, int64_t n) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), a), w.pair);
+}
 struct Inputs {
     __m512bh pair;
     explicit Inputs(const bf16* p) : pair((__m512bh)_mm512_set1_epi32(two(p))) {}

@@ -43,11 +43,12 @@ inline Kind phase_of(int64_t site) {
 
 inline int64_t tiles(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
-// A few items for each thread, so that a late one costs little; whole groups of tiles where there are enough.
+// A few items for each thread, so that a late one costs little; whole groups of tiles where there are enough, or where
+// they lie in groups.
 inline int64_t tiles_per_item(const Matrix& m, int64_t threads) {
     if (threads <= 1) return tiles(m);
     const int64_t share = (tiles(m) + 4 * threads - 1) / (4 * threads);
-    return share < 4 ? 2 : (share + 3) / 4 * 4;
+    return share < 4 && m.format != EXACT12 ? 2 : (share + 3) / 4 * 4;
 }
 inline int64_t items(const Matrix& m, int64_t threads) {
     const int64_t each = tiles_per_item(m, threads);
