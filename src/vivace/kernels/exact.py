@@ -185,7 +185,7 @@ def _join(codes: Tensor, upper: Tensor) -> Tensor:
     """``_planes`` undone, with upper bytes for codes: (n, 3, steps, 64) -> (n, steps, 4, 32) bfloat16."""
     both = codes[:, 2]
     high = upper[torch.stack((both & 15, both >> 4), 1).int()]
-    whole = torch.stack((codes[:, :2], high), -1).unflatten(3, (4, 2, 8))  # (n, 2, steps, 4, 2, 8, 2)
+    whole: Tensor = torch.stack((codes[:, :2], high), -1).unflatten(3, (4, 2, 8))  # (n, 2, steps, 4, 2, 8, 2)
     return whole.permute(0, 2, 1, 4, 3, 5, 6).reshape(len(codes), codes.shape[2], TILES, -1).view(torch.bfloat16)
 
 
