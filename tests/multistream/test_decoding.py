@@ -96,10 +96,13 @@ def test_stops_inside_a_path_cut_like_plain_decoding(deep, streams) -> None:
             assert result.reason == "stop"
 
 
-def test_a_batch_says_what_each_says_alone(deep, streams) -> None:
+@pytest.mark.parametrize(
+    ("plan", "fields"), [(StreamPlan((2, 1)), {}), (StreamPlan((2, 1), "kept"), {"feedback": True})], ids=str
+)
+def test_a_batch_says_what_each_says_alone(deep, streams, plan, fields) -> None:
     """S14, with requests that join while others run, and slots used again."""
     model = deep(torch.bfloat16)
-    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=5, noise=0.02), StreamPlan((2, 1)))
+    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=5, noise=0.02, **fields), plan)
     asked = prompts(5, seed=9)
     alone = [finish(Session(model, num_slots=1, capacity=64), [Request(p, COUNT, drafter)])[0] for p in asked]
     session = Session(model, num_slots=3, capacity=64)
@@ -110,9 +113,16 @@ def test_a_batch_says_what_each_says_alone(deep, streams) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [StreamPlan((1, 1, 1)), StreamPlan((2, 2), "kept"), StreamPlan((3, 1), threshold=0.01)], ids=str
+    ("plan", "fields"),
+    [
+        (StreamPlan((1, 1, 1)), {}),
+        (StreamPlan((2, 2), "kept"), {}),
+        (StreamPlan((3, 1), threshold=0.01), {}),
+        (StreamPlan((2, 1), "kept"), {"feedback": True}),
+    ],
+    ids=str,
 )
-def test_native_spans_give_text_and_probabilities_of_plain_decoding(body: NativeBody, streams, plan) -> None:
+def test_native_spans_give_text_and_probabilities_of_plain_decoding(body: NativeBody, streams, plan, fields) -> None:
     model = build(torch.bfloat16, num_layers=6, seed=3).requires_grad_(False)
     pack_decoder(model, body)
 
@@ -121,7 +131,7 @@ def test_native_spans_give_text_and_probabilities_of_plain_decoding(body: Native
         return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests)
 
     plain = run(NoDrafts(), 1)
-    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02), plan)
+    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02, **fields), plan)
     for slots in (4, 1):
         found = run(drafter, slots)
         assert [r.tokens for r in found] == [r.tokens for r in plain]

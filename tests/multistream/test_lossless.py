@@ -42,6 +42,27 @@ def texts(deep):
     }
 
 
+@pytest.mark.parametrize("plan", [PLANS[1], PLANS[6], PLANS[8]], ids=lambda p: f"{'-'.join(map(str, p.widths))}")
+def test_a_pass_says_what_was_accepted_and_one_token_more(deep, streams, texts, plan) -> None:
+    """S12: at least one token, at most one for every stream and the one that corrects or follows them."""
+    drafter = StreamDrafter(deep(torch.bfloat16), streams(torch.bfloat16, insertion=5, noise=0.02), plan)
+    session = Session(deep(torch.bfloat16), num_slots=1, capacity=64)
+    session.admit(Request(texts[torch.bfloat16][0].prompt, COUNT, drafter))
+    accepted, passes, counts = 0, 0, []
+    while not session.is_idle:
+        for emitted in session.step():
+            stats = emitted.stats
+            new = stats.num_accepted_draft_tokens - accepted
+            assert 0 <= new <= len(plan.widths)
+            assert 1 <= len(emitted.tokens) <= new + 1
+            assert len(emitted.tokens) == new + 1 or emitted.finish_reason is not None
+            accepted, passes = stats.num_accepted_draft_tokens, passes + 1
+            counts.append(len(emitted.tokens))
+    assert sum(counts) == COUNT
+    assert stats.num_tokens == COUNT
+    assert passes == len(counts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{'-'.join(map(str, p.widths))}-{p.attach}-{p.threshold:g}")
 def test_greedy_text_is_plain_decoding_token_for_token(deep, streams, texts, dtype, plan) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from vivace.cli.inspect import adapter_facts
 from vivace.errors import MismatchError
 from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
 from vivace.multistream.streams import Streams
-from vivace.prompts import Prompt
+from vivace.prompts import Prompt, packaged_prompts
 from vivace.train.config import LoopConfig
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
@@ -87,9 +89,21 @@ def test_tune_tries_what_the_streams_can_fill(place) -> None:
     assert all(len(plan.widths) == 1 for plan in candidates_of(engine, "multistream", longest=1))
 
 
-def test_the_wide_twin_drafts_the_same(place, tmp_path) -> None:
-    widen_checkpoint(place, tmp_path / "wide", 2)
-    for one, twin in zip(*(answers(path, method="multistream") for path in (place, tmp_path / "wide")), strict=True):
+@pytest.mark.parametrize("fields", [{}, {"feedback": True}, {"marks": "rotation"}], ids=str)
+def test_the_wide_twin_drafts_the_same(place, tmp_path, fields) -> None:
+    base, config, plan = tmp_path / "base", replace(CONFIG, **fields), replace(PLAN, attach="kept")
+    shutil.copytree(place, base)
+    model = vivace.load(base, kernels="torch").model
+    torch.manual_seed(1)
+    made = Streams(config, model.config)
+    if made.rotation is not None:
+        made.rotation.read(model)
+    tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in made.tensors().items()}
+    save_adapter(
+        base / "adapters" / "multistream", "multistream", base_hash(base), asdict(plan), asdict(config), tensors
+    )
+    widen_checkpoint(base, tmp_path / "wide", 2)
+    for one, twin in zip(*(answers(path, method="multistream") for path in (base, tmp_path / "wide")), strict=True):
         assert one.token_ids == twin.token_ids
         assert one.stats.accepted_per_position == twin.stats.accepted_per_position
 
@@ -148,3 +162,18 @@ def test_the_shared_mode_makes_a_model_of_its_own_and_leaves_the_base(place, tmp
     assert written["plan"]["widths"] == [2, 1]
     plain, ours = (answers(tmp_path / "made", method=method) for method in ("plain", "multistream"))
     assert [r.token_ids for r in ours] == [r.token_ids for r in plain]
+
+
+def test_shipped_streams_beat_repeating_the_main_stream_on_text_they_have_not_seen() -> None:
+    """S15: better than the main stream's own choice said again, and worse the farther they look."""
+    asked = [str(prompt.request) for prompt in packaged_prompts("e2e")[:3]]
+    found = list(vivace.load().generate(asked, max_new_tokens=32, do_sample=False, method="multistream"))
+    drafted, accepted = (
+        [sum(counts) for counts in zip(*(getattr(r.stats, name) for r in found), strict=True)]
+        for name in ("drafted_per_position", "accepted_per_position")
+    )
+    shares = [kept / tried for kept, tried in zip(accepted, drafted, strict=True)]
+    pairs = [pair for r in found for pair in pairwise(r.token_ids)]
+    repeated = sum(one == other for one, other in pairs) / len(pairs)
+    assert shares[0] > repeated + 0.2
+    assert shares == sorted(shares, reverse=True)
