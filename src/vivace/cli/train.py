@@ -41,6 +41,8 @@ def train(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    memory: options.Memory = None,
+    reader: options.Reader = "auto",
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard curves; needs the extra 'train'.", metavar="DIR")
     ] = None,
@@ -56,11 +58,13 @@ def train(
     if kind not in KINDS:
         raise ConfigError(f"a recipe's kind is one of {', '.join(KINDS)}, found {kind!r}")
     if kind in WHOLE:
+        if (memory, reader) != (None, "auto"):
+            raise ConfigError(f"all weights of a model learn in memory ({kind}); leave out --memory and --reader")
         if (device, dtype) != ("auto", "auto"):
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
         outcome = _run_decoder(values, data, out, model, tensorboard)
     else:
-        choice = ModelChoice(model=model, device=device, dtype=dtype, kernels="torch")
+        choice = ModelChoice(model=model, device=device, dtype=dtype, kernels="torch", memory=memory, reader=reader)
         runs = _run(values, data, out, choice, tensorboard)
         if not as_json:
             print_runs(runs)
