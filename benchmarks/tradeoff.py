@@ -125,8 +125,9 @@ def _fixed(engine: Engine) -> Iterator[tuple[str, Drafter]]:
         return
     made = engine.methods.drafter("dynamic")
     assert isinstance(made, DynamicDepth)
-    for place, layer in enumerate(made.policy.gates):
-        opened = tuple(-1.0 if gate == place else None for gate in range(len(made.policy.gates)))
+    gates = made.weights.config.gates.layers
+    for place, layer in enumerate(gates):
+        opened = tuple(-1.0 if gate == place else None for gate in range(len(gates)))
         policy = AcceleratedExit(made.weights, QualityPlan(0.5, opened))
         yield f"accelerated exit at {layer}", NoDrafts(f"exit at {layer}", Depth(policy, missing="propagate"))
 

@@ -16,6 +16,7 @@ from vivace.decode.session import Session
 from vivace.errors import ConfigError
 from vivace.kernels.native import NativeBody
 from vivace.multirate.dynamic import DynamicDepth, DynamicPlan
+from vivace.multirate.router import RouterConfig
 from vivace.multirate.thresholds import QualityPlan
 
 COUNT = 16
@@ -44,6 +45,30 @@ def test_t10_no_threshold_can_be_passed_is_plain_decoding(deep, dtype, threshold
         assert result.stats.early_exit_share == 0
         companions = 5 if thresholds[0] is not None else 0
         assert result.stats.num_layer_passes == COUNT * (6 + companions)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "spans"),
+    [
+        ((None, None, None), [(0, 6)]),
+        ((None, None, 1.1), [(0, 4), (4, 5), (5, 6)]),
+        ((1.1, None, None), [(0, 2), (2, 6)]),
+    ],
+    ids=str,
+)
+def test_a_shut_gate_is_no_stop_and_has_no_companions(deep, monkeypatch, thresholds, spans) -> None:
+    model, ran = deep(BF16), []
+    how, run = drafter(model, thresholds, router=RouterConfig("linear", stride=6)), model.run
+
+    def noting(h, step, start=0, stop=None, **more):
+        ran.append((start, 6 if stop is None else stop))
+        return run(h, step, start, stop, **more)
+
+    monkeypatch.setattr(model, "run", noting)
+    [result] = finish(Session(model, num_slots=1, capacity=64), [Request((5, 6, 7), 4, how)])
+    assert ran[-len(spans) :] == spans
+    companions = {0: 0, 1: 1 if thresholds[0] is None else 2}[sum(at is not None for at in thresholds)]
+    assert result.stats.num_layer_passes == 4 * (6 + companions)
 
 
 @pytest.mark.parametrize("missing", ["deferred", "propagate", "mask"])

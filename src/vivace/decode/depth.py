@@ -66,7 +66,7 @@ class ExitPolicy(Protocol):
     """Who may leave."""
 
     gates: tuple[int, ...]
-    """Layers below each gate, ascending."""
+    """Layers below each gate at which rows may leave, ascending; none sends all to the top."""
 
     def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
         """Rows from the gate below (or the embedding) to this one.
@@ -91,8 +91,8 @@ class Leaving:
     """(n,) bool: which of the asking rows leave."""
     says: Tensor
     """(n, E) what their logits are read from."""
-    companions: int = 0
-    """Further rows that went along, for the books."""
+    companion_layers: int = 0
+    """Layers through which a further row went along with each asking one, for the books."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ class _Ascent:
         asking = [place for place, row in enumerate(self.walkers.row) if row in self.may_leave]
         step = self._step(low)
         went = self.way.policy.climb(self.model, gate, self.walkers.h, step, torch.tensor(asking, dtype=torch.int64))
-        self._book(high - low, asking if went.companions else [])
+        self._book(high - low, self.walkers.slot)
+        self._book(went.companion_layers, [self.walkers.slot[place] for place in asking])
         self.walkers = Walkers(self.walkers.row, self.walkers.slot, self.walkers.position, went.h)
         left = [
             (place, says) for place, leaves, says in zip(asking, went.leaves.tolist(), went.says, strict=True) if leaves
@@ -206,10 +207,10 @@ class _Ascent:
 
     def finish(self) -> None:
         """The rows that are left, to the top."""
-        low = self.way.policy.gates[-1]
+        low = self.way.policy.gates[-1] if self.way.policy.gates else 0
         self._join(low)
         h = self.model.run(self.walkers.h, self._step(low), low)
-        self._book(self.model.config.num_layers - low, [])
+        self._book(self.model.config.num_layers - low, self.walkers.slot)
         for row, top in zip(self.walkers.row, h, strict=True):
             if row >= 0:
                 self.out[row] = top
@@ -267,9 +268,9 @@ class _Ascent:
             assert isinstance(layer, Layer)
             layer.project(says, step)
 
-    def _book(self, layers: int, asking: Sequence[int]) -> None:
-        """Layer passes of each sequence, companions and late rows included, under its root."""
-        for slot in (*self.walkers.slot, *(self.walkers.slot[place] for place in asking)):
+    def _book(self, layers: int, slots: Sequence[int]) -> None:
+        """Layer passes of a row of each of these slots, companions and late rows included, under its root."""
+        for slot in slots:
             self.work[self._root[slot]] += layers
 
 

@@ -135,8 +135,8 @@ def measure_parts(model: Decoder, drafter: Drafter, tokens: Sequence[int], *, lo
             drafting += timed(partial(drafter.propose, context), model.device)
             checking += timed(partial(run_pass, model, climb, drafter.propose(context), cache), model.device)
     drafter.release([0])
-    of = [tuple(statistics.median(found[1:]) for found in kind) for kind in (drafts, checks)]
-    return Parts(statistics.median(plain[1:]), *of)
+    drafted, checked = (tuple(statistics.median(found[1:]) for found in kind) for kind in (drafts, checks))
+    return Parts(statistics.median(plain[1:]), drafted, checked)
 
 
 @dataclass(frozen=True)

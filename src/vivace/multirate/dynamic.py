@@ -90,23 +90,26 @@ class AcceleratedExit:
         config = weights.config
         if len(plan.thresholds) != len(config.gates.gates):
             raise ConfigError(f"{len(plan.thresholds)} thresholds for {len(config.gates.gates)} gates")
-        self.gates = config.gates.layers
         self.accelerator = weights.gates
         self.router = weights.router
-        self.thresholds = plan.thresholds
-        self._depths = [config.router.depths(config.gates, gate) for gate in range(len(self.gates))]
+        self._open = [(gate, at) for gate, at in enumerate(plan.thresholds) if at is not None]
+        """Gate by its number in the adapter, and its threshold; rows go past a shut one as past any layer."""
+        self.gates = tuple(config.gates.layers[gate] for gate, _ in self._open)
+        self._depths = [config.router.depths(config.gates, gate) for gate, _ in self._open]
 
     def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
-        """Slow rows and companions of the asking ones to the gate; a shut gate costs nothing."""
-        threshold = self.thresholds[gate]
-        start, stop = self.accelerator.config.interval(gate)
-        if threshold is None or len(asking) == 0:
-            h = model.run(h, step, start, stop)
-            return Leaving(h, torch.zeros(len(asking), dtype=torch.bool), h[asking])
-        h, trail = self.accelerator.climb(model, gate, h, step, asking, self._depths[gate])
-        says = self.accelerator.at_gate(gate, trail[:, -1])
-        score = self.router.score(gate, trail, lambda: model.head(says))
-        return Leaving(h, score > threshold, says, companions=len(asking))
+        """Slow rows to the gate, in its own interval with companions of the asking ones."""
+        number, threshold = self._open[gate]
+        low = self.gates[gate - 1] if gate else 0
+        start, stop = self.accelerator.config.interval(number)
+        if len(asking) == 0:
+            h = model.run(h, step, low, stop)
+            return Leaving(h, torch.zeros(0, dtype=torch.bool), h[asking])
+        h = h if low == start else model.run(h, step, low, start)
+        h, trail = self.accelerator.climb(model, number, h, step, asking, self._depths[gate])
+        says = self.accelerator.at_gate(number, trail[:, -1])
+        score = self.router.score(number, trail, lambda: model.head(says))
+        return Leaving(h, score > threshold, says, stop - start)
 
 
 class DynamicDepth(NoDrafts):
