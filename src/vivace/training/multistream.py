@@ -52,22 +52,23 @@ class MultistreamRecipe(FrozenRecipe):
                     f"one for {self.kind} with {asdict(self.adapter)}, inserted there or above"
                 )
             streams.take_over(Streams(known, model), tensors)
-        return StreamTraining(self, streams, ground)
+        return StreamTraining(self.plan, MultistreamObjective(streams, self.loss), ground)
 
 
 class StreamTraining:
     """Fills ``Trainee``."""
 
-    def __init__(self, recipe: MultistreamRecipe, streams: Streams, ground: Ground) -> None:
-        self.recipe = recipe
-        self.streams = streams
+    def __init__(self, plan: StreamPlan, objective: MultistreamObjective, ground: Ground) -> None:
+        self.plan = plan
+        self.objective = objective
+        self.streams = objective.streams
         self.ground = ground
-        self.objective = MultistreamObjective(streams, recipe.loss)
-        self.depth = (ground.engine.model.config.num_layers - recipe.adapter.insertion) * recipe.adapter.streams
+        config = self.streams.config
+        self.depth = (ground.engine.model.config.num_layers - config.insertion) * config.streams
 
     def finish(self) -> Outcome:
         """The weights, with the draft that the recipe gives."""
-        config, model = self.recipe.adapter, self.ground.engine.model
+        config, model = self.streams.config, self.ground.engine.model
         width, vocab_size = model.config.width, model.config.vocab_size
         own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, vocab_size)
         note = (
@@ -78,4 +79,4 @@ class StreamTraining:
             batches = self.ground.batches(self.ground.held_back)
             threshold = threshold_for(kept_edges(model, self.streams, batch) for batch in batches)
             note += f"; a pruning threshold of {threshold:.2g} spares {SURVIVING:.0%} of the edges that are kept"
-        return Outcome(self.recipe.plan, config, self.streams.tensors(), note)
+        return Outcome(self.plan, config, self.streams.tensors(), note)

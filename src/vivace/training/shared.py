@@ -53,8 +53,7 @@ class SharedTraining(StreamTraining):
     """Fills ``Trainee``; what comes of it is a checkpoint with streams beside it (``save``)."""
 
     def __init__(self, recipe: SharedRecipe, streams: SharedStreams, ground: Ground) -> None:
-        super().__init__(recipe, streams, ground)
-        self.objective = SharedObjective(streams, recipe.loss)
+        super().__init__(recipe.plan, SharedObjective(streams, recipe.loss), ground)
         self.depth = ground.engine.model.config.num_layers + self.depth
         self.shared = streams
 
