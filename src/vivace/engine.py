@@ -219,8 +219,8 @@ def _torch_only(asked: str) -> Choice:
     """What runs weights that are read while they are used."""
     if asked not in ("auto", "torch"):
         raise UnsupportedError(
-            f"{asked} kernels cannot stream this store: convert it with --kernels {asked}, give --kernels torch, or more "
-            "memory"
+            f"{asked} kernels cannot stream this store: convert it with --kernels {asked}, give --kernels torch, "
+            "or more memory"
         )
     return Choice("torch", "this store was not converted for native kernels", None)
 
