@@ -5,8 +5,9 @@ speculative decoding is then lossless by construction (``decode/verify.py``). Py
 it is asked for:
 
 * ``linear`` in bfloat16 sums a row in the same order for any number of rows once the product is large enough,
-  and for two and more where there are over 1024 inputs; float32 does so for multiples of four. Rows are
-  padded to that.
+  and for two and more where there are over 1024 inputs. Rows are padded to that. On processors with AMX more
+  than 32 rows are summed another way: they go in blocks of 32. In float32 which counts agree is another matter
+  on every processor: all go in blocks of exactly sixteen.
 * ``attend_rows`` treats every row as a batch element of its own, over keys padded to a multiple of 64:
   what is computed for a row then depends on the row and its visible entries alone (bfloat16). float32 runs
   row by row over exactly the visible entries.
@@ -20,7 +21,9 @@ it is asked for:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +35,20 @@ KEY_BLOCK = 64
 WIDE = 1024
 """With more inputs than this a single bfloat16 row is summed another way."""
 
+AMX_ROWS = 32
+"""With more bfloat16 rows than this a processor with AMX multiplies in tiles, whose sums have another order."""
+
+FLOAT_ROWS = 16
+"""Rows of every float32 product."""
+
 SHORT = 512
 """Rows up to which attention that is differentiated holds all its scores."""
 
 SMALL_PRODUCT = 16**3
 """So are bfloat16 products with rows x in x out no larger than this."""
+
+SMALL_INPUT = 64
+"""And, on some processors, those with rows x in below this."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,9 +62,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (T, out).
     """
-    rows = x.shape[0]
     if x.device.type != "cpu" or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
+    rows, block = x.shape[0], _block(weight)
+    if rows > block:
+        return torch.cat([linear(part, weight, bias) for part in x.split(block)])
     enough = _invariant_rows(rows, weight)
     if enough == rows:
         return F.linear(x, weight, bias)
@@ -61,12 +75,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(padded, weight, bias)[:rows]
 
 
+def _block(weight: Tensor) -> int:
+    """Rows that go in one product at most."""
+    if weight.dtype == torch.float32:
+        return FLOAT_ROWS
+    return AMX_ROWS if weight.dtype == torch.bfloat16 and _has_amx() else sys.maxsize
+
+
+@cache
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
 def _invariant_rows(rows: int, weight: Tensor) -> int:
     """How many rows a product with this matrix takes for each to have the bits it has among many."""
     if weight.dtype == torch.float32:
-        return rows + (-rows) % 4
+        return FLOAT_ROWS
     if weight.dtype == torch.bfloat16:
-        return max(rows, SMALL_PRODUCT // weight.numel() + 1, 1 + (weight.shape[1] > WIDE))
+        wide = weight.shape[1]
+        return max(rows, SMALL_PRODUCT // weight.numel() + 1, -(-SMALL_INPUT // wide), 1 + (wide > WIDE))
     return rows
 
 
