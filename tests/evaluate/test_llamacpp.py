@@ -55,6 +55,16 @@ def test_logits_of_the_shipped_model_are_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+def test_a_crash_is_a_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """One that fails otherwise is left to who opens the file next, and says it in its own words."""
+    monkeypatch.setattr(llamacpp, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    with pytest.raises(DependencyError, match=r"peer llama.cpp crashes on this machine \(SIGSEGV\); leave it out"):
+        enter_llama_cpp(["llama.cpp"], folder, [Question("a", (1, 2))], max_new_tokens=2, batch_size=1)
+    monkeypatch.setattr(llamacpp, "_PROBE", "raise SystemExit(1)")
+    llamacpp._probe("llama.cpp", folder)
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "rope",
     [

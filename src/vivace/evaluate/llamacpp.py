@@ -8,6 +8,9 @@ float16 cache, flash attention where it has it, weights repacked at load where i
 from __future__ import annotations
 
 import ctypes
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -33,6 +36,16 @@ LLAMA_CPP: Mapping[str, str] = {"llama.cpp": "auto", "llama.cpp-q8_0": "q8_0", "
 
 _F32 = 0
 """``ggml_type``."""
+
+_PROBE = """
+import sys
+from pathlib import Path
+from vivace.evaluate.llamacpp import LlamaCpp, Rows
+engine = LlamaCpp(Path(sys.argv[1]), num_threads=int(sys.argv[2]), capacity=64)
+engine.run(Rows([1] * 40, range(40), [0] * 40, [39]))
+engine.run(Rows([1], [40], [0], [0]))
+"""
+"""A prompt and a token."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +251,7 @@ def enter_llama_cpp(
         batch_size: prompts answered together.
 
     Raises:
-        DependencyError: llama-cpp-python is not installed.
+        DependencyError: llama-cpp-python is not installed, or crashes on this machine.
         UnsupportedError: the checkpoint cannot be written as GGUF.
     """
     if names:
@@ -250,9 +263,25 @@ def enter_llama_cpp(
         with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
             path = Path(place) / "model.gguf"
             write_checkpoint(folder, path, LLAMA_CPP[name], tokenizer=False)
+            _probe(name, path)
             engine = LlamaCpp(path, num_threads=torch.get_num_threads(), capacity=longest, num_sequences=batch_size)
         peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends))
     return peers
+
+
+def _probe(name: str, path: Path) -> None:
+    """Answer a prompt in a process of its own first, since a crash would take the whole run with it.
+
+    Raises:
+        DependencyError: it crashed. Other failures are left to who opens the file next.
+    """
+    command = [sys.executable, "-c", _PROBE, str(path), str(torch.get_num_threads())]
+    status = subprocess.run(command, capture_output=True, check=False).returncode
+    if status < 0:
+        raise DependencyError(
+            f"peer {name} crashes on this machine ({signal.Signals(-status).name}); leave it out of --peers, or "
+            "compile llama-cpp-python again without the instructions that do it (docs/quickstart.md)"
+        )
 
 
 @cache
