@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_line_names_every_kind() -> None:
-    assert set(KINDS) == {*WHOLE, "draft", "calm", "lite", *RECIPES}
+    assert set(KINDS) == {*WHOLE, "draft", "calm", "lite", "shared", *RECIPES}
 
 
 def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Path) -> None:
