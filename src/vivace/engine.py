@@ -33,8 +33,7 @@ from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import Choice, choose
-from vivace.kernels.low_bit import check_weights
-from vivace.kernels.native import NativeBody
+from vivace.kernels.low_bit import Weights, check_weights
 from vivace.methods import Methods, adapters_by_method
 from vivace.storage.loading import Storage, load_stored
 from vivace.storage.store import is_store
@@ -185,7 +184,7 @@ def load(
         raise ConfigError(
             f"{asked} is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
         )
-    packer = None if kept == "bf16" else Packer(_body(choice, kernels, dtype, kept), kept)
+    packer = _packer(choice, kernels, dtype, kept)
     if storage is None:
         model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
     tokenizer = load_tokenizer(folder)
@@ -195,8 +194,10 @@ def load(
         second = load_decoder(draft_model, dtype=dtype, device=device, packer=packer)
     if storage is not None and storage.plan.streamed and storage.body is None:
         choice = _torch_only(kernels)
-    is_packed = packer is not None or (storage is not None and storage.body is not None)
-    choice = _settle(choice, kernels, [model] if second is None else [model, second], is_packed=is_packed)
+    if storage is not None and storage.body is None and packer is not None and packer.takes(model.dtype):
+        pack_decoder(model, choice.body)
+    if choice.body is not None and model.dtype != torch.bfloat16:
+        choice = Choice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     methods = Methods(model, folder, adapters_by_method(folders, folder), second)
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
@@ -225,22 +226,13 @@ def _torch_only(asked: str) -> Choice:
     return Choice("torch", "this store was not converted for native kernels", None)
 
 
-def _body(choice: Choice, asked: str, dtype: str, kept: str) -> NativeBody | None:
-    """The body for weights in few bits, which compute in the dtype given; "auto" leaves others to torch."""
+def _packer(choice: Choice, asked: str, dtype: str, kept: Weights) -> Packer | None:
+    """Lays weights out while they are read; "auto" leaves what the body chosen does not run to PyTorch."""
+    is_auto = asked == "auto"
+    if kept == "bf16":
+        return None if choice.body is None else Packer(choice.body, is_required=not is_auto)
     is_bfloat16 = dtype.removeprefix("torch.") == "bfloat16" or kept == "exact12"
-    return choice.body if asked != "auto" or is_bfloat16 else None
-
-
-def _settle(choice: Choice, asked: str, models: Sequence[Decoder], *, is_packed: bool) -> Choice:
-    """Pack the models for the body chosen; "auto" leaves those that are not bfloat16 to torch, and says so."""
-    if choice.body is None:
-        return choice
-    for model in [] if is_packed else models:
-        if asked != "auto" or model.dtype == torch.bfloat16:
-            pack_decoder(model, choice.body)
-    if models[0].dtype != torch.bfloat16:
-        return Choice("torch", f"native kernels are for bfloat16, the weights are {models[0].dtype}", None)
-    return choice
+    return Packer(choice.body if is_bfloat16 or not is_auto else None, kept)
 
 
 class Engine:

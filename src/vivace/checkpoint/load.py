@@ -51,7 +51,7 @@ def load_decoder(
         device: "auto" or "cpu".
         parts: builds the projections another way; parameters it leaves out are not read.
         packer: puts packed modules in the places of the decoder's own as soon as their weights are there, so that
-            never more than one layer is in memory as it is stored.
+            never more than one layer is in memory as it is stored; it leaves alone what it does not take.
 
     Raises:
         NotFoundError: no such checkpoint.
@@ -70,7 +70,7 @@ def load_decoder(
     kind = choose_dtype(dtype, written, place)
     with torch.device("meta"):
         decoder = Decoder(config, parts)
-    if packer is not None:
+    if packer is not None and packer.takes(kind):
         _pack_parts(decoder, packer, lambda name: assemble(plan[name], stored, kind, place), stored)
     else:
         for name in [name for name, _ in decoder.named_parameters()]:

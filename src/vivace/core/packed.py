@@ -165,16 +165,22 @@ class NativeAttention(Attention):
 class Packer:
     """Puts packed modules in the places of a decoder's own, part by part, so that a loader can let go of each."""
 
-    def __init__(self, body: NativeBody | None, weights: Weights = "bf16") -> None:
+    def __init__(self, body: NativeBody | None, weights: Weights = "bf16", *, is_required: bool = True) -> None:
         """Decide how.
 
         Args:
             body: what will run them; None is PyTorch, for weights in few bits.
             weights: what matrices are kept as. In few bits the embedding and the head have eight; routers of experts
                 and whatever is no matrix stay as they are.
+            is_required: whether a decoder that cannot be packed is refused, or left to PyTorch as it is.
         """
         self.body = body
         self.weights = weights
+        self.is_required = is_required
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether a decoder of this precision is to be packed, or refused."""
+        return self.is_required or dtype == torch.bfloat16
 
     def check(self, decoder: Decoder) -> None:
         """Whether this decoder can be packed so.
