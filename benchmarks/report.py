@@ -240,12 +240,13 @@ def _figure(value: float | None) -> str:
 def wanted(results: Sequence[Result]) -> dict[Path, str]:
     """Every page this script has a say in, with the text it should have."""
     docs = ROOT / "docs"
+    rivals = rivals_table.read_reports(RIVALS)
     parts = {
         ROOT / "README.md": {"results": summary(results)},
         docs / "results.md": {"results": details(results)},
-        docs / "techniques" / "rivals.md": {"results": rivals_table.tables(rivals_table.read_reports(RIVALS))},
+        docs / "techniques" / "rivals.md": {"results": rivals_table.tables(rivals)},
         docs / "techniques" / "multistream.md": {
-            "results": stream_tables.beside_paper((result.title, run) for result in results for run in result.runs),
+            "results": stream_tables.beside_paper(rivals_table.titled_runs(rivals)),
             "weights": stream_tables.weights(),
         },
         docs / "techniques" / "multirate.md": {"law": law(results), "results": technique(results, "multirate")},

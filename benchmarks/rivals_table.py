@@ -33,6 +33,15 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
+def titled_runs(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every run by model, prompts and kernels."""
+    return [
+        (", ".join(str(report["setting"][key]) for key in ("model", "prompts", "kernels")), run)
+        for report in reports
+        for run in report["runs"]
+    ]
+
+
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
     """All reports: those of one model and kernels side by side, a column for each prompt set."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
