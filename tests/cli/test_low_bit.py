@@ -56,7 +56,9 @@ def test_twelve_bits_are_the_model(cli: Cli, folder: Path) -> None:
     ]
     assert answers[0] == answers[1]
     told = cli("inspect", folder, "--weights", "exact12", "--json").json["bytes_in_memory"]
-    assert told <= kept.num_bytes < stored.num_bytes
+    assert told <= kept.num_bytes
+    whole, packed = (vivace.load(weights=weights).num_bytes for weights in ("bf16", "exact12"))  # no tiny matrices
+    assert packed < 0.8 * whole
     outcome = cli("generate", "--model", folder, "--weights", "exact12", "--dtype", "float32", "a")
     assert outcome.status != 0
     assert "this model's are float32; give --dtype bfloat16" in outcome.err
