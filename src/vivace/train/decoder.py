@@ -30,7 +30,7 @@ from vivace.train.config import LoopConfig
 from vivace.train.data import Batches, Rows, collate, grouped, pairs_of
 from vivace.train.loop import Course, Lessons, Outcome, fit
 from vivace.train.memory import estimate_memory, require_memory
-from vivace.train.objective import BalancedNextToken, NextToken
+from vivace.train.objective import BalancedNextToken, NextToken, SparseNextToken
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.scratch import ShapeConfig, deepen, start_decoder
@@ -79,6 +79,8 @@ class DecoderRecipe:
     """Keep only what enters each layer: less memory, a third more time."""
     balance: float = 0.0
     """Weight of the term that keeps experts of a mixture equally busy."""
+    sparsity: float = 0.0
+    """Weight of the term that leaves fewer neurons of a ReLU model active."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -92,6 +94,10 @@ class DecoderRecipe:
         if self.balance < 0 or (self.balance and (self.shape is not None or self.recompute)):
             raise ConfigError(
                 f"balance is for mixtures that are fine-tuned without recompute and at least 0, found {self.balance}"
+            )
+        if self.sparsity < 0 or (self.sparsity and (self.recompute or self.balance)):
+            raise ConfigError(
+                f"sparsity is at least 0 and goes without recompute and without balance, found {self.sparsity}"
             )
         if self.shape is None:
             if any(stage.depth is not None for stage in self.stages):
@@ -195,6 +201,10 @@ def _first_model(recipe: DecoderRecipe, tokenizer: Tokenizer, base: str | Path |
 
 
 def _objective(recipe: DecoderRecipe, model: Decoder) -> NextToken:
+    if recipe.sparsity:
+        if model.config.activation != "relu" or model.config.moe is not None:
+            raise ConfigError(f"the recipe's sparsity is for models with relu, this one has {model.config.activation}")
+        return SparseNextToken(model, weight=recipe.sparsity)
     if not recipe.balance:
         return NextToken(model, recompute=recipe.recompute)
     if model.config.moe is None:

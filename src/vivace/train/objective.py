@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -81,38 +82,73 @@ class NextToken:
         return h
 
 
-class BalancedNextToken(NextToken):
-    """``NextToken`` for mixtures of experts, plus what keeps their experts equally busy.
+class NextTokenBeside(NextToken):
+    """``NextToken`` plus ``weight`` times a term that layers are asked for, averaged over those that have one."""
 
-    The term is ``weight * X sum_e f_e P_e``, averaged over mixtures, with f_e the share of choices that fell on expert
-    e and P_e its mean probability (Fedus et al. 2022, Switch Transformers, arXiv:2101.03961, equation 4); it is 1 times
-    the weight when all are equally busy.
-    """
+    name: ClassVar[str]
+    """Of the term, in reports."""
 
     def __init__(self, model: Decoder, *, weight: float, rows: int = 1024) -> None:
         """Prepare; other arguments as for ``NextToken``."""
         super().__init__(model, rows=rows)
         self.weight = weight
-        self._uneven: list[Tensor] = []
+        self._terms: list[Tensor] = []
+
+    def term(self, layer: Layer, u: Tensor) -> Tensor | None:
+        """The term of a layer whose feed-forward half begins with ``u`` (T, E); None where it has none."""
+        raise NotImplementedError
 
     def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """As ``NextToken``, the balance beside the last part."""
+        """As ``NextToken``, the term beside the last part."""
         for loss, seen in super().losses(model, batch):
             if seen:
                 yield loss, seen
             else:
-                uneven = torch.stack(self._uneven).mean()
-                yield loss + self.weight * uneven, {"uneven": float(uneven.detach())}
+                mean = torch.stack(self._terms).mean()
+                yield loss + self.weight * mean, {self.name: float(mean.detach())}
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
-        self._uneven = []
+        self._terms = []
         for layer in model.layers:
             assert isinstance(layer, Layer)
             u = layer.attend(h, step)
-            if isinstance(layer.feed_forward, MixtureOfExperts):
-                self._uneven.append(_unevenness(layer.route(u), layer.feed_forward.top_k))
+            if (term := self.term(layer, u)) is not None:
+                self._terms.append(term)
             h = layer.feed(u, step)
         return h
+
+
+class BalancedNextToken(NextTokenBeside):
+    """``NextToken`` for mixtures of experts, plus what keeps their experts equally busy.
+
+    The term is ``X sum_e f_e P_e``, with f_e the share of choices that fell on expert e and P_e its mean probability
+    (Fedus et al. 2022, Switch Transformers, arXiv:2101.03961, equation 4); it is 1 when all are equally busy.
+    """
+
+    name = "uneven"
+
+    def term(self, layer: Layer, u: Tensor) -> Tensor | None:
+        """Of layers with experts."""
+        if not isinstance(layer.feed_forward, MixtureOfExperts):
+            return None
+        return _unevenness(layer.route(u), layer.feed_forward.top_k)
+
+
+class SparseNextToken(NextTokenBeside):
+    """``NextToken`` for ReLU models, plus what leaves fewer neurons active.
+
+    The term is ``(sum_i a_i)^2 / (F sum_i a_i^2)`` of the F activations of a row, averaged over rows: 1 when all are
+    equally active, 1/F when one is, whatever their scale (Yang et al. 2020, DeepHoyer, arXiv:1908.09979, section 3).
+    """
+
+    name = "hoyer"
+
+    def term(self, layer: Layer, u: Tensor) -> Tensor | None:
+        """Of every layer."""
+        feed = layer.feed_forward
+        assert isinstance(feed, FeedForward)
+        inner = feed.up(u if layer.ffn_norm is None else layer.ffn_norm(u))
+        return _hoyer(F.relu(inner.chunk(2, -1)[0] if feed.gated else inner))
 
 
 def _unevenness(logits: Tensor, top_k: int) -> Tensor:
@@ -121,6 +157,13 @@ def _unevenness(logits: Tensor, top_k: int) -> Tensor:
     count = probs.shape[1]
     chosen = torch.bincount(probs.topk(top_k, -1)[1].reshape(-1), minlength=count)
     return count * (chosen / chosen.sum() * probs.mean(0)).sum()
+
+
+def _hoyer(active: Tensor) -> Tensor:
+    """The mean over rows of ``(sum a)^2 / (F sum a^2)``, (T, F) of numbers >= 0 -> (); nothing at all counts as 0."""
+    active = active.float()
+    squares = (active * active).sum(-1)
+    return (active.sum(-1) ** 2 / (active.shape[-1] * squares.clamp(min=1e-12))).mean()
 
 
 def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
