@@ -201,6 +201,7 @@ def describe(plan: AnyPlan) -> str:
             return f"{shape}, the {nodes} likeliest"
         case DraftPlan(min_confidence=sure, weights=weights):
             return shape + (f" if >= {sure:g}" if sure else "") + ("" if weights == "bf16" else f" in {weights}")
-        case StreamPlan():
-            return f"{shape} from {plan.attach} node" + (f" if >= {plan.threshold:g}" if plan.threshold else "")
+        case StreamPlan(threshold=sure, weights=weights):
+            above = f"{shape} from {plan.attach} node" + (f" if >= {sure:g}" if sure else "")
+            return above + ("" if weights == "bf16" else f" in {weights}")
     return shape

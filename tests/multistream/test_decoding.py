@@ -119,6 +119,8 @@ def test_a_batch_says_what_each_says_alone(deep, streams, plan, fields) -> None:
         (StreamPlan((2, 2), "kept"), {}),
         (StreamPlan((3, 1), threshold=0.01), {}),
         (StreamPlan((2, 1), "kept"), {"feedback": True}),
+        (StreamPlan((2, 1), "kept", weights="q4"), {"feedback": True}),
+        (StreamPlan((1, 1), "kept", weights="int8"), {}),
     ],
     ids=str,
 )

@@ -125,7 +125,7 @@ class NativeChain:
         if weights not in kinds:
             decoder = self._decoder
             terms, tensors = self._span.terms((companion.deltas,), 0, companion.gate)
-            plan, copies = self._span.rounded(companion.gate, weights)
+            plan, copies = self._span.rounded(0, companion.gate, weights)
             head = rounded(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
             reads = [_matrices(read, weights) for read in companion.reads]
             call = CChain(

@@ -373,6 +373,10 @@ class Span(Protocol):
         """Rows (T, E) through layers start..stop-1."""
         ...
 
+    def rough(self, start: int, stop: int, weights: Weights) -> Span:
+        """The same with copies in few bits of the matrices of layers start..stop-1, for drafts."""
+        ...
+
 
 class Expert(Protocol):
     """The feed-forward of one expert."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from copy import copy
 from ctypes import c_void_p
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -44,12 +45,20 @@ class NativeSpan:
         """One layer for each rotary table."""
         ropes = {rotary: index for index, rotary in enumerate(rotaries)}
         self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
+        self._copies: list[Matrix] = []
+        """What the plan points to that belongs to no layer."""
         self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._terms = WeakIdKeyDictionary()
 
-    def rounded(self, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
-        """The plan with copies of the matrices of layers 0..stop-1 in few bits, and those copies."""
+    def rough(self, start: int, stop: int, weights: Weights) -> NativeSpan:
+        """A span whose matrices of layers start..stop-1 are copies in few bits, for drafts; the rest is shared."""
+        other = copy(self)
+        other.plan, other._copies = self.rounded(start, stop, weights)
+        return other
+
+    def rounded(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
+        """The plan with copies of the matrices of layers start..stop-1 in few bits, and those copies."""
         kept: list[Matrix] = []
         if weights == "bf16":
             return self.plan, kept
@@ -59,8 +68,9 @@ class NativeSpan:
             return kept[-1].struct
 
         plan = CPlan.from_buffer_copy(self.plan)
-        layers = [_layer(layer, self.plan.layers[layer.index].rope, matrix) for layer in self._layers[:stop]]
-        plan.layers = (CLayer * len(self._layers))(*layers, *self.plan.layers[stop : len(self._layers)])
+        layers = self.plan.layers[: len(self._layers)]
+        layers[start:stop] = [_layer(layer, layers[layer.index].rope, matrix) for layer in self._layers[start:stop]]
+        plan.layers = (CLayer * len(layers))(*layers)
         return plan, kept
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.deltas import Deltas
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft, TargetPass
+from vivace.core.seams import Draft, Span, TargetPass
 from vivace.core.step import Step
 from vivace.multistream.config import StreamPlan
 from vivace.multistream.streams import Streams, known_at
@@ -49,6 +49,13 @@ class StreamClimb:
         self.streams = streams
         self.plan = plan
         self._terms: dict[tuple[int, int], Deltas] = {}
+        self._rough: Span | None = None
+        """The upper layers as streams read them, where the plan says so."""
+
+    def prepare(self, model: Decoder) -> None:
+        """Make copies in few bits now, so that the first draft takes no longer than the next."""
+        if self.plan.weights != "bf16" and model.span is not None:
+            self._rough = model.span.rough(self.streams.config.insertion, model.config.num_layers, self.plan.weights)
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
         """One pass for all slots, whatever each of them drafted."""
@@ -89,7 +96,14 @@ class StreamClimb:
             known = known_at(model, decided.final, model.embed(decided.tokens, first))
         start = self.streams.start(entering, count, known).flatten(0, 1)
         step = replace(step, deltas=(self.terms(0, len(start)),))
-        return model.run(start, step, self.streams.config.insertion).view(len(slots), count, -1)
+        return self._upper(model, start, step).view(len(slots), count, -1)
+
+    def _upper(self, model: Decoder, start: Tensor, step: Step) -> Tensor:
+        """Streams of their own through the layers above the insertion, by whichever weights drafts read."""
+        insertion = self.streams.config.insertion
+        if self._rough is None or not self._rough.covers(step):
+            return model.run(start, step, insertion)
+        return self._rough.run(start, step, insertion, model.config.num_layers)
 
     def surviving(self, model: Decoder, draft: Draft, main: Tensor) -> list[int]:
         """Rows whose every edge is likely enough: ``Z_parent[token] >= threshold``, roots always."""

@@ -8,9 +8,12 @@ from itertools import accumulate
 from typing import Literal
 
 from vivace.errors import ConfigError
+from vivace.kernels.low_bit import Weights, check_weights
 
 MAX_ROWS = 48
 """Draft nodes and streams of one slot in one pass, the root left out; a slot has spare entries for a few more."""
+ROUGH: tuple[Weights, ...] = ("int8", "q4")
+"""Copies that `vivace tune` lets streams read."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class StreamPlan:
     node that was ``kept``, in a short pass of their own: fewer rows, one more reading of the upper weights."""
     threshold: float = 0.0
     """Branches that the early-exit layer finds less likely than this go no further than the insertion layer."""
+    weights: Weights = "bf16"
+    """Streams that follow the kept node read copies in few bits of the upper layers; verification does not. For native
+    kernels; others use the weights as they are."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -87,6 +93,9 @@ class StreamPlan:
             )
         if not 0 <= self.threshold < 1:
             raise ConfigError(f"threshold must be in [0, 1), found {self.threshold}")
+        check_weights(self.weights)
+        if self.weights != "bf16" and self.attach == "every":
+            raise ConfigError(f"streams of every node ride on verification, which {self.weights} would change")
 
     @property
     def num_nodes(self) -> int:
@@ -113,12 +122,14 @@ class StreamPlan:
 
 def plans_to_try(config: MultistreamConfig) -> list[StreamPlan]:
     """Drafts of every depth, chains and small trees, with streams on every node and on the kept one."""
-    shapes: list[tuple[int, ...]] = [(1,) * depth for depth in range(1, config.streams + 1)]
-    shapes += [(width, *[1] * (depth - 1)) for depth in range(1, config.streams + 1) for width in (2, 3)]
-    shapes += [(2, 2, *[1] * (depth - 2)) for depth in range(2, config.streams + 1)]
+    deep = range(1, config.streams + 1)
+    shapes: list[tuple[int, ...]] = [(1,) * depth for depth in deep]
+    shapes += [(width, *[1] * (depth - 1)) for depth in deep for width in (2, 3)]
+    shapes += [(2, 2, *[1] * (depth - 2)) for depth in deep if depth > 1]
     plans = [StreamPlan(widths, "kept") for widths in shapes]
     if not config.feedback:
         plans += [StreamPlan(widths) for widths in shapes if _fits(widths)]
+    plans += [StreamPlan((1,) * depth, "kept", weights=kind) for depth in deep for kind in ROUGH]
     if config.pruner_rank:
         plans += [StreamPlan(widths, "kept", sure) for widths in shapes if max(widths) > 1 for sure in (0.01, 0.05)]
     return plans

@@ -40,6 +40,7 @@ class StreamDrafter(Forgetful):
         self.model = model
         self.plan = plan
         self.climb = StreamClimb(streams, plan)
+        self.climb.prepare(model)
         self.traversal: Traversal = self.climb
         self.has_feedback = streams.config.feedback
         self._kept: dict[int, Tensor] = {}
