@@ -5,8 +5,8 @@ With ``recipe.py``, which holds the table of names, the only place that names tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from vivace.baselines.kinds import KINDS, RivalPlan
 from vivace.baselines.lookahead import Lookahead, LookaheadPlan
 from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
 from vivace.baselines.skipdecode import SkipDecode, SkipPlan
-from vivace.baselines.trained import Trained
 from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
 from vivace.decode.adaptive import Adaptive
@@ -46,6 +46,35 @@ AnyPlan = DraftPlan | StreamPlan | RivalPlan
 """Shape of a draft, whoever makes it."""
 LEAVING = ("dynamic", "calm", "lite")
 """Methods whose tokens leave early at a stated quality."""
+UNDRAFTED = ("plain", "foresight", "skipdecode", "mod", *LEAVING)
+"""Methods that draft nothing."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the files of a kind of adapter are read as."""
+
+    config: type[Any]
+    plan: type[Any]
+    weights: Callable[[Any, ModelConfig], Any]
+    """Untrained ones, which know their ``tensors()``."""
+    what: str
+    """In messages."""
+    is_float32: bool = False
+    """Whether they stay so on a model of fewer bits."""
+
+
+STORED: Mapping[str, Stored] = {
+    "multirate": Stored(MultirateConfig, DraftPlan, Accelerator, "an accelerator"),
+    "multistream": Stored(MultistreamConfig, StreamPlan, Streams, "speculative streams"),
+    "foresight": Stored(ForesightConfig, ForesightPlan, Foresight, "a residual that runs ahead"),
+    "dynamic": Stored(DynamicConfig, DynamicPlan, DynamicWeights, "gates and a router", is_float32=True),
+    "calm": Stored(ConfidenceConfig, ConfidencePlan, Confidence, "thresholds", is_float32=True),
+    "lite": Stored(ConfidenceConfig, ConfidencePlan, Confidence, "thresholds", is_float32=True),
+    "mod": Stored(ModConfig, ModPlan, Routers, "routers, and a model that was fine-tuned for them,", is_float32=True),
+    **{name: Stored(kind.config, kind.plan, kind.weights, kind.what) for name, kind in KINDS.items()},
+}
+"""By the name of the method."""
 
 
 def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
@@ -106,6 +135,7 @@ class Methods:
         self.second = second
         self.plan = plan
         self._drafters: dict[tuple[str, int | None, float | None], Drafter] = {}
+        self._read: dict[str, tuple[Any, Any]] = {}
 
     def drafter(self, method: str, num_draft_tokens: int | None = None, quality: float | None = None) -> Drafter:
         """The drafter of a method, made once.
@@ -124,17 +154,16 @@ class Methods:
             raise ConfigError(f"quality is {quality:g}, but method {method} does not leave early; leave it out")
         key = (method, num_draft_tokens, quality)
         if key not in self._drafters:
-            leaves = method in LEAVING
-            self._drafters[key] = self._leaving(*key) if leaves else self._make(method, num_draft_tokens)
+            self._drafters[key] = self._make(*key)
         return self._drafters[key]
 
     def planned(self, plan: AnyPlan) -> Methods:
         """The same methods, drafting after another plan than their adapters'."""
         return Methods(self.model, self.folder, self.adapters, self.second, plan)
 
-    def _make(self, method: str, length: int | None) -> Drafter:
-        if length is not None and method in ("plain", "auto"):
-            why = "drafts nothing" if method == "plain" else "finds out how far to draft"
+    def _make(self, method: str, length: int | None, quality: float | None) -> Drafter:
+        if length is not None and method in (*UNDRAFTED, "auto"):
+            why = "finds out how far to draft" if method == "auto" else "drafts nothing"
             raise ConfigError(f"num_draft_tokens is {length}, but method {method} {why}; leave it out")
         if length is not None and length >= DRAFT_SLACK:
             raise ConfigError(f"num_draft_tokens is {length}; a draft has at most {DRAFT_SLACK - 1} guesses")
@@ -146,24 +175,30 @@ class Methods:
             case "draft":
                 return self._draft_model(length)
             case "multirate" | "multirate+lookup":
-                guess, plan = self._guess
-                plan = plan if length is None else replace(plan, widths=(1,) * length)
                 lookup = _lookup(length) if method.endswith("lookup") else None
-                return drafter_by(guess, plan, lookup=lookup)
+                return drafter_by(self._guess, self._draft_plan("multirate", length), lookup=lookup)
             case "multistream":
-                return self._streams(length)
+                return StreamDrafter(self.model, self._trained(method)[0], self._draft_plan(method, length))
             case "medusa" | "eagle" | "deed" | "uno":
-                return self._rival(method, length)
-            case "foresight":
-                return self._foresight(length)
+                weights, plan = self._trained(method)[0], self._draft_plan(method, length)
+                return KINDS[method].drafter(self.model, weights, plan)
             case "layerskip":
                 return self._layerskip(length)
             case "lookahead":
                 return self._lookahead(length)
+            case "foresight":
+                foresight, ahead = self._trained(method)
+                return NoDrafts("foresight", ForesightClimb(foresight, ahead.count, refine=ahead.refine))
             case "skipdecode":
-                return self._skipdecode(length)
+                return self._skipdecode()
             case "mod":
-                return self._mixture_of_depths(length)
+                return MixtureOfDepths(*self._trained(method))
+            case "dynamic":
+                exits, leaving = self._trained(method)
+                exits.gates.to(self.model.dtype)
+                return DynamicDepth(exits, leaving, quality)
+            case "calm" | "lite":
+                return ConfidentDepth(method, *self._trained(method), quality)
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
@@ -171,32 +206,27 @@ class Methods:
         return Adaptive([self.drafter(name) for name in ("lookup", "multirate", "draft") if name in self.ready()])
 
     @cached_property
-    def _guess(self) -> tuple[AcceleratedGuess, DraftPlan]:
-        """Weights and plan of multirate, read and laid out once for all methods that draft with them."""
-        written, tensors = self._adapter("multirate", "an accelerator")
-        accelerator = Accelerator(build(MultirateConfig, written["config"]), self.model.config)
-        self._require_shapes("multirate", accelerator.state_dict(), tensors)
-        accelerator.load_state_dict(dict(tensors))
-        plan = self.plan if isinstance(self.plan, DraftPlan) else build(DraftPlan, written["plan"])
-        accelerator.to(self.model.device, self.model.dtype).requires_grad_(False)
-        return AcceleratedGuess(self.model, accelerator), plan
+    def _guess(self) -> AcceleratedGuess:
+        """Laid out once for all methods that draft with multirate."""
+        return AcceleratedGuess(self.model, self._trained("multirate")[0])
 
-    def _rival(self, method: str, length: int | None) -> Drafter:
-        """One of ``baselines/`` that has weights."""
-        kind = KINDS[method]
-        weights, plan = self._trained_rival(method)
-        plan = plan if length is None else replace(plan, widths=(1,) * length)
-        return kind.drafter(self.model, weights, plan)
+    def _draft_plan(self, kind: str, length: int | None) -> Any:
+        """The plan that was asked for or is stored; a chain where a number of guesses was asked for."""
+        plan = self._trained(kind)[1]
+        return plan if length is None else replace(plan, widths=(1,) * length)
 
-    def _trained_rival(self, method: str) -> tuple[Trained, Any]:
-        """Weights and plan of a rival."""
-        kind = KINDS[method]
-        written, tensors = self._adapter(method, kind.what)
-        weights = kind.weights(build(kind.config, written["config"]), self.model.config)
-        self._require_shapes(method, weights.tensors(), tensors)
-        weights.load_state_dict(dict(tensors), strict=False)  # what is no tensor of the file is not used
-        plan = self.plan if isinstance(self.plan, kind.plan) else build(kind.plan, written["plan"])
-        return weights.to(self.model.device, self.model.dtype).requires_grad_(False), plan
+    def _trained(self, kind: str) -> tuple[Any, Any]:
+        """Weights and plan of an adapter, read, checked and put beside the model once."""
+        if kind not in self._read:
+            stored = STORED[kind]
+            written, tensors = self._adapter(kind, stored.what)
+            weights = stored.weights(build(stored.config, written["config"]), self.model.config)
+            self._require_shapes(kind, weights.tensors(), tensors)
+            weights.load_state_dict(tensors, strict=False)  # a rival's borrowed layers are no tensors of the file
+            weights.to(self.model.device, torch.float32 if stored.is_float32 else self.model.dtype)
+            plan = self.plan if isinstance(self.plan, stored.plan) else build(stored.plan, written["plan"])
+            self._read[kind] = weights.requires_grad_(False), plan
+        return self._read[kind]
 
     def _layerskip(self, length: int | None) -> Drafter:
         """The model's own exit, a quarter of the way up unless a tuned plan says where."""
@@ -215,70 +245,10 @@ class Methods:
         plan = self.plan if isinstance(self.plan, LookaheadPlan) else plan
         return Lookahead(self.model, plan if length is None else replace(plan, ngram=length + 1))
 
-    def _streams(self, length: int | None) -> StreamDrafter:
-        streams, plan = self._trained_streams
-        plan = plan if length is None else replace(plan, widths=(1,) * length)
-        return StreamDrafter(self.model, streams, plan)
-
-    @cached_property
-    def _trained_streams(self) -> tuple[Streams, StreamPlan]:
-        """Weights and plan of multistream, read once."""
-        written, tensors = self._adapter("multistream", "speculative streams")
-        streams = Streams(build(MultistreamConfig, written["config"]), self.model.config)
-        self._require_shapes("multistream", streams.state_dict(), tensors)
-        streams.load_state_dict(dict(tensors))
-        plan = self.plan if isinstance(self.plan, StreamPlan) else build(StreamPlan, written["plan"])
-        return streams.to(self.model.device, self.model.dtype).requires_grad_(False), plan
-
-    def _foresight(self, length: int | None) -> NoDrafts:
-        if length is not None:
-            raise ConfigError(f"num_draft_tokens is {length}, but method foresight drafts nothing; leave it out")
-        written, tensors = self._adapter("foresight", "a residual that runs ahead")
-        foresight = Foresight(build(ForesightConfig, written["config"]), self.model.config)
-        self._require_shapes("foresight", foresight.state_dict(), tensors)
-        foresight.load_state_dict(dict(tensors))
-        plan = build(ForesightPlan, written["plan"])
-        foresight.to(self.model.device, self.model.dtype).requires_grad_(False)
-        return NoDrafts("foresight", ForesightClimb(foresight, plan.count, refine=plan.refine))
-
-    def _leaving(self, method: str, length: int | None, quality: float | None) -> Drafter:
-        if length is not None:
-            raise ConfigError(f"num_draft_tokens is {length}, but method {method} drafts nothing; leave it out")
-        return self._dynamic(quality) if method == "dynamic" else self._confident(method, quality)
-
-    def _confident(self, method: str, quality: float | None) -> ConfidentDepth:
-        written, tensors = self._adapter(method, "thresholds")
-        weights = Confidence(build(ConfidenceConfig, written["config"]), self.model.config)
-        self._require_shapes(method, weights.tensors(), tensors)
-        weights.load_state_dict(dict(tensors))
-        weights.to(self.model.device).requires_grad_(False)
-        return ConfidentDepth(method, weights, build(ConfidencePlan, written["plan"]), quality)
-
-    def _skipdecode(self, length: int | None) -> SkipDecode:
-        if length is not None:
-            raise ConfigError(f"num_draft_tokens is {length}, but method skipdecode drafts nothing; leave it out")
+    def _skipdecode(self) -> SkipDecode:
         if not self._has_adapter("skipdecode"):
             return SkipDecode(self.model)
         return SkipDecode(self.model, build(SkipPlan, self._adapter("skipdecode", "a schedule")[0]["plan"]))
-
-    def _mixture_of_depths(self, length: int | None) -> MixtureOfDepths:
-        if length is not None:
-            raise ConfigError(f"num_draft_tokens is {length}, but method mod drafts nothing; leave it out")
-        written, tensors = self._adapter("mod", "routers, and a model that was fine-tuned for them,")
-        routers = Routers(build(ModConfig, written["config"]), self.model.config)
-        self._require_shapes("mod", routers.tensors(), tensors)
-        routers.load_state_dict(dict(tensors))
-        routers.to(self.model.device).requires_grad_(False)
-        return MixtureOfDepths(routers, build(ModPlan, written["plan"]))
-
-    def _dynamic(self, quality: float | None) -> DynamicDepth:
-        written, tensors = self._adapter("dynamic", "gates and a router")
-        weights = DynamicWeights(build(DynamicConfig, written["config"]), self.model.config)
-        self._require_shapes("dynamic", weights.tensors(), tensors)
-        weights.load(tensors)
-        weights.gates.to(self.model.device, self.model.dtype).requires_grad_(False)
-        weights.router.to(self.model.device, torch.float32).requires_grad_(False)
-        return DynamicDepth(weights, build(DynamicPlan, written["plan"]), quality)
 
     def _adapter(self, kind: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """``config.json`` and weights of the adapter of a kind, checked against the model."""

@@ -7,11 +7,10 @@ gate is ``decode/depth.py``'s matter. Lossy by nature: exits, and how often they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
@@ -53,7 +52,7 @@ class DynamicPlan:
         return at_quality(self.qualities, quality)
 
 
-class DynamicWeights:
+class DynamicWeights(nn.Module):
     """Gates and router of one adapter."""
 
     def __init__(self, config: DynamicConfig, model: ModelConfig) -> None:
@@ -62,20 +61,14 @@ class DynamicWeights:
         Raises:
             ConfigError: they do not fit the model.
         """
+        super().__init__()
         self.config = config
         self.gates = GatedAccelerator(config.gates, model)
         self.router = make_router(config.router, config.gates, model.width)
 
     def tensors(self) -> dict[str, Tensor]:
         """Named weights for a file."""
-        router = {f"router.{name}": value.detach() for name, value in self.router.state_dict().items()}
-        return {**{f"gates.{name}": value for name, value in self.gates.tensors().items()}, **router}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take weights from a file whose names and shapes have been checked."""
-        for prefix, part in (("gates.", self.gates), ("router.", self.router)):
-            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            part.load_state_dict(own)
+        return {name: value.detach() for name, value in self.state_dict().items()}
 
 
 class AcceleratedExit:

@@ -64,7 +64,7 @@ class ExitTraining:
         self.ground.report.note(f"the router learns from {trails.num_positions} positions")
         fit_router(model, weights.router, trails, recipe.lesson, seed=recipe.seed)
         tensors = {name: value.to(model.dtype) for name, value in weights.tensors().items()}
-        weights.load(tensors)  # thresholds belong to the weights as they are stored
+        weights.load_state_dict(tensors)  # thresholds belong to the weights as they are stored
         return Outcome(self._calibrated(), recipe.adapter, tensors)
 
     def _trails(self, pairs: Sequence[Pair]) -> Trails:
