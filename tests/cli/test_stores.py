@@ -122,3 +122,23 @@ def test_flags_of_a_store_without_one(cli: Cli, model: Path, tmp_path: Path) -> 
     assert (found.status, "are for a store" in found.err) == (2, True)
     found = cli("convert", tmp_path / "store", "--store", "--model", model, "--layout", "neurons")
     assert (found.status, "this one has silu" in found.err) == (2, True)
+
+
+def test_training_within_a_budget(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """The adapter that the resident base gives, from a base that is read while it learns."""
+    assert cli("convert", tmp_path / "store", "--store", "--model", model, "--kernels", "torch").status == 0
+    rows = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
+    save_prompts(tmp_path / "rows.jsonl", rows)
+    settings = ("adapter.gate=2", "adapter.rank=4", "adapter.bottleneck=8", "held_back=8", "tokens_per_batch=128")
+    settings += ("loop.minutes=null", "loop.steps=2", "loop.warmup_steps=1")
+    words = ("train", "multirate", "--data", tmp_path / "rows.jsonl", *settings)
+    stored = ("--model", tmp_path / "store", "--memory", "430KiB", "--reader", "buffered")
+    found = cli(*words, *stored, "--out", tmp_path / "streamed")
+    assert found.status == 0, found.err
+    assert "read a pass" in found.err
+    assert cli(*words, "--model", model, "--out", tmp_path / "resident").status == 0
+    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("streamed", "resident")]
+    assert weights[0] == weights[1]
+    found = cli(*words, *stored[:3], "100KiB", "--out", tmp_path / "none")
+    assert (found.status, "are too few for store" in found.err) == (2, True)
+    assert not (tmp_path / "none").exists()

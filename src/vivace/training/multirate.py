@@ -32,7 +32,9 @@ class MultirateRecipe(FrozenRecipe):
         """An accelerator that is the slow stream; its deep layers are found here unless they are named."""
         model, config = ground.engine.model, self.adapter
         if self.find_reach and not config.reach:
-            found = copying_layers(model, ground.batches(ground.held_back)[:PROBED], config.gate, self.find_reach)
+            found = copying_layers(
+                model, ground.batches(ground.held_back)[:PROBED], config.gate, min(self.find_reach, config.gate)
+            )
             ground.report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
             config = replace(config, reach=found)
         accelerator = Accelerator(config, model.config)
