@@ -6,6 +6,7 @@ With ``recipe.py``, which holds the table of names, the only place that names tw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -158,8 +159,10 @@ class Methods:
         return self._drafters[key]
 
     def planned(self, plan: AnyPlan) -> Methods:
-        """The same methods, drafting after another plan than their adapters'."""
-        return Methods(self.model, self.folder, self.adapters, self.second, plan)
+        """The same methods and weights, drafting after another plan than the adapters'."""
+        other = copy(self)
+        other.plan, other._drafters = plan, {}
+        return other
 
     def _make(self, method: str, length: int | None, quality: float | None) -> Drafter:
         if length is not None and method in (*UNDRAFTED, "auto"):
@@ -216,17 +219,17 @@ class Methods:
         return plan if length is None else replace(plan, widths=(1,) * length)
 
     def _trained(self, kind: str) -> tuple[Any, Any]:
-        """Weights and plan of an adapter, read, checked and put beside the model once."""
+        """Weights of an adapter, read, checked and put beside the model once, and the plan to draft after."""
+        stored = STORED[kind]
         if kind not in self._read:
-            stored = STORED[kind]
             written, tensors = self._adapter(kind, stored.what)
             weights = stored.weights(build(stored.config, written["config"]), self.model.config)
             self._require_shapes(kind, weights.tensors(), tensors)
             weights.load_state_dict(tensors, strict=False)  # a rival's borrowed layers are no tensors of the file
             weights.to(self.model.device, torch.float32 if stored.is_float32 else self.model.dtype)
-            plan = self.plan if isinstance(self.plan, stored.plan) else build(stored.plan, written["plan"])
-            self._read[kind] = weights.requires_grad_(False), plan
-        return self._read[kind]
+            self._read[kind] = weights.requires_grad_(False), build(stored.plan, written["plan"])
+        weights, plan = self._read[kind]
+        return weights, self.plan if isinstance(self.plan, stored.plan) else plan
 
     def _layerskip(self, length: int | None) -> Drafter:
         """The model's own exit, a quarter of the way up unless a tuned plan says where."""
