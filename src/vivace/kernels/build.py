@@ -21,12 +21,14 @@ SOURCES = Path(__file__).parent / "native"
 LIBRARY = Path(__file__).parent / "libvivace_kernels.so"
 
 AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 UNITS: dict[str, tuple[str, ...]] = {
     "entry.cpp": (),
     "pool.cpp": (),
     "body_avx2.cpp": AVX2,
     "body_avx2vnni.cpp": (*AVX2, "-mavxvnni"),
-    "body_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"),
+    "body_avx512.cpp": AVX512,
+    "body_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 """No contraction: two copies of an expression must not differ in their last bit."""
