@@ -20,9 +20,8 @@ inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row)
 }
 
 // sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1; the place where formats differ.
-inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
-                      float* sums) {
-    if (try_tiles(unit, m, tile, count, x, stride, rows, sums)) return;
+inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                           float* sums) {
     switch ((Format)m.format) {
         case TILES:
             return sum_bf16_tiles(m, tile, count, x, stride, rows, sums);
@@ -41,6 +40,13 @@ inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, 
             for (int i = 0; i < count; ++i) sum_exact_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
             return;
     }
+}
+
+inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                      float* sums) {
+    const int some = count_in_tiles(m, tile, count, rows);
+    if (some > 0) sum_in_tiles(unit, m, tile, some, x, stride, rows, sums);
+    if (some < count) sum_in_vectors(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
 }
 
 // Rows of a call in blocks of equal size.

@@ -103,8 +103,67 @@ void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums)
     acc.put(sums, rows.count);
 }
 
+// Inputs of rows of weights that are multiplied in tiles; wider ones, and odd ones, are left to vectors.
+constexpr int64_t MOST_TURNED = 4096;
+
+inline bool is_turned(const Matrix& m) { return m.in % 2 == 0 && m.in <= MOST_TURNED; }
+
+// Weights that lie row by row are tiles of a product the other way round: sixteen outputs times rows of inputs, which
+// are turned for it once.
+class TurnedRows {
+public:
+    void hold(const Rows& rows, int64_t pairs) {
+        if (rows.x == x_ && rows.count == count_) return;
+        const bf16* each[LANES];
+        for (int64_t i = 0; i < LANES; ++i) each[i] = rows.x + (i < rows.count ? i : rows.count - 1) * rows.stride;
+        turn_rows(each, pairs, turned_);
+        x_ = rows.x, count_ = rows.count;
+    }
+
+    // sums[r][lane]: weights of `lane` begin at w + lane * stride.
+    template <class Fetch>
+    void sum(const bf16* w, int64_t stride, int64_t step, int64_t pairs, float* sums, Fetch fetch) const {
+        clear_tile<SUMS>();
+        int64_t pair = 0;
+        for (; pair + TILE_PAIRS <= pairs; pair += TILE_PAIRS, w += step) {
+            fetch(pair);
+            multiply<INPUTS, WEIGHTS>(w, stride, pair);
+        }
+        if (pair < pairs) multiply<LAST_INPUTS, LAST_WEIGHTS>(w, stride, pair);
+        alignas(64) float products[LANES][TILE_ROWS], turned[TILE_ROWS][LANES];
+        store_tile<SUMS>(products);
+        const bf16* each[LANES];
+        for (int64_t i = 0; i < LANES; ++i) each[i] = (const bf16*)products[i];
+        turn_pairs(each, 0, (bf16*)turned);
+        __builtin_memcpy(sums, turned, count_ * sizeof *turned);
+    }
+
+private:
+    template <int W, int X>
+    void multiply(const bf16* w, int64_t stride, int64_t pair) const {
+        load_tile<X>(turned_ + pair * 2 * LANES, 64);
+        load_tile<W>(w, stride * (int64_t)sizeof(bf16));
+        multiply_tiles<SUMS, W, X>();
+    }
+
+    const bf16* x_ = nullptr;
+    int64_t count_ = 0;
+    alignas(64) bf16 turned_[MOST_TURNED * TILE_ROWS];
+};
+
+// sums[r][lane] of the outputs of one whole tile of a row-major matrix; fetches the next tile, in four streams.
+inline void sum_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
+    const bf16* w = m.weight + tile * LANES * m.in;
+    const char* next = (const char*)(w + LANES * m.in);
+    const int64_t quarter = m.in * LANES / 4 * (int64_t)sizeof(bf16);
+    rows.sum(w, m.in, 2 * TILE_PAIRS, m.in / 2, sums, [&](int64_t pair) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(next + i % 4 * quarter + (pair / 4 + i / 4) * 64);
+    });
+}
+
 // Rows from which on integer products are faster in tiles.
-constexpr int64_t MIN_INT_ROWS = 3;
+constexpr int64_t MIN_INT_ROWS = MAX_INT_ROWS + 1;
 
 // The weights of a group, 64 inputs of sixteen outputs, a byte each.
 template <class Kind>
@@ -155,6 +214,18 @@ void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
             Kind(m, tile + i, groups).put(total[i][r], sums + (i * rows.count + r) * LANES);
 }
 
+// As sum_rows_amx, of weights that are put together first.
+inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, bf16* room, float* sums) {
+    const int64_t steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS, width = steps * EXACT_INPUTS;
+    for (int64_t first = 0; first < LANES; first += 4)
+        for_steps<4, 0>(m, (tile * LANES + first) / 4, steps, [&](int64_t k, const Tile* outputs) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+            for (int64_t o = 0; o < 4; ++o)
+                _mm512_store_si512(room + (first + o) * width + k * EXACT_INPUTS, (__m512i)outputs[o].pair);
+        });
+    rows.sum(room, width, 2 * TILE_PAIRS, m.in / 2, sums, [](int64_t) {});
+}
+
 using SumGroup = void (*)(const Matrix&, int64_t, const Rows&, float*);
 const SumGroup SUM_TILES_AMX[] = {sum_tiles_amx<1>, sum_tiles_amx<2>, sum_tiles_amx<3>, sum_tiles_amx<4>};
 const SumGroup SUM_LUT4_AMX[] = {sum_lut4_amx<1>, sum_lut4_amx<2>, sum_lut4_amx<3>, sum_lut4_amx<4>};
@@ -162,33 +233,47 @@ template <class Kind>
 constexpr SumGroup SUM_INTS_AMX[] = {sum_ints_amx<Kind, 1>, sum_ints_amx<Kind, 2>, sum_ints_amx<Kind, 3>,
                                      sum_ints_amx<Kind, 4>};
 
-// What makes the sums of a group of `count` tiles; null where dot products in registers do.
-inline SumGroup sum_in_tiles(const Matrix& m, int count, int64_t rows) {
-    if (is_low_bit(m) && rows < MIN_INT_ROWS) return nullptr;
-    switch ((Format)m.format) {
-        case TILES:
-            return SUM_TILES_AMX[count - 1];
-        case INT8:
-            return SUM_INTS_AMX<Int8Tiles>[count - 1];
-        case Q4:
-            return SUM_INTS_AMX<Q4Tiles>[count - 1];
-        case LUT4:
-            return SUM_LUT4_AMX[count - 1];
-        case EXACT12:
-            return sum_exact_amx;
-        default:
-            return nullptr;
-    }
+// What a call keeps beside the registers.
+struct TileUnit {
+    TileRegisters registers;
+    TurnedRows turned;
+    alignas(64) bf16 room[MOST_TURNED * LANES];
+};
+
+// How many of some tiles of outputs are summed in tile registers: all, none, or all but a last one that is not whole.
+inline int count_in_tiles(const Matrix& m, int64_t tile, int count, int64_t rows) {
+    if (is_low_bit(m)) return rows < MIN_INT_ROWS ? 0 : count;
+    if (m.format != ROW_MAJOR && m.format != EXACT12_ROWS) return count;
+    return !is_turned(m) ? 0 : (tile + count) * LANES <= m.out ? count : count - 1;
 }
 
-// Makes them and is true, or leaves them to registers.
-inline bool try_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride,
-                      int64_t rows, float* sums) {
-    const SumGroup sum = sum_in_tiles(m, count, rows);
-    if (sum == nullptr) return false;
-    unit.shape(rows, is_low_bit(m) ? 0 : (m.in + 1) / 2 % TILE_PAIRS);
-    sum(m, tile, {x, stride, rows}, sums);
-    return true;
+// sums[i][r][lane] of those.
+inline void sum_in_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride,
+                         int64_t num_rows, float* sums) {
+    const Rows rows{x, stride, num_rows};
+    const int64_t rest = is_low_bit(m) ? 0 : (m.in + 1) / 2 % TILE_PAIRS;
+    const bool is_in_rows = m.format == ROW_MAJOR || m.format == EXACT12_ROWS;
+    unit.registers.shape(is_in_rows ? LANES : num_rows, rest);
+    if (is_in_rows) unit.turned.hold(rows, m.in / 2);
+    switch ((Format)m.format) {
+        case TILES:
+            return SUM_TILES_AMX[count - 1](m, tile, rows, sums);
+        case ROW_MAJOR:
+            for (int i = 0; i < count; ++i) sum_rows_amx(m, tile + i, unit.turned, sums + i * num_rows * LANES);
+            return;
+        case INT8:
+            return SUM_INTS_AMX<Int8Tiles>[count - 1](m, tile, rows, sums);
+        case Q4:
+            return SUM_INTS_AMX<Q4Tiles>[count - 1](m, tile, rows, sums);
+        case LUT4:
+            return SUM_LUT4_AMX[count - 1](m, tile, rows, sums);
+        case EXACT12:
+            return sum_exact_amx(m, tile, rows, sums);
+        case EXACT12_ROWS:
+            for (int i = 0; i < count; ++i)
+                sum_exact_rows_amx(m, tile + i, unit.turned, unit.room, sums + i * num_rows * LANES);
+            return;
+    }
 }
 
 }  // namespace

@@ -24,9 +24,9 @@ struct alignas(64) TileShapes {
 };
 
 // The registers while an item uses them.
-class TileUnit {
+class TileRegisters {
 public:
-    ~TileUnit() {
+    ~TileRegisters() {
         if (rows_ != 0) asm volatile("tilerelease");
     }
 
