@@ -59,11 +59,10 @@ void sum_tiles_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums)
     const bf16* w = m.weight + tile * size;
     TileSums<M> acc;
     for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
-        const int64_t at = pair * 2 * LANES, ahead = at + near + (at + near < size ? 0 : (M - 1) * size);
-        acc.step(rows, pair, pairs, [&](int i) {
-            if (pairs - pair >= TILE_PAIRS) approach(w + i * size + at, w + i * size + ahead);
-            return w + i * size + at;
-        });
+        const bf16* const tiles = w + pair * 2 * LANES;
+        const int64_t ahead = near + (pair * 2 * LANES + near < size ? 0 : (M - 1) * size);
+        if (pairs - pair >= TILE_PAIRS) approach<M>(tiles, size * sizeof(bf16), ahead * sizeof(bf16));
+        acc.step(rows, pair, pairs, [&](int i) { return tiles + i * size; });
     }
     acc.put(sums, rows.count);
 }
@@ -91,15 +90,17 @@ void sum_lut4_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
 }
 
 void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
-    const int64_t pairs = (m.in + 1) / 2;
+    const int64_t pairs = (m.in + 1) / 2, last = (pairs - 1) / TILE_PAIRS;
     TileSums<GROUP> acc;
-    Assembled<GROUP> whole;
+    Assembled<GROUP> whole[2];  // multiplied when the next is complete: what was just stored is slow to load
     for_steps<GROUP, 0>(m, tile / GROUP, pairs, [&](int64_t pair, const Tile* tiles) __attribute__((always_inline)) {
+        const int64_t at = pair / TILE_PAIRS;
 #pragma GCC unroll 4
-        for (int i = 0; i < GROUP; ++i) whole.set(i, pair, tiles[i]);
-        if (pair % TILE_PAIRS == TILE_PAIRS - 1 || pair == pairs - 1)
-            acc.step(rows, pair / TILE_PAIRS * TILE_PAIRS, pairs, whole);
+        for (int i = 0; i < GROUP; ++i) whole[at % 2].set(i, pair, tiles[i]);
+        if (pair % TILE_PAIRS == TILE_PAIRS - 1 && at > 0) acc.step(rows, (at - 1) * TILE_PAIRS, pairs, whole[(at - 1) % 2]);
     });
+    if (last > 0 && pairs % TILE_PAIRS != 0) acc.step(rows, (last - 1) * TILE_PAIRS, pairs, whole[(last - 1) % 2]);
+    acc.step(rows, last * TILE_PAIRS, pairs, whole[last % 2]);
     acc.put(sums, rows.count);
 }
 
@@ -120,30 +121,48 @@ public:
         x_ = rows.x, count_ = rows.count;
     }
 
-    // sums[r][lane]: weights of `lane` begin at w + lane * stride.
-    template <class Fetch>
-    void sum(const bf16* w, int64_t stride, int64_t step, int64_t pairs, float* sums, Fetch fetch) const {
-        clear_tile<SUMS>();
-        int64_t pair = 0;
-        for (; pair + TILE_PAIRS <= pairs; pair += TILE_PAIRS, w += step) {
-            fetch(pair);
-            multiply<INPUTS, WEIGHTS>(w, stride, pair);
+    // Products of outputs whose weights lie `stride` apart, one 32 inputs at a time: four chains of sums, so that one need
+    // not wait for the other.
+    void begin() const {
+        for_each_of<GROUP>([]<int I>() { clear_tile<SUMS + I>(); });
+    }
+    void step(const bf16* w, int64_t stride, int64_t pair, int64_t pairs) const {
+        switch (pair / TILE_PAIRS % GROUP) {
+            case 0:
+                return step_chain<SUMS>(w, stride, pair, pairs);
+            case 1:
+                return step_chain<SUMS + 1>(w, stride, pair, pairs);
+            case 2:
+                return step_chain<SUMS + 2>(w, stride, pair, pairs);
+            default:
+                return step_chain<SUMS + 3>(w, stride, pair, pairs);
         }
-        if (pair < pairs) multiply<LAST_INPUTS, LAST_WEIGHTS>(w, stride, pair);
-        alignas(64) float products[LANES][TILE_ROWS], turned[TILE_ROWS][LANES];
-        store_tile<SUMS>(products);
+    }
+    // sums[r][lane]
+    void put(float* sums) const {
+        alignas(64) float chains[GROUP][LANES][TILE_ROWS], turned[TILE_ROWS][LANES];
+        for_each_of<GROUP>([&]<int I>() { store_tile<SUMS + I>(chains[I]); });
         const bf16* each[LANES];
-        for (int64_t i = 0; i < LANES; ++i) each[i] = (const bf16*)products[i];
+        for (int64_t i = 0; i < LANES; ++i) {
+            float* const sum = chains[0][i];
+            store(sum, add(add(load(sum), load(chains[1][i])), add(load(chains[2][i]), load(chains[3][i]))));
+            each[i] = (const bf16*)sum;
+        }
         turn_pairs(each, 0, (bf16*)turned);
         __builtin_memcpy(sums, turned, count_ * sizeof *turned);
     }
 
 private:
-    template <int W, int X>
+    template <int SUM>
+    void step_chain(const bf16* w, int64_t stride, int64_t pair, int64_t pairs) const {
+        if (pairs - pair >= TILE_PAIRS) multiply<SUM, INPUTS, WEIGHTS>(w, stride, pair);
+        else multiply<SUM, LAST_INPUTS, LAST_WEIGHTS>(w, stride, pair);
+    }
+    template <int SUM, int W, int X>
     void multiply(const bf16* w, int64_t stride, int64_t pair) const {
         load_tile<X>(turned_ + pair * 2 * LANES, 64);
         load_tile<W>(w, stride * (int64_t)sizeof(bf16));
-        multiply_tiles<SUMS, W, X>();
+        multiply_tiles<SUM, W, X>();
     }
 
     const bf16* x_ = nullptr;
@@ -155,11 +174,34 @@ private:
 inline void sum_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
     const bf16* w = m.weight + tile * LANES * m.in;
     const char* next = (const char*)(w + LANES * m.in);
-    const int64_t quarter = m.in * LANES / 4 * (int64_t)sizeof(bf16);
-    rows.sum(w, m.in, 2 * TILE_PAIRS, m.in / 2, sums, [&](int64_t pair) {
+    const int64_t pairs = m.in / 2, quarter = m.in * LANES / 4 * (int64_t)sizeof(bf16);
+    rows.begin();
+    for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(next + i % 4 * quarter + (pair / 4 + i / 4) * 64);
-    });
+        rows.step(w + 2 * pair, m.in, pair, pairs);
+    }
+    rows.put(sums);
+}
+
+// As sum_rows_amx, of weights that are put together first, four outputs at a time, 32 inputs of sixteen outputs side by
+// side; meanwhile what they are made of is fetched for the next tile.
+inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, bf16* room, float* sums) {
+    const int64_t pairs = m.in / 2, steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS, group = tile * LANES / 4;
+    for (int64_t first = 0; first < LANES; first += 4)
+        for_steps<4, 0>(m, group + first / 4, steps, [&](int64_t k, const Tile* outputs) __attribute__((always_inline)) {
+            bf16* const to = room + (k * LANES + first) * EXACT_INPUTS;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * EXACT_INPUTS, (__m512i)outputs[i].pair);
+        });
+    const char* next = (const char*)m.weight + (group + 4) * 3 * steps * 64;
+    rows.begin();
+    for (int64_t k = 0; k < steps; ++k, next += 8 * 64) {
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < 8; ++i) __builtin_prefetch(next + 64 * i);
+        rows.step(room + k * LANES * EXACT_INPUTS, EXACT_INPUTS, k * TILE_PAIRS, pairs);
+    }
+    rows.put(sums);
 }
 
 // Rows from which on integer products are faster in tiles.
@@ -169,7 +211,7 @@ constexpr int64_t MIN_INT_ROWS = MAX_INT_ROWS + 1;
 template <class Kind>
 inline const void* int_tile(const Kind& kind, const uint8_t* w, uint8_t* room) {
     if constexpr (Kind::PARTS == 1) {
-        approach(w, w + INT_AHEAD);
+        approach<1>(w, 0, INT_AHEAD);
         return w;
     }
     for (int64_t at = 0; at < INT_GROUP * LANES; at += 64 * Kind::PARTS, w += 64) {
@@ -212,18 +254,6 @@ void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
     for (int i = 0; i < M; ++i)
         for (int64_t r = 0; r < rows.count; ++r)
             Kind(m, tile + i, groups).put(total[i][r], sums + (i * rows.count + r) * LANES);
-}
-
-// As sum_rows_amx, of weights that are put together first.
-inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, bf16* room, float* sums) {
-    const int64_t steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS, width = steps * EXACT_INPUTS;
-    for (int64_t first = 0; first < LANES; first += 4)
-        for_steps<4, 0>(m, (tile * LANES + first) / 4, steps, [&](int64_t k, const Tile* outputs) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-            for (int64_t o = 0; o < 4; ++o)
-                _mm512_store_si512(room + (first + o) * width + k * EXACT_INPUTS, (__m512i)outputs[o].pair);
-        });
-    rows.sum(room, width, 2 * TILE_PAIRS, m.in / 2, sums, [](int64_t) {});
 }
 
 using SumGroup = void (*)(const Matrix&, int64_t, const Rows&, float*);

@@ -75,14 +75,18 @@ inline __attribute__((always_inline)) void for_each_of(Use use) {
     use.template operator()<N - 1>();
 }
 
-// Sixteen lines of weights are about to be read as a tile; later ones are fetched. Tile loads by themselves do not keep
-// memory busy, plain loads do.
-inline void approach(const void* tile, const void* later) {
+// M whole tiles of weights, `apart` bytes from each other, are about to be loaded; those `ahead` of them are fetched. Tile
+// loads by themselves do not keep memory busy, plain loads do.
+template <int M>
+inline __attribute__((always_inline)) void approach(const void* tiles, int64_t apart, int64_t ahead) {
 #pragma GCC unroll 16
-    for (int line = 0; line < 16; ++line) {
-        __builtin_prefetch((const char*)later + 64 * line);
-        asm volatile("movl (%0), %%eax" : : "r"((const char*)tile + 64 * line) : "eax", "memory");
-    }
+    for (int line = 0; line < 16; ++line)
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) {
+            const char* p = (const char*)tiles + i * apart + 64 * line;
+            __builtin_prefetch(p + ahead);
+            asm volatile("movl (%0), %%eax" : : "r"(p) : "eax", "memory");
+        }
 }
 
 }  // namespace
