@@ -11,7 +11,7 @@ from vivace.errors import DependencyError
 from vivace.kernels.build import LIBRARY, fingerprint
 
 FEATURES = {"avx2": 1, "avx512": 2, "amx": 4}
-"""Bit of ``vivace_features`` that says a body runs here."""
+"""Bit of ``vivace_features`` that says a body runs here; for amx it asks the system, once, for the tile registers."""
 
 BODIES = {"avx2": 0, "avx512": 1, "amx": 3}
 AVX2_WITHOUT_VNNI = 2
