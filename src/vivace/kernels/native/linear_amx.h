@@ -25,21 +25,24 @@ struct TileSums {
     // The pairs of inputs from `pair` on, whose weights for output tile i lie at weights(i).
     template <class Weights>
     void step(const Rows& rows, int64_t pair, int64_t pairs, Weights weights) {
-        if (pairs - pair >= TILE_PAIRS) multiply<INPUTS, WEIGHTS>(rows, pair, weights);
-        else multiply<LAST_INPUTS, LAST_WEIGHTS>(rows, pair, weights);
+        for_each_of<M>([&]<int I>() { step_one<I>(rows, pair, pairs, weights(I), I == 0); });
+    }
+    // Those of output tile I alone; the first one loads the inputs for all.
+    template <int I>
+    void step_one(const Rows& rows, int64_t pair, int64_t pairs, const bf16* weights, bool is_first) {
+        if (pairs - pair >= TILE_PAIRS) multiply<I, INPUTS, WEIGHTS>(rows, pair, weights, is_first);
+        else multiply<I, LAST_INPUTS, LAST_WEIGHTS>(rows, pair, weights, is_first);
     }
     void put(float* sums, int64_t rows) const {
         for_each_of<M>([&]<int I>() { store_tile<SUMS + I>(sums + I * rows * LANES); });
     }
 
 private:
-    template <int X, int W, class Weights>
-    void multiply(const Rows& rows, int64_t pair, Weights weights) {
-        load_tile<X>(rows.x + 2 * pair, rows.stride * (int64_t)sizeof(bf16));
-        for_each_of<M>([&]<int I>() {
-            load_tile<W>(weights(I), 64);
-            multiply_tiles<SUMS + I, X, W>();
-        });
+    template <int I, int X, int W>
+    void multiply(const Rows& rows, int64_t pair, const bf16* weights, bool is_first) {
+        if (is_first) load_tile<X>(rows.x + 2 * pair, rows.stride * (int64_t)sizeof(bf16));
+        load_tile<W>(weights, 64);
+        multiply_tiles<SUMS + I, X, W>();
     }
 };
 
@@ -89,18 +92,30 @@ void sum_lut4_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
     acc.put(sums, rows.count);
 }
 
+// Weights are multiplied while the next are put together, a tile of outputs at a time: what was just stored is slow to
+// load, and both keep busy what the other leaves idle.
 void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
-    const int64_t pairs = (m.in + 1) / 2, last = (pairs - 1) / TILE_PAIRS;
+    constexpr int64_t TURN = TILE_PAIRS / GROUP;
+    const int64_t pairs = (m.in + 1) / 2, last = (pairs - 1) / TILE_PAIRS * TILE_PAIRS;
     TileSums<GROUP> acc;
-    Assembled<GROUP> whole[2];  // multiplied when the next is complete: what was just stored is slow to load
+    Assembled<GROUP> whole[2];
     for_steps<GROUP, 0>(m, tile / GROUP, pairs, [&](int64_t pair, const Tile* tiles) __attribute__((always_inline)) {
-        const int64_t at = pair / TILE_PAIRS;
+        Assembled<GROUP>& now = whole[pair / TILE_PAIRS % 2];
 #pragma GCC unroll 4
-        for (int i = 0; i < GROUP; ++i) whole[at % 2].set(i, pair, tiles[i]);
-        if (pair % TILE_PAIRS == TILE_PAIRS - 1 && at > 0) acc.step(rows, (at - 1) * TILE_PAIRS, pairs, whole[(at - 1) % 2]);
+        for (int i = 0; i < GROUP; ++i) now.set(i, pair, tiles[i]);
+        const int64_t before = pair / TILE_PAIRS * TILE_PAIRS - TILE_PAIRS;
+        if (pair % TURN == 0 && before >= 0)
+            for_each_of<GROUP>([&]<int I>() {
+                if (pair % TILE_PAIRS == I * TURN)
+                    acc.template step_one<I>(rows, before, pairs, whole[before / TILE_PAIRS % 2](I), I == 0);
+            });
     });
-    if (last > 0 && pairs % TILE_PAIRS != 0) acc.step(rows, (last - 1) * TILE_PAIRS, pairs, whole[(last - 1) % 2]);
-    acc.step(rows, last * TILE_PAIRS, pairs, whole[last % 2]);
+    const int64_t done = (pairs - 1 - last) / TURN + 1;  // tiles of outputs whose turn came beside the last pairs
+    for_each_of<GROUP>([&]<int I>() {
+        if (last > 0 && I >= done)
+            acc.template step_one<I>(rows, last - TILE_PAIRS, pairs, whole[(last / TILE_PAIRS - 1) % 2](I), false);
+    });
+    acc.step(rows, last, pairs, whole[last / TILE_PAIRS % 2]);
     acc.put(sums, rows.count);
 }
 
