@@ -199,22 +199,54 @@ inline void sum_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, 
     rows.put(sums);
 }
 
-// As sum_rows_amx, of weights that are put together first, four outputs at a time, 32 inputs of sixteen outputs side by
-// side; meanwhile what they are made of is fetched for the next tile.
-inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, bf16* room, float* sums) {
-    const int64_t pairs = m.in / 2, steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS, group = tile * LANES / 4;
-    for (int64_t first = 0; first < LANES; first += 4)
-        for_steps<4, 0>(m, group + first / 4, steps, [&](int64_t k, const Tile* outputs) __attribute__((always_inline)) {
-            bf16* const to = room + (k * LANES + first) * EXACT_INPUTS;
+// The steps of four outputs of an EXACT12_ROWS matrix in their order.
+class ExactOutputs {
+public:
+    void begin(const Matrix& m, int64_t group, int64_t steps) {
+        const ExactSide& side = *(const ExactSide*)m.scales;
+        const int32_t* places = side.places();
+        plane_ = steps * 64;
+        w_ = (const uint8_t*)m.weight + group * 3 * plane_;
+        place_ = places + places[group], stop_ = places + places[group + 1];
+        last_ = side.last(places[group] - places[0]);
+    }
+    // 32 inputs each; what is read four groups later is fetched.
+    void put(int64_t k, const UpperBytes& upper, bf16* to) {
+        for (int which = 0; which < 3; ++which) __builtin_prefetch(w_ + (12 + which) * plane_);
+        Tile tiles[4];
+        if (place_ < stop_ && *place_ == k) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * EXACT_INPUTS, (__m512i)outputs[i].pair);
-        });
-    const char* next = (const char*)m.weight + (group + 4) * 3 * steps * 64;
+            for (int i = 0; i < 4; ++i) tiles[i] = Tile(i < 3 ? (const bf16*)(w_ + i * plane_) : last_);
+            ++place_, last_ += 2 * LANES;
+        } else {
+            upper.template join<false>(w_, w_ + 2 * plane_, tiles);
+            upper.template join<true>(w_ + plane_, w_ + 2 * plane_, tiles + 2);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * EXACT_INPUTS, (__m512i)tiles[i].pair);
+        w_ += 64;
+    }
+
+private:
+    const uint8_t* w_;
+    int64_t plane_;
+    const int32_t *place_, *stop_;
+    const bf16* last_;
+};
+
+// As sum_rows_amx, of weights that are put together first, a step ahead of the products.
+inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
+    const int64_t pairs = m.in / 2, steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS;
+    const UpperBytes upper(((const ExactSide*)m.scales)->upper);
+    ExactOutputs outputs[LANES / 4];
+    for (int i = 0; i < LANES / 4; ++i) outputs[i].begin(m, tile * LANES / 4 + i, steps);
+    alignas(64) bf16 room[2][LANES * EXACT_INPUTS];
     rows.begin();
-    for (int64_t k = 0; k < steps; ++k, next += 8 * 64) {
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < 8; ++i) __builtin_prefetch(next + 64 * i);
-        rows.step(room + k * LANES * EXACT_INPUTS, EXACT_INPUTS, k * TILE_PAIRS, pairs);
+    for (int64_t k = 0; k <= steps; ++k) {
+        if (k < steps)
+#pragma GCC unroll 4
+            for (int i = 0; i < LANES / 4; ++i) outputs[i].put(k, upper, room[k % 2] + i * 4 * EXACT_INPUTS);
+        if (k > 0) rows.step(room[(k - 1) % 2], EXACT_INPUTS, (k - 1) * TILE_PAIRS, pairs);
     }
     rows.put(sums);
 }
@@ -282,7 +314,6 @@ constexpr SumGroup SUM_INTS_AMX[] = {sum_ints_amx<Kind, 1>, sum_ints_amx<Kind, 2
 struct TileUnit {
     TileRegisters registers;
     TurnedRows turned;
-    alignas(64) bf16 room[MOST_TURNED * LANES];
 };
 
 // How many of some tiles of outputs are summed in tile registers: all, none, or all but a last one that is not whole.
@@ -316,7 +347,7 @@ inline void sum_in_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int coun
             return sum_exact_amx(m, tile, rows, sums);
         case EXACT12_ROWS:
             for (int i = 0; i < count; ++i)
-                sum_exact_rows_amx(m, tile + i, unit.turned, unit.room, sums + i * num_rows * LANES);
+                sum_exact_rows_amx(m, tile + i, unit.turned, sums + i * num_rows * LANES);
             return;
     }
 }
