@@ -1,5 +1,6 @@
-// Sums in tile registers, whatever the weights lie in. A row's sums are made in the same order alone and among others,
-// and all formats of bfloat16 weights give the same bits; integer products are exact, so theirs are any body's.
+// Sums in tile registers, whatever the weights lie in. A row's sums are made in the same order alone and among others.
+// Formats of bfloat16 weights in tiles give each other's bits, and so do those in rows; integer products are exact, so
+// theirs are any body's.
 #pragma once
 #include "linear_exact.h"
 #include "linear_lut4.h"
