@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--weights", default="bf16", help="formats of matrices; all models in each")
-    parser.add_argument("--kernels", default="auto", help="auto, avx2 or avx512")
+    parser.add_argument("--kernels", default="auto", help="auto, avx2, avx512 or amx")
     options = parser.parse_args()
     choice = choose(options.kernels)
     if choice.body is None:

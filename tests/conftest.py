@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL:
         return open_library()
 
 
-@pytest.fixture(params=["avx2", "avx512"])
+@pytest.fixture(params=["avx2", "avx512", "amx"])
 def body(request: pytest.FixtureRequest, library: ctypes.CDLL) -> object:
     """Each native body this processor runs."""
     from vivace.kernels.library import runnable

@@ -154,7 +154,7 @@ def load(
         adapters: a folder, or folders by name, each used by the method it says it is for; a method without one
             uses ``<model>/adapters/<method>``.
         draft_model: a smaller checkpoint for the method ``draft``.
-        kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2" or "avx512".
+        kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2", "avx512" or "amx".
         weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8",
             "q4" or "lut4", which are rounded while they are read and compute in bfloat16 where ``dtype`` is "auto"; or
             "exact12", bfloat16 in twelve bits without loss.

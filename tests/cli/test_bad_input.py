@@ -183,7 +183,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "unknown kernels": (
         (*GENERATE, "--kernels", "fast"),
         USAGE,
-        "kernels must be auto, torch, avx2 or avx512, found 'fast'",
+        "kernels must be auto, torch, avx2, avx512 or amx, found 'fast'",
     ),
     "missing prompt file": (("generate", "--prompt-file", "no.jsonl", "--model", "tiny"), FAILED, "no such file"),
     "broken line of a prompt file": (

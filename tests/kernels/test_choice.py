@@ -11,11 +11,12 @@ from vivace.errors import ConfigError, DependencyError, UnsupportedError
 from vivace.kernels import build, choice, library
 from vivace.kernels.choice import choose
 
-ALL = frozenset({"avx2", "avx512"})
+ALL = frozenset({"avx2", "avx512", "amx"})
 
 
 def test_the_best_there_is(library: ctypes.CDLL) -> None:
-    assert choose(features=ALL).name == "avx512"
+    assert choose(features=ALL).name == "amx"
+    assert choose(features=ALL - {"amx"}).name == "avx512"
     assert choose(features={"avx2"}).name == "avx2"
     assert choose(features=frozenset()).name == "torch"
     assert "neither" in choose(features=frozenset()).reason
@@ -27,6 +28,8 @@ def test_pinned(library: ctypes.CDLL) -> None:
     assert (torch.name, torch.body) == ("torch", None)
     with pytest.raises(UnsupportedError, match="cannot run the avx512 kernels"):
         choose("avx512", features={"avx2"})
+    with pytest.raises(UnsupportedError, match=r"its system or the compiler .* cannot run the amx kernels"):
+        choose("amx", features=ALL - {"amx"})
     with pytest.raises(ConfigError, match="did you mean 'avx512'"):
         choose("avx521")
 
@@ -61,6 +64,29 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match=r"no C\+\+ compiler was found|no native body"):
         build.compile_library(tmp_path / "out.so")
     assert not (tmp_path / "out.so").exists()
+
+
+def test_a_compiler_without_amx(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other bodies are built all the same, and it is said; a body that every compiler knows is no option."""
+    compiled: list[str] = []
+
+    def call(_: str, *flags: str) -> None:
+        if refused in flags:
+            raise build.BuildError(f"unrecognized option {refused}")
+        compiled.extend(Path(flag).name for flag in flags if flag.endswith(".cpp"))
+        Path(flags[-1]).touch()
+
+    monkeypatch.setattr(build, "compiler", lambda: "c++")
+    monkeypatch.setattr(build, "_call", call)
+    refused = "-mamx-tile"
+    build.compile_library(tmp_path / "out.so")
+    assert compiled == list(build.UNITS)
+    assert "-mamx-tile; the library is built without the amx kernels" in capsys.readouterr().err
+    refused = "-mavx2"
+    with pytest.raises(build.BuildError, match="unrecognized option -mavx2"):
+        build.compile_library(tmp_path / "other.so")
 
 
 def test_other_processors_have_no_native_body(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ As in ``test_row_invariance``, sums cancel, so that the order of summation is al
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_row_invariance import cancelling, cancelling_attention, normal
+from vivace.kernels.library import runnable
 from vivace.kernels.native import Matrix, NativeBody, pack
 
 ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 64)
@@ -43,6 +45,19 @@ def test_linear(body: NativeBody, widths: tuple[int, int], packed: bool) -> None
         assert torch.equal(body.linear(m, x[:count]), alone[:count]), f"first of {count} rows"
         assert torch.equal(body.linear(m, x[-count:]), alone[-count:]), f"last of {count} rows"
         assert torch.equal(body.gated(gate, gate, x[-count:], "silu"), gated[-count:]), f"{count} gated rows"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_tile_registers_sum_even_and_odd_inputs_apart(library: ctypes.CDLL, packed: bool) -> None:
+    """As no other body does: what is lost beside a large number in one chain is kept in two."""
+    if "amx" not in runnable(library):
+        pytest.skip("this processor does not run the amx kernels")
+    weight = torch.tensor([2.0**30, 1, -(2.0**30), 1] + [0.0] * 28).bfloat16().repeat(16, 1)
+    for rows in (1, 3, 16, 20):
+        m, x = Matrix(pack(weight) if packed else weight, None, 32, 16), torch.ones(rows, 32).bfloat16()
+        assert (NativeBody("amx", library).linear(m, x) == 2).all()
+        if packed:
+            assert (NativeBody("avx512", library).linear(m, x) == 0).all()
 
 
 def test_norm(body: NativeBody) -> None:

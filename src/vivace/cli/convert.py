@@ -53,7 +53,7 @@ def convert(
     active: Annotated[float, typer.Option(help="Share of the neurons that --calibrate keeps (selected).")] = 0.5,
     dtype: options.Dtype = "auto",
     kernels: Annotated[
-        str, typer.Option(help="Those that shall stream a store: auto, torch, avx2 or avx512.")
+        str, typer.Option(help="Those that shall stream a store: auto, torch, avx2, avx512 or amx.")
     ] = "auto",
     as_json: options.AsJson = False,
 ) -> None:

@@ -35,7 +35,7 @@ Device = Annotated[str, typer.Option("--device", help="auto or cpu.", rich_help_
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]
-Kernels = Annotated[str, typer.Option("--kernels", help="auto, torch, avx2 or avx512.", rich_help_panel=_MODEL)]
+Kernels = Annotated[str, typer.Option("--kernels", help="auto, torch, avx2, avx512 or amx.", rich_help_panel=_MODEL)]
 Weights = Annotated[
     str,
     typer.Option(

@@ -10,6 +10,8 @@ from vivace.kernels.library import BODIES, open_library, runnable
 from vivace.kernels.native import NativeBody
 
 NAMES = ("auto", "torch", *BODIES)
+LACKING = {"amx": "processor, its system or the compiler that built the library"}
+"""What a body may lack beside the processor's instructions."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Choice:
     """The body of the hot operations and why it is this one."""
 
     name: str
-    """"torch", "avx2" or "avx512"."""
+    """"torch", "avx2", "avx512" or "amx"."""
     reason: str
     body: NativeBody | None
     """None for the torch reference."""
@@ -36,7 +38,7 @@ def choose(asked: str = "auto", *, features: Set[str] | None = None) -> Choice:
         UnsupportedError: this processor lacks the instructions asked for.
     """
     if asked not in NAMES:
-        raise ConfigError(f"kernels must be auto, torch, avx2 or avx512, found {asked!r}{nearest(asked, NAMES)}")
+        raise ConfigError(f"kernels must be auto, torch, avx2, avx512 or amx, found {asked!r}{nearest(asked, NAMES)}")
     if asked == "torch":
         return Choice("torch", "asked for", None)
     try:
@@ -48,7 +50,9 @@ def choose(asked: str = "auto", *, features: Set[str] | None = None) -> Choice:
     able = runnable(library) if features is None else features
     if asked != "auto":
         if asked not in able:
-            raise UnsupportedError(f"this processor cannot run the {asked} kernels; use --kernels auto")
+            raise UnsupportedError(
+                f"this {LACKING.get(asked, 'processor')} cannot run the {asked} kernels; use --kernels auto"
+            )
         return Choice(asked, "asked for", NativeBody(asked, library))
     for name in reversed(BODIES):
         if name in able:

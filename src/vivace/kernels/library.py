@@ -10,10 +10,10 @@ from pathlib import Path
 from vivace.errors import DependencyError
 from vivace.kernels.build import LIBRARY, fingerprint
 
-FEATURES = {"avx2": 1, "avx512": 2}
-"""Bit of ``vivace_features`` that says a body runs here."""
+FEATURES = {"avx2": 1, "avx512": 2, "amx": 4}
+"""Bit of ``vivace_features`` that says a body runs here; for amx it asks the system, once, for the tile registers."""
 
-BODIES = {"avx2": 0, "avx512": 1}
+BODIES = {"avx2": 0, "avx512": 1, "amx": 3}
 AVX2_WITHOUT_VNNI = 2
 """What "avx2" is on a processor without VNNI, to be tested on one that has it."""
 

@@ -2,7 +2,7 @@
 
 Every output is one chain of sums over the inputs in their order, so neither the number of rows nor the number
 of threads changes it. Rounding stands where ``reference`` has it: a projection is rounded before anything is
-added to it. The two bodies differ from each other in bits; one is chosen once (``choice.py``).
+added to it. Bodies differ from each other in bits; one is chosen once (``choice.py``).
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def write_store(
         output: folder to make; what was there stays until all is written.
         layout: "layers", "neurons" or "selected" (see ``store.py``).
         dtype: of all weights; "auto" is the checkpoint's.
-        kernels: that shall run what is streamed: "torch", "avx2", "avx512", or "auto", native ones where they run here
-            and the layout is "layers" in bfloat16.
+        kernels: that shall run what is streamed: "torch", "avx2", "avx512", "amx", or "auto", native ones where they
+            run here and the layout is "layers" in bfloat16.
         progress: told about bytes.
 
     Raises:

@@ -37,12 +37,7 @@ struct Block {
         for (int64_t j = 0; j < count; j += LANES) {
             const bf16* rows[LANES];
             for (int64_t i = 0; i < LANES; ++i) rows[i] = k[j + i < count ? j + i : count - 1];
-            bf16* tile = tiles + j * pairs * 2;
-            int64_t pair = 0;
-            for (; pair + WIDTH <= pairs; pair += WIDTH) turn_pairs(rows, 2 * pair, tile + pair * 2 * LANES);
-            for (; pair < pairs; ++pair)
-                for (int64_t i = 0; i < LANES; ++i)
-                    __builtin_memcpy(tile + (pair * LANES + i) * 2, rows[i] + 2 * pair, 2 * sizeof(bf16));
+            turn_rows(rows, pairs, tiles + j * pairs * 2);
         }
     }
 };

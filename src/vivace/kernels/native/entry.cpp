@@ -4,17 +4,42 @@
 #include <cstring>
 #include <vector>
 
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "chain.h"
 #include "pool.h"
 #include "span.h"
 
 namespace {
 
-// 0 is avx2, 1 avx512, 2 avx2 without VNNI, for tests. Integer sums are exact, so the first and the last give the same
-// bits.
+// 0 is avx2, 1 avx512, 2 avx2 without VNNI, for tests, 3 amx. Integer sums are exact, so the first and the third give
+// the same bits.
 const Body* body_of(int64_t index) {
     static const bool has_vnni = __builtin_cpu_supports("avxvnni");
+    if (index == 3) return amx_body;
     return index == 1 ? &avx512_body : index == 0 && has_vnni ? &avx2vnni_body : &avx2_body;
+}
+
+// Whether the processor has AMX for bfloat16 and eight bits.
+bool has_amx() {
+    unsigned a, b, c, d = 0;
+    const unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted;
+}
+
+// Tile registers are large, so the system keeps them for those only who ask, once in a process.
+bool is_granted_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    static const bool is_granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return is_granted;
+#else
+    return false;
+#endif
 }
 
 int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
@@ -104,14 +129,16 @@ void run_prepared(int64_t threads, const Matrix& m, int64_t rows, Item item, con
 
 EXPORT const char* vivace_sources() { return VIVACE_SOURCES; }
 
-// Bit 0: the avx2 body runs here, bit 1: the avx512 body does.
+// Bit 0: the avx2 body runs here, bit 1: the avx512 body does, bit 2: the amx body does.
 EXPORT int64_t vivace_features() {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return (avx2 ? 1 : 0) | (avx2 && avx512 ? 2 : 0);
+    if (!avx2) return 0;
+    if (!avx512) return 1;
+    return amx_body != nullptr && has_amx() && is_granted_tiles() ? 7 : 3;
 }
 
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear* linear) {

@@ -28,6 +28,7 @@ struct Ints {
     __m512i value;
     // `shift` is what takes the added 128 back: -128 times the sum of the row's inputs.
     explicit Ints(int32_t shift) : value(_mm512_set1_epi32(shift)) {}
+    explicit Ints(__m512i sums) : value(sums) {}
     // Four neighbouring inputs of a row, for all sixteen outputs. Written out, since compilers move sums back and forth
     // around the intrinsic, and read inputs apart.
     void step(const Codes& w, const int8_t* x) {

@@ -1,8 +1,10 @@
 // Projections of few rows, whatever the weights lie in: a format says what the sums of a tile are, the rest is here.
 #pragma once
-#include "linear_exact.h"
-#include "linear_lut4.h"
-#include "linear_q4.h"
+#if defined(__AMX_TILE__)
+#include "linear_amx.h"
+#else
+#include "linear_no_amx.h"
+#endif
 
 namespace {
 
@@ -17,8 +19,9 @@ inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row)
     if (is_low_bit(m)) prepare_int_row(x + row * m.in, m.in, prepared + row * prepared_width(m));
 }
 
-// sums[i][r][lane] of at most MAX_ROWS rows over tiles tile..tile+count-1; the place where formats differ.
-inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows, float* sums) {
+// sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1; the place where formats differ.
+inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                           float* sums) {
     switch ((Format)m.format) {
         case TILES:
             return sum_bf16_tiles(m, tile, count, x, stride, rows, sums);
@@ -39,11 +42,18 @@ inline void sum_group(const Matrix& m, int64_t tile, int count, const bf16* x, i
     }
 }
 
-// Rows of a call in blocks of equal size that fit the registers.
+inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                      float* sums) {
+    const int some = count_in_tiles(m, tile, count, rows);
+    if (some > 0) sum_in_tiles(unit, m, tile, some, x, stride, rows, sums);
+    if (some < count) sum_in_vectors(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
+}
+
+// Rows of a call in blocks of equal size.
 struct RowBlocks {
     int64_t rows, size;
     explicit RowBlocks(int64_t rows) : rows(rows) {
-        const int64_t count = (rows + MAX_ROWS - 1) / MAX_ROWS;
+        const int64_t count = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         size = count ? (rows + count - 1) / count : 1;
     }
     int64_t at(int64_t first) const { return first + size <= rows ? size : rows - first; }
@@ -62,13 +72,14 @@ inline void for_lanes(int64_t tile, int64_t out, Use use) {
 // use(tile, row, sums of that row) for tiles first..stop-1; x rows are `stride` apart.
 template <class Use>
 inline void for_sums(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, int64_t first, int64_t stop, Use use) {
-    float sums[GROUP * MAX_ROWS * LANES];
+    TileUnit unit;
+    float sums[GROUP * BLOCK_ROWS * LANES];
     const RowBlocks blocks(rows);
     for (int64_t tile = first; tile < stop; tile += GROUP) {
         const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);
         for (int64_t row = 0; row < rows; row += blocks.size) {
             const int64_t some = blocks.at(row);
-            sum_group(m, tile, count, x + row * stride, stride, some, sums);
+            sum_group(unit, m, tile, count, x + row * stride, stride, some, sums);
             for (int i = 0; i < count; ++i)
                 for (int64_t r = 0; r < some; ++r) use(tile + i, row + r, sums + (i * some + r) * LANES);
         }
@@ -92,15 +103,16 @@ void project(const Matrix& m, const bf16* x, const bf16* plus, bf16* out, int64_
 }
 
 void project_gated(const Gated& g, int64_t first, int64_t stop) {
-    float gates[GROUP * MAX_ROWS * LANES], ups[GROUP * MAX_ROWS * LANES];
+    TileUnit unit;
+    float gates[GROUP * BLOCK_ROWS * LANES], ups[GROUP * BLOCK_ROWS * LANES];
     const RowBlocks blocks(g.rows);
     const int64_t stride = row_stride(g.gate);
     for (int64_t tile = first; tile < stop; tile += GROUP) {
         const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);
         for (int64_t row = 0; row < g.rows; row += blocks.size) {
             const int64_t some = blocks.at(row);
-            sum_group(g.gate, tile, count, g.x + row * stride, stride, some, gates);
-            sum_group(g.up, tile, count, g.x + row * stride, stride, some, ups);
+            sum_group(unit, g.gate, tile, count, g.x + row * stride, stride, some, gates);
+            sum_group(unit, g.up, tile, count, g.x + row * stride, stride, some, ups);
             for (int i = 0; i < count; ++i)
                 for (int64_t r = 0; r < some; ++r)
                     for_lanes(tile + i, g.gate.out, [&](int64_t lane, int64_t n) {

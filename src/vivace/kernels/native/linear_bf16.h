@@ -11,6 +11,15 @@ constexpr int GROUP = 4;  // tiles that are summed together where there are few 
 // for the first cache; where that holds whole tiles, the next ones.
 constexpr int64_t AHEAD = 64, MOST_AHEAD = 256;
 
+// tile[p][i] = pair p of rows[i]: sixteen rows as a tile of weights lies.
+inline void turn_rows(const bf16* const* rows, int64_t pairs, bf16* tile) {
+    int64_t pair = 0;
+    for (; pair + WIDTH <= pairs; pair += WIDTH) turn_pairs(rows, 2 * pair, tile + pair * 2 * LANES);
+    for (; pair < pairs; ++pair)
+        for (int64_t i = 0; i < LANES; ++i)
+            __builtin_memcpy(tile + (pair * LANES + i) * 2, rows[i] + 2 * pair, 2 * sizeof(bf16));
+}
+
 // sums[m][r][lane] of R rows over M tiles; fetches what the M tiles after them begin with.
 template <int R, int M>
 void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {

@@ -113,3 +113,4 @@ struct Body {
 extern const Body avx2_body;
 extern const Body avx2vnni_body;
 extern const Body avx512_body;
+extern const Body* const amx_body;  // null where the compiler does not know AMX

@@ -1,0 +1,356 @@
+// Sums in tile registers, whatever the weights lie in. A row's sums are made in the same order alone and among others.
+// Formats of bfloat16 weights in tiles give each other's bits, and so do those in rows; integer products are exact, so
+// theirs are any body's.
+#pragma once
+#include "linear_exact.h"
+#include "linear_lut4.h"
+#include "linear_q4.h"
+#include "tiles_amx.h"
+
+namespace {
+
+constexpr int64_t BLOCK_ROWS = TILE_ROWS;
+
+// Rows of inputs of a call.
+struct Rows {
+    const bf16* x;
+    int64_t stride, count;
+};
+
+// Sums of M tiles of outputs, in their registers.
+template <int M>
+struct TileSums {
+    TileSums() {
+        for_each_of<M>([]<int I>() { clear_tile<SUMS + I>(); });
+    }
+    // The pairs of inputs from `pair` on, whose weights for output tile i lie at weights(i).
+    template <class Weights>
+    void step(const Rows& rows, int64_t pair, int64_t pairs, Weights weights) {
+        for_each_of<M>([&]<int I>() { step_one<I>(rows, pair, pairs, weights(I), I == 0); });
+    }
+    // Those of output tile I alone; the first one loads the inputs for all.
+    template <int I>
+    void step_one(const Rows& rows, int64_t pair, int64_t pairs, const bf16* weights, bool is_first) {
+        if (pairs - pair >= TILE_PAIRS) multiply<I, INPUTS, WEIGHTS>(rows, pair, weights, is_first);
+        else multiply<I, LAST_INPUTS, LAST_WEIGHTS>(rows, pair, weights, is_first);
+    }
+    void put(float* sums, int64_t rows) const {
+        for_each_of<M>([&]<int I>() { store_tile<SUMS + I>(sums + I * rows * LANES); });
+    }
+
+private:
+    template <int I, int X, int W>
+    void multiply(const Rows& rows, int64_t pair, const bf16* weights, bool is_first) {
+        if (is_first) load_tile<X>(rows.x + 2 * pair, rows.stride * (int64_t)sizeof(bf16));
+        load_tile<W>(weights, 64);
+        multiply_tiles<SUMS + I, X, W>();
+    }
+};
+
+// Weights of M tiles of outputs that are put together before they are multiplied.
+template <int M>
+struct Assembled {
+    alignas(64) bf16 tiles[M][TILE_SIZE];
+    void set(int i, int64_t pair, const Tile& weights) {
+        _mm512_store_si512(tiles[i] + pair % TILE_PAIRS * 2 * LANES, (__m512i)weights.pair);
+    }
+    const bf16* operator()(int i) const { return tiles[i]; }
+};
+
+template <int M>
+void sum_tiles_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
+    const int64_t pairs = (m.in + 1) / 2, size = pairs * 2 * LANES, near = pairs < AHEAD ? size : AHEAD * 2 * LANES;
+    const bf16* w = m.weight + tile * size;
+    TileSums<M> acc;
+    for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
+        const bf16* const tiles = w + pair * 2 * LANES;
+        const int64_t ahead = near + (pair * 2 * LANES + near < size ? 0 : (M - 1) * size);
+        if (pairs - pair >= TILE_PAIRS) approach<M>(tiles, size * sizeof(bf16), ahead * sizeof(bf16));
+        acc.step(rows, pair, pairs, [&](int i) { return tiles + i * size; });
+    }
+    acc.put(sums, rows.count);
+}
+
+template <int M>
+void sum_lut4_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
+    const int64_t pairs = (m.in + 1) / 2, size = (pairs + 3) / 4 * 64;
+    const uint8_t* w = (const uint8_t*)m.weight + tile * size;
+    Entries entries[M];
+    for (int i = 0; i < M; ++i) entries[i] = Entries((const bf16*)m.scales + (tile + i) * 16);
+    TileSums<M> acc;
+    Assembled<M> whole;
+    for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
+        for (int i = 0; i < M; ++i)
+            for (int64_t p = pair; p < pairs && p < pair + TILE_PAIRS; p += 4) {
+                const uint8_t* codes = w + i * size + p * 16;
+                __builtin_prefetch(codes + LUT_AHEAD);
+                Tile four[4];
+                entries[i].choose(codes, four);
+                for (int j = 0; j < 4; ++j) whole.set(i, p + j, four[j]);
+            }
+        acc.step(rows, pair, pairs, whole);
+    }
+    acc.put(sums, rows.count);
+}
+
+// Weights are multiplied while the next are put together, a tile of outputs at a time: what was just stored is slow to
+// load, and both keep busy what the other leaves idle.
+void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
+    constexpr int64_t TURN = TILE_PAIRS / GROUP;
+    const int64_t pairs = (m.in + 1) / 2, last = (pairs - 1) / TILE_PAIRS * TILE_PAIRS;
+    TileSums<GROUP> acc;
+    Assembled<GROUP> whole[2];
+    for_steps<GROUP, 0>(m, tile / GROUP, pairs, [&](int64_t pair, const Tile* tiles) __attribute__((always_inline)) {
+        Assembled<GROUP>& now = whole[pair / TILE_PAIRS % 2];
+#pragma GCC unroll 4
+        for (int i = 0; i < GROUP; ++i) now.set(i, pair, tiles[i]);
+        const int64_t before = pair / TILE_PAIRS * TILE_PAIRS - TILE_PAIRS;
+        if (pair % TURN == 0 && before >= 0)
+            for_each_of<GROUP>([&]<int I>() {
+                if (pair % TILE_PAIRS == I * TURN)
+                    acc.template step_one<I>(rows, before, pairs, whole[before / TILE_PAIRS % 2](I), I == 0);
+            });
+    });
+    const int64_t done = (pairs - 1 - last) / TURN + 1;  // tiles of outputs whose turn came beside the last pairs
+    for_each_of<GROUP>([&]<int I>() {
+        if (last > 0 && I >= done)
+            acc.template step_one<I>(rows, last - TILE_PAIRS, pairs, whole[(last / TILE_PAIRS - 1) % 2](I), false);
+    });
+    acc.step(rows, last, pairs, whole[last / TILE_PAIRS % 2]);
+    acc.put(sums, rows.count);
+}
+
+// Inputs of rows of weights that are multiplied in tiles; wider ones, and odd ones, are left to vectors.
+constexpr int64_t MOST_TURNED = 4096;
+
+inline bool is_turned(const Matrix& m) { return m.in % 2 == 0 && m.in <= MOST_TURNED; }
+
+// Weights that lie row by row are tiles of a product the other way round: sixteen outputs times rows of inputs, which
+// are turned for it once.
+class TurnedRows {
+public:
+    void hold(const Rows& rows, int64_t pairs) {
+        if (rows.x == x_ && rows.count == count_) return;
+        const bf16* each[LANES];
+        for (int64_t i = 0; i < LANES; ++i) each[i] = rows.x + (i < rows.count ? i : rows.count - 1) * rows.stride;
+        turn_rows(each, pairs, turned_);
+        x_ = rows.x, count_ = rows.count;
+    }
+
+    // Products of outputs whose weights lie `stride` apart, one 32 inputs at a time: four chains of sums, so that one need
+    // not wait for the other.
+    void begin() const {
+        for_each_of<GROUP>([]<int I>() { clear_tile<SUMS + I>(); });
+    }
+    void step(const bf16* w, int64_t stride, int64_t pair, int64_t pairs) const {
+        switch (pair / TILE_PAIRS % GROUP) {
+            case 0:
+                return step_chain<SUMS>(w, stride, pair, pairs);
+            case 1:
+                return step_chain<SUMS + 1>(w, stride, pair, pairs);
+            case 2:
+                return step_chain<SUMS + 2>(w, stride, pair, pairs);
+            default:
+                return step_chain<SUMS + 3>(w, stride, pair, pairs);
+        }
+    }
+    // sums[r][lane]
+    void put(float* sums) const {
+        alignas(64) float chains[GROUP][LANES][TILE_ROWS], turned[TILE_ROWS][LANES];
+        for_each_of<GROUP>([&]<int I>() { store_tile<SUMS + I>(chains[I]); });
+        const bf16* each[LANES];
+        for (int64_t i = 0; i < LANES; ++i) {
+            float* const sum = chains[0][i];
+            store(sum, add(add(load(sum), load(chains[1][i])), add(load(chains[2][i]), load(chains[3][i]))));
+            each[i] = (const bf16*)sum;
+        }
+        turn_pairs(each, 0, (bf16*)turned);
+        __builtin_memcpy(sums, turned, count_ * sizeof *turned);
+    }
+
+private:
+    template <int SUM>
+    void step_chain(const bf16* w, int64_t stride, int64_t pair, int64_t pairs) const {
+        if (pairs - pair >= TILE_PAIRS) multiply<SUM, INPUTS, WEIGHTS>(w, stride, pair);
+        else multiply<SUM, LAST_INPUTS, LAST_WEIGHTS>(w, stride, pair);
+    }
+    template <int SUM, int W, int X>
+    void multiply(const bf16* w, int64_t stride, int64_t pair) const {
+        load_tile<X>(turned_ + pair * 2 * LANES, 64);
+        load_tile<W>(w, stride * (int64_t)sizeof(bf16));
+        multiply_tiles<SUM, W, X>();
+    }
+
+    const bf16* x_ = nullptr;
+    int64_t count_ = 0;
+    alignas(64) bf16 turned_[MOST_TURNED * TILE_ROWS];
+};
+
+// sums[r][lane] of the outputs of one whole tile of a row-major matrix; fetches the next tile, in four streams.
+inline void sum_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
+    const bf16* w = m.weight + tile * LANES * m.in;
+    const char* next = (const char*)(w + LANES * m.in);
+    const int64_t pairs = m.in / 2, quarter = m.in * LANES / 4 * (int64_t)sizeof(bf16);
+    rows.begin();
+    for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(next + i % 4 * quarter + (pair / 4 + i / 4) * 64);
+        rows.step(w + 2 * pair, m.in, pair, pairs);
+    }
+    rows.put(sums);
+}
+
+// The steps of four outputs of an EXACT12_ROWS matrix in their order.
+class ExactOutputs {
+public:
+    void begin(const Matrix& m, int64_t group, int64_t steps) {
+        const ExactSide& side = *(const ExactSide*)m.scales;
+        const int32_t* places = side.places();
+        plane_ = steps * 64;
+        w_ = (const uint8_t*)m.weight + group * 3 * plane_;
+        place_ = places + places[group], stop_ = places + places[group + 1];
+        last_ = side.last(places[group] - places[0]);
+    }
+    // 32 inputs each; what is read four groups later is fetched.
+    void put(int64_t k, const UpperBytes& upper, bf16* to) {
+        for (int which = 0; which < 3; ++which) __builtin_prefetch(w_ + (12 + which) * plane_);
+        Tile tiles[4];
+        if (place_ < stop_ && *place_ == k) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) tiles[i] = Tile(i < 3 ? (const bf16*)(w_ + i * plane_) : last_);
+            ++place_, last_ += 2 * LANES;
+        } else {
+            upper.template join<false>(w_, w_ + 2 * plane_, tiles);
+            upper.template join<true>(w_ + plane_, w_ + 2 * plane_, tiles + 2);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * EXACT_INPUTS, (__m512i)tiles[i].pair);
+        w_ += 64;
+    }
+
+private:
+    const uint8_t* w_;
+    int64_t plane_;
+    const int32_t *place_, *stop_;
+    const bf16* last_;
+};
+
+// As sum_rows_amx, of weights that are put together first, a step ahead of the products.
+inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
+    const int64_t pairs = m.in / 2, steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS;
+    const UpperBytes upper(((const ExactSide*)m.scales)->upper);
+    ExactOutputs outputs[LANES / 4];
+    for (int i = 0; i < LANES / 4; ++i) outputs[i].begin(m, tile * LANES / 4 + i, steps);
+    alignas(64) bf16 room[2][LANES * EXACT_INPUTS];
+    rows.begin();
+    for (int64_t k = 0; k <= steps; ++k) {
+        if (k < steps)
+#pragma GCC unroll 4
+            for (int i = 0; i < LANES / 4; ++i) outputs[i].put(k, upper, room[k % 2] + i * 4 * EXACT_INPUTS);
+        if (k > 0) rows.step(room[(k - 1) % 2], EXACT_INPUTS, (k - 1) * TILE_PAIRS, pairs);
+    }
+    rows.put(sums);
+}
+
+// Rows from which on integer products are faster in tiles.
+constexpr int64_t MIN_INT_ROWS = MAX_INT_ROWS + 1;
+
+// The weights of a group, 64 inputs of sixteen outputs, a byte each.
+template <class Kind>
+inline const void* int_tile(const Kind& kind, const uint8_t* w, uint8_t* room) {
+    if constexpr (Kind::PARTS == 1) {
+        approach<1>(w, 0, INT_AHEAD);
+        return w;
+    }
+    for (int64_t at = 0; at < INT_GROUP * LANES; at += 64 * Kind::PARTS, w += 64) {
+        __builtin_prefetch(w + INT_AHEAD);
+        Codes codes[Kind::PARTS];
+        kind.read(w, codes);
+        for (int part = 0; part < Kind::PARTS; ++part) _mm512_store_si512(room + at + 64 * part, codes[part].bytes);
+    }
+    return room;
+}
+
+// sums[i][r][lane] of M tiles, as sum_int_tile makes them.
+template <class Kind, int M>
+void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
+    const int64_t groups = int_groups(m.in), size = groups * Kind::BYTES;
+    const uint8_t* w = (const uint8_t*)m.weight + tile * size;
+    Floats total[M][TILE_ROWS];
+    alignas(64) int32_t products[M][TILE_ROWS][LANES];
+    alignas(64) uint8_t room[M][INT_GROUP * LANES];
+    for (int64_t g = 0; g < groups; ++g, w += Kind::BYTES) {
+        load_tile<INPUTS>(IntRow(rows.x, groups).bytes + g * INT_GROUP, rows.stride * (int64_t)sizeof(bf16));
+        for_each_of<M>([&]<int I>() {
+            const Kind kind(m, tile + I, groups);
+            kind.fetch(g);
+            clear_tile<SUMS + I>();
+            load_tile<WEIGHTS>(int_tile(kind, w + I * size, room[I]), 64);
+            multiply_int_tiles<SUMS + I, INPUTS, WEIGHTS>();
+            store_tile<SUMS + I>(products[I]);
+        });
+        for (int i = 0; i < M; ++i) {
+            const Kind kind(m, tile + i, groups);
+            const auto scales = kind.scales_of(g);
+            for (int64_t r = 0; r < rows.count; ++r) {
+                const IntRow row(rows.x + r * rows.stride, groups);
+                const Ints sum(_mm512_add_epi32(_mm512_set1_epi32(row.shift[g]), _mm512_load_si512(products[i][r])));
+                kind.add(total[i][r], sum, row.scale[g], scales);
+            }
+        }
+    }
+    for (int i = 0; i < M; ++i)
+        for (int64_t r = 0; r < rows.count; ++r)
+            Kind(m, tile + i, groups).put(total[i][r], sums + (i * rows.count + r) * LANES);
+}
+
+using SumGroup = void (*)(const Matrix&, int64_t, const Rows&, float*);
+const SumGroup SUM_TILES_AMX[] = {sum_tiles_amx<1>, sum_tiles_amx<2>, sum_tiles_amx<3>, sum_tiles_amx<4>};
+const SumGroup SUM_LUT4_AMX[] = {sum_lut4_amx<1>, sum_lut4_amx<2>, sum_lut4_amx<3>, sum_lut4_amx<4>};
+template <class Kind>
+constexpr SumGroup SUM_INTS_AMX[] = {sum_ints_amx<Kind, 1>, sum_ints_amx<Kind, 2>, sum_ints_amx<Kind, 3>,
+                                     sum_ints_amx<Kind, 4>};
+
+// What a call keeps beside the registers.
+struct TileUnit {
+    TileRegisters registers;
+    TurnedRows turned;
+};
+
+// How many of some tiles of outputs are summed in tile registers: all, none, or all but a last one that is not whole.
+inline int count_in_tiles(const Matrix& m, int64_t tile, int count, int64_t rows) {
+    if (is_low_bit(m)) return rows < MIN_INT_ROWS ? 0 : count;
+    if (m.format != ROW_MAJOR && m.format != EXACT12_ROWS) return count;
+    return !is_turned(m) ? 0 : (tile + count) * LANES <= m.out ? count : count - 1;
+}
+
+// sums[i][r][lane] of those.
+inline void sum_in_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride,
+                         int64_t num_rows, float* sums) {
+    const Rows rows{x, stride, num_rows};
+    const int64_t rest = is_low_bit(m) ? 0 : (m.in + 1) / 2 % TILE_PAIRS;
+    const bool is_in_rows = m.format == ROW_MAJOR || m.format == EXACT12_ROWS;
+    unit.registers.shape(is_in_rows ? LANES : num_rows, rest);
+    if (is_in_rows) unit.turned.hold(rows, m.in / 2);
+    switch ((Format)m.format) {
+        case TILES:
+            return SUM_TILES_AMX[count - 1](m, tile, rows, sums);
+        case ROW_MAJOR:
+            for (int i = 0; i < count; ++i) sum_rows_amx(m, tile + i, unit.turned, sums + i * num_rows * LANES);
+            return;
+        case INT8:
+            return SUM_INTS_AMX<Int8Tiles>[count - 1](m, tile, rows, sums);
+        case Q4:
+            return SUM_INTS_AMX<Q4Tiles>[count - 1](m, tile, rows, sums);
+        case LUT4:
+            return SUM_LUT4_AMX[count - 1](m, tile, rows, sums);
+        case EXACT12:
+            return sum_exact_amx(m, tile, rows, sums);
+        case EXACT12_ROWS:
+            for (int i = 0; i < count; ++i)
+                sum_exact_rows_amx(m, tile + i, unit.turned, sums + i * num_rows * LANES);
+            return;
+    }
+}
+
+}  // namespace

@@ -1,0 +1,16 @@
+// A body without tile registers: all sums are made in vectors.
+#pragma once
+#include "linear_exact.h"
+#include "linear_lut4.h"
+#include "linear_q4.h"
+
+namespace {
+
+constexpr int64_t BLOCK_ROWS = MAX_ROWS;
+
+struct TileUnit {};
+
+inline int count_in_tiles(const Matrix&, int64_t, int, int64_t) { return 0; }
+inline void sum_in_tiles(TileUnit&, const Matrix&, int64_t, int, const bf16*, int64_t, int64_t, float*) {}
+
+}  // namespace
