@@ -6,6 +6,7 @@ namespace {
 
 constexpr int64_t MAX_LUT_SUMS = 2;
 constexpr int64_t MAX_INT_ROWS = 4;
+constexpr int64_t MAX_INT_STREAMS = 0;
 constexpr int64_t MAX_EXACT_SUMS = 4;
 constexpr int64_t MAX_EXACT_ROWS = 2;
 constexpr int64_t MAX_EXACT_DOTS = 2;

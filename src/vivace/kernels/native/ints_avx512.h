@@ -6,6 +6,11 @@ namespace {
 
 constexpr int64_t MAX_LUT_SUMS = 12;  // tile sums held in registers beside tiles and entries
 constexpr int64_t MAX_INT_ROWS = 12;  // rows whose sums fit the registers
+#if defined(__AMX_TILE__)
+constexpr int64_t MAX_INT_STREAMS = 8;  // sums of few rows over tiles read side by side, which such processors read faster
+#else
+constexpr int64_t MAX_INT_STREAMS = 0;
+#endif
 constexpr int64_t MAX_EXACT_SUMS = 24;  // tile sums held in registers beside tiles and upper bytes
 constexpr int64_t MAX_EXACT_ROWS = 12;
 constexpr int64_t MAX_EXACT_DOTS = 8;   // rows of row-major products

@@ -271,7 +271,7 @@ inline const void* int_tile(const Kind& kind, const uint8_t* w, uint8_t* room) {
     return room;
 }
 
-// sums[i][r][lane] of M tiles, as sum_int_tile makes them.
+// sums[i][r][lane] of M tiles, as sum_int_block makes them.
 template <class Kind, int M>
 void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
     const int64_t groups = int_groups(m.in), size = groups * Kind::BYTES;

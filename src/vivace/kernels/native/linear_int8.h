@@ -71,43 +71,58 @@ struct Floats {
     }
 };
 
-// sums[r][lane] of R rows over a tile; Kind says how its groups lie, and what their sums are scaled by.
-template <class Kind, int R>
-void sum_int_tile(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, float* sums) {
-    const int64_t groups = int_groups(m.in);
-    const uint8_t* w = (const uint8_t*)m.weight + tile * groups * Kind::BYTES;
-    const Kind kind(m, tile, groups);
-    Floats total[R];
+// sums[m][r][lane] of R rows over M tiles; Kind says how their groups lie, and what their sums are scaled by.
+template <class Kind, int R, int M>
+void sum_int_block(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
+    const int64_t groups = int_groups(m.in), size = groups * Kind::BYTES;
+    const int64_t ahead = M == 1 ? INT_AHEAD : size < INT_AHEAD ? size : INT_AHEAD;
+    const uint8_t* w = (const uint8_t*)m.weight + tile * size;
+    const uint8_t* const turn = w + size - ahead;  // from here on, what the next M tiles begin with is fetched
+    Floats total[M][R];
     for (int64_t g = 0; g < groups; ++g) {
-        Ints acc[R];
+        Ints acc[M][R];
         const int8_t* bytes[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const IntRow row(x + r * stride, groups);
             bytes[r] = row.bytes + g * INT_GROUP;
-            acc[r] = Ints(row.shift[g]);
+#pragma GCC unroll 4
+            for (int i = 0; i < M; ++i) acc[i][r] = Ints(row.shift[g]);
         }
-        kind.fetch(g);
-        for (int64_t k = 0; k < INT_GROUP; k += 4 * Kind::PARTS, w += 64) {
-            __builtin_prefetch(w + INT_AHEAD);
-            Codes codes[Kind::PARTS];
-            kind.read(w, codes);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) Kind(m, tile + i, groups).fetch(g);
+        for (int64_t k = 0; k < INT_GROUP; k += 4 * Kind::PARTS, w += 64)
+#pragma GCC unroll 4
+            for (int i = 0; i < M; ++i) {
+                __builtin_prefetch(w + i * size + ahead + (w < turn ? 0 : (M - 1) * size));
+                Codes codes[Kind::PARTS];
+                Kind(m, tile + i, groups).read(w + i * size, codes);
 #pragma GCC unroll 2
-            for (int part = 0; part < Kind::PARTS; ++part)
+                for (int part = 0; part < Kind::PARTS; ++part)
 #pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) acc[r].step(codes[part], bytes[r] + k + 4 * part);
+                    for (int r = 0; r < R; ++r) acc[i][r].step(codes[part], bytes[r] + k + 4 * part);
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) {
+            const Kind kind(m, tile + i, groups);
+            const auto scales = kind.scales_of(g);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) kind.add(total[i][r], acc[i][r], IntRow(x + r * stride, groups).scale[g], scales);
         }
-        const auto scales = kind.scales_of(g);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) kind.add(total[r], acc[r], IntRow(x + r * stride, groups).scale[g], scales);
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) kind.put(total[r], sums + r * LANES);
+        for (int r = 0; r < R; ++r) Kind(m, tile + i, groups).put(total[i][r], sums + (i * rows + r) * LANES);
 }
 
 template <class Kind, int R>
 void sum_int_rows(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows, float* sums) {
-    for (int i = 0; i < count; ++i) sum_int_tile<Kind, R>(m, tile + i, x, stride, sums + i * rows * LANES);
+    constexpr int M = 4 * R <= MAX_INT_STREAMS ? 4 : 2 * R <= MAX_INT_STREAMS ? 2 : 1;
+    int i = 0;
+    for (; i + M <= count; i += M) sum_int_block<Kind, R, M>(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+    if constexpr (M > 1)
+        for (; i < count; ++i) sum_int_block<Kind, R, 1>(m, tile + i, x, stride, rows, sums + i * rows * LANES);
 }
 
 using SumInts = void (*)(const Matrix&, int64_t, int, const bf16*, int64_t, int64_t, float*);
