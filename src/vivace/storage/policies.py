@@ -111,11 +111,15 @@ class Static(LeastRecent):
 
 
 class NextUse:
-    """Eviction by predicted next use: when it is expected, else its layer's next turn, later by a pass for every pass
-    it was not used.
+    """Eviction by predicted next use: when it is expected, else its layer's next turn and, on top, the passes that lie
+    between two uses of an expert that is used as often as this one was lately.
     """
 
     keeps = True
+    FRESH = 0.05
+    """Weight of the last pass in how often an expert is used."""
+    RARE = 0.02
+    """How often one is used that has not been seen, or not for long."""
 
     def __init__(self, num_layers: int, name: str = "ahead") -> None:
         """Name it after who guesses.
@@ -126,26 +130,34 @@ class NextUse:
         """
         self.name = name
         self.num_layers = num_layers
-        self.last: dict[Key, int] = {}
+        self.share: dict[Key, tuple[float, int]] = {}
+        """Share of passes that used an expert, and the pass after which that was true."""
         self.due: dict[Key, int] = {}
 
     def used(self, key: Key, clock: int) -> None:
-        """Remember when."""
-        self.last[key] = clock
+        """One more pass that used it."""
+        here = clock // self.num_layers
+        share = self._share(key, here)
+        self.share[key] = (share + self.FRESH * (1 - share), here)
+
+    def _share(self, key: Key, here: int) -> float:
+        """As of a pass: it fades while others are used."""
+        share, then = self.share.get(key, (self.RARE, here))
+        return self.RARE + (share - self.RARE) * (1 - self.FRESH) ** (here - then)
 
     def expected(self, key: Key, due: int) -> None:
         """Remember for when."""
         self.due[key] = due
 
     def next_use(self, key: Key, clock: int) -> float:
-        """The clock it is due; else its layer's next turn and as many passes more as it has been idle."""
+        """The clock it is due; else its layer's next turn and as many passes more as its share says."""
         due = self.due.get(key, -1)
         if due > clock:
             return due
         layers = self.num_layers
-        last = self.last.get(key, key[0] - layers)
-        idle = (clock - last) // layers
-        return last + layers * (2 * idle + 1) + 0.5  # what is expected goes before what merely was there
+        turn = clock + 1 + (key[0] - clock - 1) % layers
+        between = 1 / self._share(key, clock // layers) - 1
+        return turn + layers * between + 0.5  # what is expected goes before what merely was there
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Whatever is expected is asked for by the cache itself."""
