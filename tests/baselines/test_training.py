@@ -51,6 +51,7 @@ def batch(engine: vivace.Engine) -> Batch:
     return Batch(tokens, torch.arange(16).expand(6, 16) >= 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_trained_rival_decodes_the_same_text(checkpoint: Path, tmp_path: Path, kind: str) -> None:
     runs = train_adapter(RECIPES[kind], vivace.load(checkpoint), WORDS, tmp_path / kind, Lines(lambda _: None))

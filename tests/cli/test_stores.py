@@ -124,6 +124,7 @@ def test_flags_of_a_store_without_one(cli: Cli, model: Path, tmp_path: Path) -> 
     assert (found.status, "this one has silu" in found.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_training_within_a_budget(cli: Cli, model: Path, tmp_path: Path) -> None:
     """The adapter that the resident base gives, from a base that is read while it learns."""
     assert cli("convert", tmp_path / "store", "--store", "--model", model, "--kernels", "torch").status == 0
