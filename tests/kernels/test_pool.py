@@ -124,3 +124,14 @@ def test_nobody_waits_for_another_caller(body: NativeBody) -> None:
         return ended < (times[0] + times[1]) / 2
 
     assert any(ends_early() for _ in range(10))
+
+
+def test_threads_that_wait_for_long_sleep(body: NativeBody) -> None:
+    """Between two calls of a decoding step they look out; a process that decodes nothing uses no processor."""
+    call = product(body, 4, 256)
+    torch.set_num_threads(2)
+    call()
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1

@@ -93,7 +93,11 @@ def test_norms_and_rotation(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", [F.silu, F.gelu, partial(F.gelu, approximate="tanh"), torch.tanh], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [F.silu, F.gelu, partial(F.gelu, approximate="tanh"), torch.tanh],
+    ids=["silu", "gelu", "gelu_tanh", "tanh"],
+)
 @pytest.mark.parametrize("width", [20, 56, 832, 11008])
 def test_pointwise(width: int, function: Callable[[Tensor], Tensor], dtype: torch.dtype, threads: int) -> None:
     """Three threads cut a call at places that are no multiple of anything."""

@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <system_error>
@@ -12,35 +13,74 @@
 
 namespace {
 
-constexpr int SPINS_BEFORE_SLEEP = 2000;  // some tens of microseconds between two calls of a decoding step
 constexpr int SPINS_BEFORE_YIELD = 4000;  // the one we wait for may have lost its core
 constexpr int64_t MAX_THREADS = 256;
 
+// How long a thread looks out for the next call before it sleeps. To be woken takes longer than a phase, on a virtual
+// machine longer than a layer, and between two calls of a decoding step lies a millisecond of Python at most.
+constexpr std::chrono::milliseconds LOOKOUT{2};
+
+// What is left of a thread's share of a phase: items first..stop-1. The owner takes them in order, so that what it reads
+// next lies behind what it reads; a thread that has nothing left takes the last.
+struct alignas(64) Share {
+    std::atomic<uint64_t> left;
+
+    static uint64_t of(uint64_t first, uint64_t stop) { return first << 32 | stop; }
+
+    int64_t claim(bool is_owner) {
+        uint64_t now = left.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint64_t first = now >> 32, stop = now & 0xffffffff;
+            if (first >= stop) return -1;
+            const uint64_t rest = is_owner ? of(first + 1, stop) : of(first, stop - 1);
+            if (left.compare_exchange_weak(now, rest, std::memory_order_relaxed))
+                return (int64_t)(is_owner ? first : stop - 1);
+        }
+    }
+};
+
 struct alignas(64) Progress {
-    std::atomic<int64_t> claimed{0};
     std::atomic<int64_t> done{0};
 };
 
 struct Job {
-    int64_t phases;
+    int64_t phases, threads;
     const int64_t* counts;
     Item item;
     const void* context;
-    Progress* progress;
-    std::atomic<int64_t> places;  // threads that may still join
+    std::unique_ptr<Progress[]> progress;
+    std::unique_ptr<Share[]> shares;  // (phases, threads)
+    std::atomic<int64_t> places;      // threads that may still join
 
-    void work() {
+    Job(int64_t threads, int64_t phases, const int64_t* counts, Item item, const void* context)
+        : phases(phases),
+          threads(threads),
+          counts(counts),
+          item(item),
+          context(context),
+          progress(new Progress[phases]),
+          shares(new Share[phases * threads]),
+          places(threads - 1) {
+        for (int64_t i = 0; i < phases * threads; ++i) {
+            const int64_t count = counts[i / threads], thread = i % threads;
+            shares[i].left.store(Share::of(count * thread / threads, count * (thread + 1) / threads));
+        }
+    }
+
+    int64_t claim(int64_t phase, int64_t thread) {
+        Share* const all = &shares[phase * threads];
+        int64_t item = all[thread].claim(true);
+        for (int64_t i = 1; item < 0 && i < threads; ++i) item = all[(thread + i) % threads].claim(false);
+        return item;
+    }
+
+    void work(int64_t thread) {
         for (int64_t phase = 0; phase < phases; ++phase) {
             Progress& mine = progress[phase];
             const int64_t count = counts[phase];
             if (count == 0) continue;
             int64_t finished = 0;
-            for (;;) {
-                const int64_t next = mine.claimed.fetch_add(1, std::memory_order_relaxed);
-                if (next >= count) break;
-                item(context, phase, next);
-                ++finished;
-            }
+            for (int64_t next; (next = claim(phase, thread)) >= 0; ++finished) item(context, phase, next);
             if (finished) mine.done.fetch_add(finished, std::memory_order_acq_rel);
             for (int spins = 0; mine.done.load(std::memory_order_acquire) < count; ++spins) {
                 if (spins < SPINS_BEFORE_YIELD)
@@ -61,7 +101,7 @@ public:
         job_.store(&job);
         call_.fetch_add(1);
         call_.notify_all();
-        job.work();
+        job.work(0);
         job_.store(nullptr);
         while (inside_.load() != 0) _mm_pause();  // nobody may still look at the job, which lives on our stack
         return true;
@@ -80,13 +120,25 @@ private:
     void serve() {
         uint32_t last = call_.load() - 1;  // the call that made this thread is still to be served
         for (;;) {
-            for (int spins = 0; call_.load() == last && spins < SPINS_BEFORE_SLEEP; ++spins) _mm_pause();
+            look_out(last);
             call_.wait(last);
             last = call_.load();
             inside_.fetch_add(1);
             Job* job = job_.load();
-            if (job != nullptr && job->places.fetch_sub(1) > 0) job->work();
+            const int64_t place = job == nullptr ? 0 : job->places.fetch_sub(1);
+            if (place > 0) job->work(place);
             inside_.fetch_sub(1);
+        }
+    }
+
+    // Returns when there is another call than the last, or when none came for a while.
+    void look_out(uint32_t last) const {
+        const auto end = std::chrono::steady_clock::now() + LOOKOUT;
+        for (int spins = 0; call_.load() == last; ++spins) {
+            _mm_pause();
+            if (spins < SPINS_BEFORE_YIELD) continue;
+            sched_yield();  // whoever needs this core has it
+            if (std::chrono::steady_clock::now() > end) return;
         }
     }
 
@@ -117,8 +169,7 @@ Pool& pool() {
 
 void run_phases(int64_t threads, int64_t phases, const int64_t* counts, Item item, const void* context) {
     if (threads > 1) {
-        const std::unique_ptr<Progress[]> progress(new Progress[phases]);
-        Job job{phases, counts, item, context, progress.get(), {threads - 1}};
+        Job job(threads, phases, counts, item, context);
         if (pool().try_run(threads, job)) return;
     }
     for (int64_t phase = 0; phase < phases; ++phase)

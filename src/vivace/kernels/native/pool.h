@@ -1,4 +1,4 @@
-// Threads of our own: phases of independent items, claimed one by one.
+// Threads of our own: phases of independent items, claimed one by one, each thread its own share first.
 //
 // Whoever claims an item computes exactly what anybody else would, so results do not depend on how many threads
 // there are or on who comes late; a thread that is busy elsewhere holds nobody up. A caller that finds the threads
