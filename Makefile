@@ -23,8 +23,9 @@ $(READY): pyproject.toml constraints.txt
 demo: setup  ## the main job on the model that ships: sample outputs, speed, identical or not
 	$(BIN)/vivace demo
 
-test: setup  ## the test suite; options in ARGS, e.g. make test ARGS="-k decode"
-	$(BIN)/python -m pytest $(ARGS)
+WORKERS ?= 2
+test: setup  ## the test suite in WORKERS processes; options in ARGS, e.g. make test ARGS="-k decode"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 check: setup  ## lint, format, types and the architecture test: exactly what CI runs
 	$(BIN)/ruff check

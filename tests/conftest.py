@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_timings() -> Iterator[None]:
+    """What was trained is timed on two prompts; how fast it is, is nobody's concern here."""
+    from vivace.training import frozen
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(frozen, "NUM_MEASURED", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

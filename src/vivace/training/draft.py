@@ -24,9 +24,6 @@ from vivace.train.report import Report
 from vivace.train.scratch import ShapeConfig, start_decoder
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 
-NUM_MEASURED = 24
-"""Held-back prompts that the draft model is timed on."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRecipe(FrozenRecipe):
@@ -84,7 +81,6 @@ def train_draft(recipe: DraftRecipe, engine: Engine, prompts: Sequence[Prompt], 
     report.note(f"saved {sum(p.numel() for p in trainee.student.parameters()):,} weights to {out}")
     dtype = str(engine.model.dtype).removeprefix("torch.")
     ready = load(engine.folder, device=str(engine.model.device), dtype=dtype, draft_model=out)
-    asked = [prompt for prompt, _ in ground.held_back[:NUM_MEASURED]]
-    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
+    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in ground.measured]
     entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", "draft")]
     return summarise(hold(entrants, questions, repeats=1), "plain")

@@ -25,6 +25,9 @@ from vivace.train.report import Report
 from vivace.train.variation import Pair
 from vivace.training.regenerate import as_it_decodes, regenerated
 
+NUM_MEASURED = 24
+"""Held-back prompts that what was trained is timed on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenRecipe(ABC):
@@ -121,6 +124,11 @@ class Ground:
             kept = f"held_back {recipe.held_back}" + (f" and {recipe.num_aside} aside" if recipe.num_aside else "")
             raise ConfigError(f"{len(pairs)} rows leave nothing to train on with {kept}; lower them")
         return Ground(recipe, engine, pairs[: recipe.held_back], pairs[first:], pairs[recipe.held_back : first], report)
+
+    @property
+    def measured(self) -> list[str]:
+        """Prompts that what was trained is timed on."""
+        return [prompt for prompt, _ in self.held_back[:NUM_MEASURED]]
 
     def batches(self, pairs: Sequence[Pair]) -> list[Batch]:
         """Some rows, once, in order of length."""

@@ -34,8 +34,6 @@ RECIPES: dict[str, type[FrozenRecipe]] = {
     "foresight": ForesightRecipe,
 }
 """Every kind of adapter there is a training for."""
-NUM_MEASURED = 24
-"""Held-back prompts that the trained method is timed on."""
 
 
 def train_adapter(
@@ -70,7 +68,7 @@ def train_adapter(
     tensors = {name: value.to(engine.model.dtype) for name, value in outcome.tensors.items()}
     save_adapter(out, recipe.kind, base, asdict(outcome.plan), asdict(outcome.config), tensors)
     report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}{outcome.note}")
-    return time_adapter(engine, recipe.kind, out, [prompt for prompt, _ in ground.held_back[:NUM_MEASURED]])
+    return time_adapter(engine, recipe.kind, out, ground.measured)
 
 
 def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:

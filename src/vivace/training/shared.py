@@ -23,9 +23,6 @@ from vivace.train.report import Report
 from vivace.training.frozen import FrozenRecipe, Ground
 from vivace.training.multistream import StreamTraining
 
-NUM_MEASURED = 24
-"""Held-back prompts that the streams are timed on."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRecipe(FrozenRecipe):
@@ -93,7 +90,6 @@ def train_shared(
     fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
     report.note(f"saved the model and {trainee.save(engine.folder, out)} to {out}")
     ready = load(out, device=str(engine.model.device), dtype=str(engine.model.dtype).removeprefix("torch."))
-    asked = [prompt for prompt, _ in ground.held_back[:NUM_MEASURED]]
-    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
+    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in ground.measured]
     entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", "multistream")]
     return summarise(hold(entrants, questions, repeats=1), "plain")
