@@ -2,8 +2,10 @@
 
 A result is what ``vivace bench decode --json benchmarks/results/NAME.json`` wrote. The files are read in the order of
 their names and go into the README (one table, two plots), ``docs/results.md`` (everything else that was measured) and
-``docs/techniques/multirate.md``. Those of ``benchmarks.rivals`` are in ``benchmarks/results/rivals`` and go into
-``docs/techniques/rivals.md``. The same files give the same text and, with the same matplotlib, the same pictures.
+``docs/techniques/multirate.md``. Those of ``benchmarks.kernels`` and ``benchmarks.peers`` are in
+``benchmarks/results/passes`` and end ``docs/results.md``. Those of ``benchmarks.rivals`` are in
+``benchmarks/results/rivals`` and go into ``docs/techniques/rivals.md``. The same files give the same text and, with
+the same matplotlib, the same pictures.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, rivals_table, speed_law, stream_tables
+from benchmarks import pass_tables, plots, rivals_table, speed_law, stream_tables
 from tools.blocks import fill_file, settle, table
 from vivace.evaluate.speed_law import Shape, head_share
 
@@ -243,7 +245,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
     rivals = rivals_table.read_reports(RIVALS)
     parts = {
         ROOT / "README.md": {"results": summary(results)},
-        docs / "results.md": {"results": details(results)},
+        docs / "results.md": {"results": details(results), "passes": pass_tables.tables(RESULTS / "passes")},
         docs / "techniques" / "rivals.md": {"results": rivals_table.tables(rivals)},
         docs / "techniques" / "multistream.md": {
             "results": stream_tables.beside_paper(rivals_table.titled_runs(rivals)),

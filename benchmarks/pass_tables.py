@@ -1,0 +1,81 @@
+"""What a pass costs and how other engines compare, as Markdown: the files of ``results/passes``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.blocks import table
+
+MORE_ROWS = ("2", "4", "8", "16")
+"""Rows of the passes that stand beside the pass of one row."""
+
+
+def tables(folder: Path) -> str:
+    """All files of a folder: those of ``benchmarks.kernels``, then those of ``benchmarks.peers``."""
+    parts = []
+    for kind, make in (("kernels", costs), ("peers", engines)):
+        for path in sorted(folder.glob(f"{kind}*.json")):
+            parts.append(make(json.loads(path.read_text(encoding="utf-8"))))
+    return "\n\n".join(parts) or "No passes are committed yet."
+
+
+def costs(report: Mapping[str, Any]) -> str:
+    """Of ``benchmarks.kernels``: one row beside memory's bandwidth, more rows beside one."""
+    reads = report["read_bytes_per_s"]
+    best = max(reads.values())
+    rows = [
+        (
+            _weights(name),
+            f"{found['weight_bytes'] / 1e6:.1f} MB",
+            f"{found['seconds']['1'] * 1e3:.2f} ms",
+            f"{found['weight_bytes'] / found['seconds']['1'] / best:.0%}",
+            *(f"{found['seconds'][k] / found['seconds']['1']:.2f}" for k in MORE_ROWS),
+        )
+        for name, found in report["models"].items()
+    ]
+    header = ("model", "weights a pass", "one row", "of the best stream", *(f"{k} rows" for k in MORE_ROWS))
+    title = f"### Passes: {_machine(report)}, kernels {report['kernels']}"
+    measure = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in reads.items())
+    about = f"Medians; reading memory in turns with them: {measure}. Passes over more rows are in passes over one."
+    return "\n\n".join((title, about, table(header, rows)))
+
+
+def engines(report: Mapping[str, Any]) -> str:
+    """Of ``benchmarks.peers``: plain decoding, and passes over one and eight rows, of every engine."""
+    parts = [f"### Other engines: {_machine(report)}"]
+    for model, found in report["models"].items():
+        passes = found["passes"]
+        other = next(run["tokens_per_s"] for run in found["runs"] if run["method"] == "transformers")
+        rows = [
+            (
+                run["method"],
+                f"{run['tokens_per_s']:.1f}",
+                "{:.1f} to {:.1f}".format(*run["tokens_per_s_spread"]),
+                f"{run['tokens_per_s'] / other:.2f}x",
+                *(_pass(passes.get(run["method"]), rows) for rows in ("1", "8")),
+            )
+            for run in found["runs"]
+        ]
+        heat = found["heat"]
+        dtype = f"; transformers runs in {heat['dtype']}, its faster type here" if heat else ""
+        weights = f"{found['weight_bytes'] / 1e6:.0f} MB of bfloat16 weights a pass"
+        header = ("engine", "tokens/s", "lowest to highest", "beside transformers", "one row", "eight rows")
+        parts += [f"**{model}**: {weights}, kernels {found['kernels']}{dtype}.", table(header, rows)]
+    return "\n\n".join(parts)
+
+
+def _pass(found: Mapping[str, float] | None, rows: str) -> str:
+    return "-" if found is None else f"{found[rows] * 1e3:.2f} ms"
+
+
+def _weights(name: str) -> str:
+    """A model alone is read in bfloat16."""
+    return name if " " in name else f"{name} bf16"
+
+
+def _machine(report: Mapping[str, Any]) -> str:
+    p = report["provenance"]
+    return f"{p['cpu']}, {p['num_threads']} threads, commit {p['commit'] or 'unknown'}"
