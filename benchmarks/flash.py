@@ -55,7 +55,7 @@ from vivace.storage.calibrate import calibrate
 from vivace.storage.convert import write_store
 from vivace.storage.loading import Storage, load_stored, read_bundle
 from vivace.storage.neuron_cache import NeuronCache, Run
-from vivace.storage.predictors import Predictor, save_predictors
+from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors
 from vivace.storage.readers import Choice, DirectReader, ReadPool, device_bytes, probe
 from vivace.storage.store import PAGE, Store, is_store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
@@ -103,6 +103,8 @@ def main() -> None:
     taken.add_argument("source", type=Path)
     taken.add_argument("model", type=Path)
     taken.add_argument("--calibrate", type=Path, required=True, help="prompts (.jsonl) that predictors are trained on")
+    taken.add_argument("--rank", type=int, default=PredictorConfig.rank, help="of the predictors")
+    taken.add_argument("--recall", type=float, default=PredictorConfig.recall, help="that they are set to")
     measured = commands.add_parser("run", help="measure every row")
     measured.add_argument("model", type=Path)
     measured.add_argument("--out", type=Path, default=Path("flash.json"))
@@ -119,7 +121,7 @@ def main() -> None:
         open_row = rows(options.model, options.share)[options.name]
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
     elif options.command == "take":
-        take(options.source, options.model, options.calibrate)
+        take(options.source, options.model, options.calibrate, PredictorConfig(options.rank, options.recall))
     elif options.command == "make":
         make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
     else:
@@ -163,7 +165,7 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int
     print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
 
 
-def take(source: Path, folder: Path, prompts: Path) -> None:
+def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig) -> None:
     """The stores of a checkpoint, as ``make`` has them, and a prompt for it."""
     tokenizer = load_tokenizer(source)
     texts = [
@@ -172,12 +174,20 @@ def take(source: Path, folder: Path, prompts: Path) -> None:
     ]
     write_store(source, folder / "layers", kernels="torch")
     neurons = write_store(source, folder / "neurons", layout="neurons")
-    reports = [asdict(report) for report in calibrate(source, neurons, texts)]
+    reports = [asdict(report) for report in calibrate(source, neurons, texts, predictors=predictors)]
     _split(neurons, folder / "neurons" / "apart.store")
     prompt = tokenizer.encode_prompt(packaged_prompts("e2e")[0].request)
-    setting = {"sparsity": f"of {source.name}", "prompt": prompt, "predictors": reports}
+    setting = {
+        "sparsity": f"of {source.name}",
+        "prompt": prompt,
+        "training": asdict(predictors),
+        "predictors": reports,
+    }
     (folder / SETTING).write_text(json.dumps(setting) + "\n", encoding="utf-8")
-    shares = [f"{name} {statistics.mean(each[name] for each in reports):.3f}" for name in ("active_share", "recall")]
+    shares = [
+        f"{name} {statistics.mean(each[name] for each in reports):.3f}"
+        for name in ("active_share", "predicted_share", "recall")
+    ]
     print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB, {', '.join(shares)}")
 
 

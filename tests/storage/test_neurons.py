@@ -189,15 +189,25 @@ def test_exact_predictors_are_dense_whatever_the_window(neurons: Store) -> None:
 
 def test_trained_predictors_find_what_is_active(neurons: Store) -> None:
     resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
-    config = PredictorConfig(rank=24, recall=0.95, epochs=6)
+    config = PredictorConfig(rank=8, recall=0.95, epochs=6)
     predictors, reports = train_predictors(resident, TEXTS, config)
     for report in reports:
         assert report.recall >= 0.95
         assert report.active_share < report.predicted_share < 1
         assert report.precision > report.active_share, "better than chance"
-    blind, untrained = train_predictors(resident, TEXTS, dataclasses.replace(config, epochs=0))
-    assert all(a.precision > b.precision for a, b in zip(reports, untrained, strict=True))
-    assert len(blind) == len(predictors) == 3
+    start, untrained = train_predictors(resident, TEXTS, dataclasses.replace(config, epochs=0))
+    assert all(a.predicted_share <= b.predicted_share for a, b in zip(reports, untrained, strict=True))
+    assert any(a.predicted_share < b.predicted_share for a, b in zip(reports, untrained, strict=True))
+    assert len(start) == len(predictors) == 3
+
+
+def test_predictors_of_every_direction_are_the_layer_itself(neurons: Store) -> None:
+    """Where the rank is that of the inputs nothing is asked for that is not active, before any training."""
+    resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
+    whole = PredictorConfig(rank=resident.config.width, recall=1.0, epochs=0)
+    for report in train_predictors(resident, TEXTS, whole)[1]:
+        assert report.recall == 1.0
+        assert report.predicted_share == pytest.approx(report.active_share, rel=0.02)
 
 
 def test_predictors_of_another_model(neurons: Store) -> None:

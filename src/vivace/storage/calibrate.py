@@ -13,7 +13,11 @@ from vivace.storage.thresholds import ThresholdReport, find_thresholds, save_thr
 
 
 def calibrate(
-    model: str | Path, store: Store, texts: Sequence[Sequence[int]], active: float = 0.5
+    model: str | Path,
+    store: Store,
+    texts: Sequence[Sequence[int]],
+    active: float = 0.5,
+    predictors: PredictorConfig | None = None,
 ) -> Sequence[PredictorReport] | Sequence[ThresholdReport]:
     """Write predictors (layout ``neurons``) or thresholds (layout ``selected``) into a store.
 
@@ -22,6 +26,7 @@ def calibrate(
         store: where to.
         texts: token ids, ten at least.
         active: share of the neurons that thresholds keep.
+        predictors: how they are trained.
 
     Returns:
         How good they are on texts held back, layer by layer.
@@ -33,8 +38,8 @@ def calibrate(
         raise ConfigError("layout layers keeps every neuron: there is nothing to calibrate; leave it out")
     decoder = load_decoder(model, dtype=store.dtype)
     if store.layout == "neurons":
-        predictors, found = train_predictors(decoder, texts, PredictorConfig())
-        save_predictors(store, predictors)
+        trained, found = train_predictors(decoder, texts, predictors or PredictorConfig())
+        save_predictors(store, trained)
         return found
     reports = find_thresholds(decoder, texts, active)
     save_thresholds(store, reports)
