@@ -9,7 +9,7 @@ bytes. It is a measuring instrument and says so wherever its results stand.
     y = W x  ->  y' = (y, ..., y)       W' = W repeated in rows and columns, divided by k
     heads, feed-forward units           repeated, with their outputs' columns divided by k
     low-rank terms of adapters          ranks stay, as a recipe's do whatever the width of the model
-    logits                              the final norm is divided by k, since E' = k E products are summed
+    head                                repeated in columns, divided by k; never tied to the embedding, which is not
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
     scaled = {key: raw[key] * factor for key in _WIDTHS if raw.get(key) is not None}
     target = Path(out)
     with staged(target) as place:
-        write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim})
+        write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim, "tie_word_embeddings": False})
         _copy_extras(folder, place)
         for adapter in (path.parent for path in _adapters(folder) if path.parent.name not in without_twin(folder)):
             _widen_adapter(adapter, place / "adapters" / adapter.name, base_hash(place), factor)
@@ -75,11 +75,14 @@ def widen(decoder: Decoder, factor: int) -> Decoder:
         num_heads=config.num_heads * factor,
         num_kv_heads=config.num_kv_heads * factor,
         ffn_width=config.ffn_width * factor,
+        tied_head=False,
     )
     with torch.device("meta"):
         wide = Decoder(wide_config)
     for name, value in decoder.named_parameters():
         put(wide, name, _widened(name, value.detach(), config, factor))
+    if decoder.lm_head is None:
+        put(wide, "lm_head.weight", _widened("lm_head.weight", decoder.embedding.detach(), config, factor))
     return wide.requires_grad_(False).eval()
 
 
@@ -106,9 +109,9 @@ def _widened(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return value.clone()
     if name == "final_norm.weight":
-        return value.repeat(k) / k
+        return value.repeat(k)
     if name == "lm_head.weight":
-        return value.repeat(1, k)
+        return value.repeat(1, k) / k
     if name == "lm_head.bias":
         return value.clone()
     parts = _outputs(name, config)
@@ -159,7 +162,7 @@ def _accelerator_term(name: str, value: Tensor, k: int) -> Tensor:
         return value.repeat(1, k, 1)
     if value.dim() == 1:
         return value.repeat(k)
-    return value.repeat(k, k) if name == "feedback" else value.repeat(k, k) / k  # the final norm is divided by k
+    return value.repeat(k, k) / k
 
 
 def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
@@ -168,15 +171,19 @@ def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
         return value.repeat(1, k)
     if name == "pruner.down":
         return value.repeat(1, k) / k
-    if name == "final":
-        return value.repeat(1, k, k)  # the final norm is divided by k
-    if name in ("decided", "rotation.values"):
+    if name in ("final", "decided", "rotation.values"):
         return value.repeat(1, k, k) / k
     return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, k)
+
+
+def _medusa_term(name: str, value: Tensor, k: int) -> Tensor:
+    """One tensor of Medusa's heads, (heads, out, E)."""
+    return (value.repeat(1, 1, k) if name == "output" else value.repeat(1, k, k)) / k
 
 
 _TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {
     "multirate": _accelerator_term,
     "multistream": _stream_term,
+    "medusa": _medusa_term,
 }
 """By kind of adapter."""

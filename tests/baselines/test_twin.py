@@ -1,0 +1,37 @@
+"""Rivals of a wide twin draft what they draft beside the small model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.checkpoint.widen import widen_checkpoint, without_twin
+
+
+@pytest.mark.parametrize("own_output", [True, False])
+def test_medusas_heads_are_widened(tmp_path: Path, own_output: bool) -> None:
+    base, plan = make_checkpoint(tmp_path / "base"), MedusaPlan((2, 1))
+    model = vivace.load(base, kernels="torch").model
+    heads = MedusaHeads(MedusaConfig(heads=2, own_output=own_output), model.config)
+    heads.start_from(model)
+    torch.manual_seed(1)
+    tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in heads.tensors().items()}
+    folder = base / "adapters" / "medusa"
+    save_adapter(folder, "medusa", base_hash(base), asdict(plan), asdict(heads.config), tensors)
+    assert without_twin(base) == ()
+    widen_checkpoint(base, tmp_path / "wide", 2)
+    small, wide = (
+        vivace.load(path).generate(["aka", "bob"], method="medusa", max_new_tokens=16, do_sample=False)
+        for path in (base, tmp_path / "wide")
+    )
+    assert sum(sum(answer.stats.accepted_per_position) for answer in small) > 0
+    for one, twin in zip(small, wide, strict=True):
+        assert one.token_ids == twin.token_ids
+        assert one.stats.accepted_per_position == twin.stats.accepted_per_position
