@@ -1,6 +1,6 @@
 """What each part of speculative streams gives: ``python -m benchmarks.streams --data FILE --prompts FILE --out DIR``.
 
-Short variants of one recipe are trained on the same rows for the same minutes, one change each. All of them decode the
+Short variants of one recipe are trained on the same rows for as many steps, one change each. All of them decode the
 same prompts in turns with plain decoding; then the first one does with drafts of other depths and widths, with and
 without pruning. Writes ``streams.json`` and a table, and draws speed against width (``widths.svg``). What was
 trained is kept in ``DIR/<variant>``; the same command goes on where it was stopped.
@@ -60,7 +60,7 @@ def train(given: argparse.Namespace) -> dict[str, Path]:
             *(["--model", given.model] if given.model else []),
         ]
         words += [word for path in given.data for word in ("--data", str(path))]
-        words += [*COMMON, f"loop.minutes={given.minutes}", "loop.warmup_steps=10", *VARIANTS[name]]
+        words += [*COMMON, "loop.minutes=null", f"loop.steps={given.steps}", "loop.warmup_steps=10", *VARIANTS[name]]
         if run(words) != 0:
             raise SystemExit(f"training {name} failed")
     return folders
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace, folders: Mapping[str, Path]) -> dict[str,
         "kernels": first.kernels.name,
         "prompts": given.prompts,
         "num_prompts": len(asked),
-        "minutes": given.minutes,
+        "steps": given.steps,
         "paper_weights": config.num_paper_parameters(shape.width),
         "medusa_weights": config.num_medusa_parameters(shape.width, shape.vocab_size),
         "weights": {name: sum(t.numel() for t in load_adapter(path)[1].values()) for name, path in folders.items()},
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, action="append", required=True, help="rows with the model's own answers")
     parser.add_argument("--prompts", required=True, help="prompts that nothing was trained on")
     parser.add_argument("--limit", type=int, default=40)
-    parser.add_argument("--minutes", type=float, default=2.5, help="of training, each variant")
+    parser.add_argument("--steps", type=int, default=100, help="of training, each variant")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threshold", type=float, default=0.02, help="of the drafts with pruning")
     parser.add_argument(

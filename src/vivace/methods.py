@@ -41,7 +41,6 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
 from vivace.multistream.streams import Streams
 from vivace.recipe import METHODS, build, find_method
-from vivace.storage.store import is_store, open_store
 
 AnyPlan = DraftPlan | StreamPlan | RivalPlan
 """Shape of a draft, whoever makes it."""
@@ -49,6 +48,10 @@ LEAVING = ("dynamic", "calm", "lite")
 """Methods whose tokens leave early at a stated quality."""
 UNDRAFTED = ("plain", "foresight", "skipdecode", "mod", *LEAVING)
 """Methods that draft nothing."""
+
+
+PLANNED = ("layerskip", "lookahead", "skipdecode")
+"""Methods without weights of their own, whose folder is a plan."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,10 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
         ConfigError: two are for the same method.
         UnsupportedError: one is for a method that this version does not know.
     """
-    kinds = {method.adapter for method in METHODS.values() if method.adapter}
+    kinds = {method.adapter for method in METHODS.values() if method.adapter}.union(PLANNED)
     found: dict[str, Path] = {}
     named = [Path(folder) for folder in folders]
-    expected = _fingerprint(base) if named and base is not None else None
+    expected = base_hash(base) if named and base is not None else None
     for folder in named:
         kind = load_adapter(folder, expected)[0]["kind"]
         if kind not in kinds:
@@ -103,11 +106,6 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
             raise ConfigError(f"{found[kind]} and {folder} are both adapters for {kind}; give one of them")
         found[kind] = folder
     return found
-
-
-def _fingerprint(folder: Path) -> str:
-    """What adapters of a checkpoint know it by; a store knows it of the checkpoint it was made from."""
-    return open_store(folder).base if is_store(folder) else base_hash(folder)
 
 
 class Methods:
@@ -272,7 +270,7 @@ class Methods:
     @cached_property
     def _base_hash(self) -> str:
         assert self.folder is not None, "a model in memory has no adapters"
-        return _fingerprint(self.folder)
+        return base_hash(self.folder)
 
     def _require_shapes(self, kind: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
         if {name: value.shape for name, value in expected.items()} != {n: v.shape for n, v in found.items()}:

@@ -29,7 +29,7 @@ from vivace.baselines.skipdecode import SkipDecode, SkipPlan
 from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, MismatchError
 from vivace.train.config import LoopConfig
 from vivace.train.data import Row, collate
 from vivace.train.decoder import DecoderRecipe, Stage
@@ -168,6 +168,9 @@ def test_whole_models_are_trained_for_their_method(checkpoint: Path, tmp_path: P
     layers = (1, 2) if kind == "supervised" else ()
     recipe = WholeRecipe(kind, decoder, Supervision(layers, dropout=0.2), SkipPlan(3, 2, 4))
     train_whole(recipe, WORDS, tmp_path / "out", Lines(lambda _: None), checkpoint)
+    other = replace(recipe, supervision=Supervision(layers, weight=0.1), schedule=SkipPlan(4, 2, 4))
+    with pytest.raises(MismatchError, match="another recipe"):
+        train_whole(other, WORDS, tmp_path / "out", Lines(lambda _: None), checkpoint)
     engine = vivace.load(tmp_path / "out")
     methods = ("plain", "layerskip") if kind != "skipdecode" else ("plain", "skipdecode")
     answers = [engine.generate("aka", method=method, max_new_tokens=12)[0].token_ids for method in methods]

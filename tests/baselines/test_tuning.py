@@ -18,6 +18,7 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, NotFoundError
 from vivace.evaluate.contest import Question
+from vivace.methods import adapters_by_method
 from vivace.tuning import TUNED, candidates_of, describe, keep_plan, search
 
 
@@ -63,6 +64,9 @@ def test_the_winner_is_used_from_then_on(engine: vivace.Engine, method: str, pla
     drafter = vivace.load(engine.folder).methods.drafter(method)
     assert drafter.plan == plan
     assert drafter.name == method
+    folder = engine.folder / "adapters" / method
+    named = vivace.load(engine.folder, adapters=adapters_by_method([folder], engine.folder)).methods
+    assert (named.adapters, named.drafter(method).plan) == ({method: folder}, plan)
 
 
 def test_a_draft_model_keeps_no_plan(engine: vivace.Engine) -> None:

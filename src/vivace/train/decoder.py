@@ -118,6 +118,7 @@ def train_decoder(
     base: str | Path | None = None,
     *,
     objective_of: Callable[[Decoder], NextToken] | None = None,
+    part_of: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Train and save a decoder.
 
@@ -128,6 +129,7 @@ def train_decoder(
         report: hears about it.
         base: checkpoint to fine-tune, when the recipe has no shape.
         objective_of: what is lowered, instead of what the recipe says.
+        part_of: fields of the recipe that this one is part of; a run goes on with the same ones only.
 
     Returns:
         How the last stage ended.
@@ -161,7 +163,9 @@ def train_decoder(
             depth = stage.depth or (recipe.shape.num_layers if recipe.shape else model.config.num_layers)
             model = deepen(model, depth, stage.places, recipe.seed + number)
         batches = _batches(recipe, tokenizer, learnt, tasks, number)
-        plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
+        plan = json.dumps(
+            {"recipe": part_of or asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True
+        )
         course = Course(stage.loop, stage.optimiser, recipe.seed + number, plan)
         objective = objective_of(model) if objective_of is not None else _objective(recipe, model)
         _check_memory(recipe, model, objective, stage, report)

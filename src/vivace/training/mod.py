@@ -183,7 +183,9 @@ def train_mod(
         made.append(ModObjective(model, recipe))
         return made[-1]
 
-    outcome = train_decoder(recipe.decoder, prompts, out, report, base, objective_of=objective_of)
+    outcome = train_decoder(
+        recipe.decoder, prompts, out, report, base, objective_of=objective_of, part_of=asdict(recipe)
+    )
     engine = load(out, kernels="torch")
     pairs = pairs_of(prompts)
     random.Random(recipe.decoder.seed).shuffle(pairs)

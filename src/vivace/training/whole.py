@@ -13,7 +13,7 @@ What comes out is an ordinary checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -157,4 +157,6 @@ def train_whole(
     recipe: WholeRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
 ) -> Outcome:
     """Train and save; arguments, returns and errors as ``train_decoder``."""
-    return train_decoder(recipe.decoder, prompts, out, report, base, objective_of=recipe.objective)
+    return train_decoder(
+        recipe.decoder, prompts, out, report, base, objective_of=recipe.objective, part_of=asdict(recipe)
+    )
