@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.decode.runs import finish
-from tests.decode.tiny_decoders import build
+from tests.decode.tiny_decoders import VOCAB, build
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
+from vivace.core.seams import Draft, TargetPass
+from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.kernels.native import NativeBody
 
 PROMPT = 8192
 WIDE = 128_000
@@ -150,3 +155,47 @@ def test_progress_is_told(models: Callable[..., Decoder]) -> None:
     session.cancel(given_up)
     finish(session, [Request((5,) * 3, 1, NoDrafts())])
     assert told == [(8, 32), (2, 2)]
+
+
+def test_the_first_chunks_have_the_bits_of_decoding(body: NativeBody) -> None:
+    """Row by row, with native kernels: a prompt is stored as if each of its tokens had been decided alone."""
+    model = build(torch.bfloat16).requires_grad_(False)
+    pack_decoder(model, body)
+    prompt = tuple(i * 7 % VOCAB for i in range(40))
+    session = Session(model, num_slots=1, capacity=64, chunk=16)
+    session.admit(Request(prompt, 2, NoDrafts()))
+    while session.cache.lengths[0] < len(prompt) - 1:
+        session.step()
+    alone, climb = model.new_cache(1, 64), Climb()
+    with torch.inference_mode():
+        for token in prompt[:-1]:
+            climb.run(model, Draft.given_only({0: [token]}), alone)
+            alone.commit([0], [range(1)])
+    for layer in range(model.config.num_layers):
+        for ours, theirs in zip(session.cache.stored(layer), alone.stored(layer), strict=True):
+            assert torch.equal(ours[0, :, : len(prompt) - 1], theirs[0, :, : len(prompt) - 1])
+
+
+def test_how_a_chunk_goes_up_depends_on_its_place_alone(
+    models: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models(torch.float32)
+    monkeypatch.setattr(model, "rows_up_to", 16)
+    session = Session(model, num_slots=3, capacity=64, chunk=8)
+    seen: list[tuple[bool, int]] = []
+    run = session._climb.run
+
+    def noting(model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        ends = {cache.lengths[slot] + given for slot, given in zip(draft.slots, draft.given, strict=True)}
+        seen.extend((chunk, end) for end in ends)
+        return run(model, draft, cache, chunk=chunk)
+
+    monkeypatch.setattr(session._climb, "run", noting)
+    session.admit(Request((5,) * 30, 1, NoDrafts()))
+    session.step()
+    session.step()
+    for length in (30, 12):
+        session.admit(Request((5,) * length, 1, NoDrafts()))
+    assert len({e.request_id for e in session.drain()}) == 3
+    assert {end for chunk, end in seen if chunk} == {24, 29}
+    assert {end for chunk, end in seen if not chunk} == {8, 16, 11}

@@ -188,6 +188,9 @@ class Decoder(nn.Module):
         self.row_count = 1
         """Calls are padded to a multiple of this many rows. A backend that cannot promise a row the same bits
         in calls of different sizes (GPUs) gives them in calls of one size."""
+        self.rows_up_to = 0
+        """Prompt chunks that end at or before this position go up as rows, later ones as chunks: by the place in the
+        text and nothing else, so that a prompt gives the same bits whatever else is running."""
         self.span: Span | None = None
         """Executes several layers at once where it can; the layers one by one give the same bits."""
         self.chain: Chain | None = None

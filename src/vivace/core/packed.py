@@ -162,6 +162,10 @@ class NativeAttention(Attention):
         )
 
 
+ROWS_UP_TO = 512
+"""Where rows by themselves, all layers in one call, cost what attention over a whole chunk at once saves (measured)."""
+
+
 class Packer:
     """Puts packed modules in the places of a decoder's own, part by part, so that a loader can let go of each."""
 
@@ -232,6 +236,7 @@ class Packer:
         is_plain = type(layer.attention) is Attention and decoder.config.group <= MAX_GROUP
         if self.body is not None and is_plain:
             layer.attention = NativeAttention(decoder.config, layer.index, self.body)
+            decoder.rows_up_to = ROWS_UP_TO
 
     def finish(self, decoder: Decoder) -> None:
         """All parts are in their places."""

@@ -198,19 +198,21 @@ class Session:
             self._to_prefill += last - known
 
     def _prefill(self, filling: list[Sequence]) -> None:
-        """One pass over the next prompt chunks, as many as the budget allows."""
+        """One pass over the next prompt chunks of one kind, as many as the budget allows."""
         started = time.perf_counter()
         batch: list[Sequence] = []
-        rows = 0
+        rows, as_rows = 0, self._goes_as_rows(filling[0])
         for sequence in filling:
             first, stop = sequence.chunks[0]
+            if self._goes_as_rows(sequence) != as_rows:
+                continue
             if batch and rows + stop - first > self.prefill_budget:
                 break
             batch.append(sequence)
             rows += stop - first
         spans = {s.slot: s.chunks.popleft() for s in batch}
         draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch})
-        passed = self._climb.run(self.model, draft, self.cache, chunk=True)
+        passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
         kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
         groups = _by_drafter(batch)
         for drafter, own in groups:
@@ -227,6 +229,10 @@ class Session:
         self._prefilled += rows
         if self.progress is not None:
             self.progress(self._prefilled, self._to_prefill)
+
+    def _goes_as_rows(self, sequence: Sequence) -> bool:
+        """Whether the next chunk of its prompt goes up row by row, as while decoding."""
+        return sequence.chunks[0][1] <= self.model.rows_up_to
 
     def _decode(self, drafter: Drafter, sequences: list[Sequence]) -> list[Emitted]:
         """Draft, verify, keep: one target pass for these sequences."""
