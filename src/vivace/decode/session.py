@@ -3,8 +3,8 @@
 A step is at most one prefill pass (prompt chunks of the sequences that still have some) and one target pass
 per method for all live sequences together, whatever each of them drafted or accepted. The last prompt token
 is never prefilled: it is the root of the first draft, so prompt logits are never computed and the first
-token already profits from drafting. Prompt chunks start at fixed multiples of ``chunk``, so a prompt gives
-the same bits whatever else is running.
+token already profits from drafting. Prompt chunks start at fixed multiples of ``chunk``, and by their place go
+up as chunks or row by row, so a prompt gives the same bits whatever else is running.
 """
 
 from __future__ import annotations
