@@ -108,8 +108,6 @@ def _widened(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
         return value.repeat(1, k)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return value.clone()
-    if name == "final_norm.weight":
-        return value.repeat(k)
     if name == "lm_head.weight":
         return value.repeat(1, k) / k
     if name == "lm_head.bias":

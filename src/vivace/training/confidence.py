@@ -25,7 +25,7 @@ from vivace.prompts import Prompt
 from vivace.train.loop import Course, fit
 from vivace.train.report import Report
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
-from vivace.training.run import time_adapter
+from vivace.training.regenerate import as_it_decodes
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)
 """Stated agreements that thresholds are found for."""
@@ -81,4 +81,4 @@ def train_confidence(
     outcome = trainee.finish()
     tensors = {name: value.to(engine.model.dtype) for name, value in outcome.tensors.items()}
     save_adapter(out, recipe.kind, base, asdict(outcome.plan), asdict(outcome.config), tensors)
-    return time_adapter(engine, recipe.kind, out, ground.measured)
+    return ground.timed(as_it_decodes(engine, {recipe.kind: out}), recipe.kind)

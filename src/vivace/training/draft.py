@@ -16,8 +16,7 @@ from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.core.model import Decoder
 from vivace.decode.draft_model import DraftModelConfig
 from vivace.engine import Engine, load
-from vivace.evaluate.contest import Question, Run, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.contest import Run
 from vivace.prompts import Prompt
 from vivace.train.loop import Course, fit
 from vivace.train.report import Report
@@ -81,6 +80,4 @@ def train_draft(recipe: DraftRecipe, engine: Engine, prompts: Sequence[Prompt], 
     report.note(f"saved {sum(p.numel() for p in trainee.student.parameters()):,} weights to {out}")
     dtype = str(engine.model.dtype).removeprefix("torch.")
     ready = load(engine.folder, device=str(engine.model.device), dtype=dtype, draft_model=out)
-    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in ground.measured]
-    entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", "draft")]
-    return summarise(hold(entrants, questions, repeats=1), "plain")
+    return ground.timed(ready, "draft")

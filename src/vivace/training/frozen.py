@@ -15,6 +15,8 @@ from torch import Tensor
 from vivace.core.seams import Batch, Objective
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
+from vivace.evaluate.contest import Question, Run, hold, summarise
+from vivace.evaluate.entrants import Entrant
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
 from vivace.train.data import Batches, Rows, collate, grouped, pairs_of, texts_of
@@ -125,10 +127,12 @@ class Ground:
             raise ConfigError(f"{len(pairs)} rows leave nothing to train on with {kept}; lower them")
         return Ground(recipe, engine, pairs[: recipe.held_back], pairs[first:], pairs[recipe.held_back : first], report)
 
-    @property
-    def measured(self) -> list[str]:
-        """Prompts that what was trained is timed on."""
-        return [prompt for prompt, _ in self.held_back[:NUM_MEASURED]]
+    def timed(self, ready: Engine, method: str) -> list[Run]:
+        """Plain decoding beside a method on held-back prompts, by the decoding code and kernels of ``ready``."""
+        asked = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]]
+        questions = [Question(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
+        entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
+        return summarise(hold(entrants, questions, repeats=1), "plain")
 
     def batches(self, pairs: Sequence[Pair]) -> list[Batch]:
         """Some rows, once, in order of length."""

@@ -10,8 +10,7 @@ import torch
 
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.engine import Engine
-from vivace.evaluate.contest import Question, Run, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.contest import Run
 from vivace.prompts import Prompt
 from vivace.train.loop import Course, fit
 from vivace.train.report import Report
@@ -68,12 +67,4 @@ def train_adapter(
     tensors = {name: value.to(engine.model.dtype) for name, value in outcome.tensors.items()}
     save_adapter(out, recipe.kind, base, asdict(outcome.plan), asdict(outcome.config), tensors)
     report.note(f"saved {sum(t.numel() for t in tensors.values()):,} weights to {out}{outcome.note}")
-    return time_adapter(engine, recipe.kind, out, ground.measured)
-
-
-def time_adapter(engine: Engine, method: str, folder: Path, prompts: Sequence[str]) -> list[Run]:
-    """Plain decoding beside a method with the adapter in ``folder``, by the decoding code and kernels themselves."""
-    ready = as_it_decodes(engine, {method: folder})
-    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in prompts]
-    entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
-    return summarise(hold(entrants, questions, repeats=1), "plain")
+    return ground.timed(as_it_decodes(engine, {recipe.kind: out}), recipe.kind)

@@ -13,8 +13,7 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.files import read_json, staged
 from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.engine import Engine, load
-from vivace.evaluate.contest import Question, Run, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.contest import Run
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.prompts import Prompt
@@ -90,6 +89,4 @@ def train_shared(
     fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
     report.note(f"saved the model and {trainee.save(engine.folder, out)} to {out}")
     ready = load(out, device=str(engine.model.device), dtype=str(engine.model.dtype).removeprefix("torch."))
-    questions = [Question(prompt, tuple(engine.tokenizer.encode_prompt(prompt))) for prompt in ground.measured]
-    entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", "multistream")]
-    return summarise(hold(entrants, questions, repeats=1), "plain")
+    return ground.timed(ready, "multistream")
