@@ -28,7 +28,7 @@ from vivace.core.seams import Drafter
 from vivace.decode.adaptive import Adaptive
 from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.decode.plain import NoDrafts
+from vivace.decode.plain import NoDrafts, RunsAhead
 from vivace.decode.session import DRAFT_SLACK
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
@@ -170,7 +170,7 @@ class Methods:
             raise ConfigError(f"num_draft_tokens is {length}; a draft has at most {DRAFT_SLACK - 1} guesses")
         match method:
             case "plain":
-                return NoDrafts()
+                return RunsAhead(self.model)
             case "lookup":
                 return _lookup(length)
             case "draft":
@@ -204,7 +204,8 @@ class Methods:
 
     def _adaptive(self) -> Adaptive:
         """Everything that can draft here without further files, by the drafters of those methods themselves."""
-        return Adaptive([self.drafter(name) for name in ("lookup", "multirate", "draft") if name in self.ready()])
+        drafters = [self.drafter(name) for name in ("lookup", "multirate", "draft") if name in self.ready()]
+        return Adaptive(drafters, plain=self.drafter("plain"))
 
     @cached_property
     def _guess(self) -> AcceleratedGuess:

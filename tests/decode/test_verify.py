@@ -44,7 +44,7 @@ def drafts(draw: st.DrawFn) -> tuple[Draft, Tensor]:
 @settings(max_examples=150, deadline=None)
 def test_greedy_keeps_the_longest_path_of_choices(case: tuple[Draft, Tensor]) -> None:
     draft, choice = case
-    verdict = verify_greedy(draft, choice)
+    verdict = verify_greedy(draft, choice.tolist())
     roots = draft.roots().tolist()
     for slot, given_count, root, path, accepted, following in zip(
         draft.slots, draft.given, roots, verdict.paths, verdict.accepted, verdict.next_tokens, strict=True
@@ -68,7 +68,7 @@ def test_sampling_from_certain_laws_is_greedy(case: tuple[Draft, Tensor]) -> Non
     draft, choice = case
     certain = torch.nn.functional.one_hot(choice, 4).float()
     generators = {slot: torch.Generator().manual_seed(slot) for slot in draft.slots}
-    got, want = verify_sampled(draft, certain, generators), verify_greedy(draft, choice)
+    got, want = verify_sampled(draft, certain, generators), verify_greedy(draft, choice.tolist())
     tokens = [[[int(draft.tokens[row]) for row in path] for path in verdict.paths] for verdict in (got, want)]
     assert tokens[0] == tokens[1]  # of two siblings with the same token either may be kept
     assert got.next_tokens == want.next_tokens

@@ -192,12 +192,36 @@ def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
     assert inside > 0, "some ends lie before the end of what was accepted"
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(do_sample=True, temperature=0.8),
+        Sampling(do_sample=True, top_p=0.9, repetition_penalty=1.3),
+        Sampling(repetition_penalty=1.2),
+    ],
+    ids=["drawn", "truncated and penalised", "penalised"],
+)
+def test_sampled_text_is_that_of_the_same_seed_without_drafts(
+    model: Decoder, accelerator: Accelerators, chains: list[bool], sampling: Sampling
+) -> None:
+    """Guesses are not drawn, so every token takes one number of its generator, drafted or not."""
+    fast = accelerator(torch.bfloat16, gate=5)
+    plain = run(model, NoDrafts(), 1, sampling=sampling, seed=7, logprobs=True)
+    accepted = 0
+    for slots, every in ((1, 0), (6, 2)):
+        found = run(model, self_speculation(model, fast, DraftPlan.chain(3)), slots, every, sampling=sampling, seed=7)
+        assert [r.tokens for r in found] == [r.tokens for r in plain]
+        accepted += sum(r.stats.num_accepted_draft_tokens for r in found)
+    assert all(chains)
+    assert accepted > 0
+    others = run(model, NoDrafts(), 1, sampling=sampling, seed=8)
+    assert sampling.do_sample == ([r.tokens for r in others] != [r.tokens for r in plain])
+
+
 def test_who_goes_step_by_step(model: Decoder, accelerator: Accelerators, chains: list[bool]) -> None:
-    """Sampling, penalties, trees and padded calls; a text that repeats itself is looked up."""
+    """Trees and padded calls; a text that repeats itself is looked up."""
     fast = accelerator(torch.bfloat16, gate=GATE)
     chain = self_speculation(model, fast, DraftPlan.chain(3))
-    run(model, chain, 2, sampling=Sampling(do_sample=True))
-    run(model, chain, 2, sampling=Sampling(repetition_penalty=1.2))
     run(model, self_speculation(model, fast, DraftPlan((2, 1))), 2)
     model.row_count = 8
     run(model, chain, 2)

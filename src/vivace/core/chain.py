@@ -45,6 +45,8 @@ class NativeChain:
         self._decoder = decoder
         self._span = span
         self._fixed: WeakKeyDictionary[Companion, dict[Weights, _Fixed]] = WeakKeyDictionary()
+        self._whole: _Fixed | None = None
+        """Of the whole model without a companion."""
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
@@ -92,64 +94,94 @@ class NativeChain:
         Returns:
             The draft; with residuals at the gate unless it is rough.
         """
+        fixed, is_rough = self._of(companion, weights), weights != "bf16"
+        call = CChain.from_buffer_copy(fixed.call)
+        call.offsets = None if offsets is None else offsets.data_ptr()
+        call.num_offsets = 0 if offsets is None else offsets.shape[1]
+        call.min_confidence = min_confidence
+        (tokens, slot, node, parent), hidden = self._run(call, fixed.plan, roots, cache, hands_over=not is_rough)
+        slots, given = tuple(root.slot for root in roots), (1,) * len(roots)
+        if hidden is None:
+            return Draft(slots, given, tokens, slot, node, parent)
+        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=companion.gate)
+
+    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Draft:
+        """The next tokens below each root by the whole model, greedily: plain decoding without a way back to Python.
+
+        Args:
+            roots: of each sequence; as many tokens below as their limits say.
+            cache: holds the text before the roots; gets the entries of all rows.
+            ends: tokens below which there is nothing more to decide.
+
+        Returns:
+            A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
+        """
+        if self._whole is None:
+            self._whole = self._call(self._decoder.config.num_layers, None, "bf16")
+        call = CChain.from_buffer_copy(self._whole.call)
+        call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
+        (tokens, slot, node, parent), hidden = self._run(call, self._whole.plan, roots, cache, hands_over=True)
+        counts = torch.bincount(slot, minlength=max(root.slot for root in roots) + 1).tolist()
+        slots = tuple(root.slot for root in roots)
+        given = tuple(counts[s] for s in slots)
+        depth = self._decoder.config.num_layers
+        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=depth)
+
+    def _run(
+        self, call: CChain, plan: CPlan, roots: Sequence[Root], cache: KVCache, *, hands_over: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens, slots, nodes and parents of the rows made, (4, T), and their residuals (T, E) if they are wanted."""
         slots, tokens, limits = zip(*roots, strict=True)
         lengths = [cache.lengths[slot] for slot in slots]
         deepest = [length + limit for length, limit in zip(lengths, limits, strict=True)]
         cache.reserve(slots, deepest)
         count = len(roots)
         made = torch.empty(4, count + sum(limits), dtype=torch.int64)
-        fixed, is_rough = self._of(companion, weights), weights != "bf16"
-        hidden = None if is_rough else torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16)
+        hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16) if hands_over else None
         tables = [layer.positions(max(deepest) + 1, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * count
-        call = CChain.from_buffer_copy(fixed.call)
         call.keys, call.values = self._span.addresses(cache)
         call.cosines, call.sines = pointers([cos for cos, _ in tables]), pointers([sin for _, sin in tables])
         call.slot, call.length = numbers(*slots), numbers(*lengths)
         call.root, call.limit = numbers(*tokens), numbers(*limits)
         call.tokens, call.slots, call.nodes, call.parents = (line.data_ptr() for line in made)
         call.hidden = None if hidden is None else hidden.data_ptr()
-        call.offsets = None if offsets is None else offsets.data_ptr()
-        call.num_offsets = 0 if offsets is None else offsets.shape[1]
-        call.sequences, call.capacity, call.min_confidence = count, cache.capacity, min_confidence
-        rows = self._span.body.chain(fixed.plan, call)
-        tokens, slot, node, parent = made[:, :rows]
-        given = (1,) * count
-        if hidden is None:
-            return Draft(slots, given, tokens, slot, node, parent)
-        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden[:rows], entry_layer=companion.gate)
+        call.sequences, call.capacity = count, cache.capacity
+        rows = self._span.body.chain(plan, call)
+        return made[:, :rows], None if hidden is None else hidden[:rows]
 
     def _of(self, companion: Companion, weights: Weights) -> _Fixed:
         """What is the same in every call with this companion; its weights are laid out once."""
         kinds = self._fixed.setdefault(companion, {})
         if weights not in kinds:
-            decoder = self._decoder
-            terms, tensors = self._span.terms((companion.deltas,), 0, companion.gate)
-            plan, copies = self._span.rounded(0, companion.gate, weights)
-            head = rounded(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
-            reads = [_matrices(read, weights) for read in companion.reads]
-            call = CChain(
-                head=head.struct,
-                rows=CMatrix() if decoder.rows is None else matrix_of(decoder.rows),
-                embedding=decoder.embedding.data_ptr() if decoder.rows is None else None,
-                final_norm=norm_of(decoder.final_norm),
-                scale=companion.scale.data_ptr(),
-                terms=terms,
-                reads=(CDeepRead * len(reads))(
-                    *(
-                        CDeepRead(read.layer, read.gain.data_ptr(), query.struct, output.struct)
-                        for read, (query, output) in zip(companion.reads, reads, strict=True)
-                    )
-                ),
-                gate=companion.gate,
-                is_fed=companion.is_fed,
-                num_terms=len(terms),
-                num_ropes=len(self._span.rotating),
-                num_reads=len(reads),
-                embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
-            )
-            kinds[weights] = _Fixed(call, plan, (tensors, copies, head, reads))
+            kinds[weights] = self._call(companion.gate, companion, weights)
         return kinds[weights]
+
+    def _call(self, gate: int, companion: Companion | None, weights: Weights) -> _Fixed:
+        """Chains below a gate by a companion, or by the rows themselves when there is none."""
+        decoder = self._decoder
+        plan, copies = self._span.rounded(0, gate, weights)
+        head = rounded(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
+        call = CChain(
+            head=head.struct,
+            rows=CMatrix() if decoder.rows is None else matrix_of(decoder.rows),
+            embedding=decoder.embedding.data_ptr() if decoder.rows is None else None,
+            final_norm=norm_of(decoder.final_norm),
+            gate=gate,
+            num_ropes=len(self._span.rotating),
+            embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
+        )
+        kept: list[object] = [copies, head]
+        if companion is not None:
+            terms, tensors = self._span.terms((companion.deltas,), 0, gate)
+            reads = [(read, *_matrices(read, weights)) for read in companion.reads]
+            kept += [tensors, reads]
+            call.scale, call.is_fed = companion.scale.data_ptr(), companion.is_fed
+            call.terms, call.num_terms, call.num_reads = terms, len(terms), len(reads)
+            call.reads = (CDeepRead * len(reads))(
+                *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
+            )
+        return _Fixed(call, plan, kept)
 
 
 def _matrices(read: DeepRead, weights: Weights) -> tuple[Matrix, Matrix]:

@@ -43,7 +43,8 @@ class Draft:
 
     slots: tuple[int, ...]
     given: tuple[int, ...]
-    """Decided tokens at the front of each slot's nodes; the last is the root."""
+    """Decided tokens at the front of each slot's nodes, those that the model itself decided for this draft included
+    (``Chain.decide``); the last is the root."""
     tokens: Tensor
     """(T,)"""
     slot: Tensor
@@ -117,6 +118,13 @@ class Draft:
     def roots(self) -> Tensor:
         """``root_rows`` as indices, (number of slots,)."""
         return torch.tensor(self.root_rows)
+
+    @cached_property
+    def open_rows(self) -> list[int]:
+        """Roots and guesses: rows behind which the next token is not decided yet."""
+        last = {slot: given - 1 for slot, given in zip(self.slots, self.given, strict=True)}
+        nodes = zip(self.lists.slot, self.lists.node, strict=True)
+        return [row for row, (slot, node) in enumerate(nodes) if node >= last[slot]]
 
     def grow(self, leaves: Tensor, tokens: Tensor, probs: Tensor | None = None) -> tuple[Draft, Tensor]:
         """Append guesses below rows.
@@ -240,10 +248,17 @@ class Context:
     max_nodes: Mapping[int, int] = field(default_factory=dict)
     """Guesses a slot may still use before its limit; drafting past it is waste."""
     generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
+    """Tokens behind which nothing is decoded; there may be further reasons to stop."""
 
     def given(self) -> Draft:
         """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
         return Draft.given_only({s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots})
+
+    def num_decided(self, draft: Draft) -> list[int]:
+        """How many of each slot's given tokens the model decided for this draft, a pass for each."""
+        pending = (len(self.tokens[s]) - self.cache.lengths[s] for s in draft.slots)
+        return [given - known for given, known in zip(draft.given, pending, strict=True)]
 
 
 class SlotState(Protocol):
@@ -298,12 +313,12 @@ class Memory(Protocol):
 
 
 class Root(NamedTuple):
-    """Where a chain of guesses begins."""
+    """Where a chain begins."""
 
     slot: int
     token: int
     limit: int
-    """Guesses at most."""
+    """Tokens below it at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,6 +373,13 @@ class Chain(Protocol):
         """One chain below each root; ``offsets`` (n, depths, E) start companions.
 
         With residuals at the gate; without, and with copies in few bits, where ``weights`` says so.
+        """
+        ...
+
+    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Draft:
+        """The next tokens below each root as greedy decoding decides them, none below one of ``ends``.
+
+        All are given tokens, with residuals at the top.
         """
         ...
 

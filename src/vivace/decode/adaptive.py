@@ -114,15 +114,22 @@ class Adaptive:
 
     name = "auto"
 
-    def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Choose among ``drafters`` and drafting nothing."""
-        self.drafters: tuple[Drafter, ...] = (NoDrafts(), *drafters)
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        *,
+        plain: Drafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Choose among ``drafters`` and drafting nothing, which is what ``plain`` does."""
+        self.drafters: tuple[Drafter, ...] = (NoDrafts() if plain is None else plain, *drafters)
         self.traversal: Traversal = self.drafters[0].traversal
         self.choice = Choice(0, 0, "nothing measured yet")
         self._clock = clock
         self._measured: dict[tuple[int, int], Measured] = {}
         self._started = 0.0
         self._batch = 1
+        self._passes = 1
         self._allowed = 0
 
     def propose(self, context: Context) -> Draft:
@@ -132,8 +139,12 @@ class Adaptive:
         room = max(context.max_nodes.values(), default=LONGEST)
         self.choice = self._choose(room)
         self._allowed = min(self.choice.guesses, room)
-        capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
-        return self.drafters[self.choice.drafter].propose(replace(context, max_nodes=capped))
+        if self.choice.drafter:
+            capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
+            context = replace(context, max_nodes=capped)
+        draft = self.drafters[self.choice.drafter].propose(context)
+        self._passes = 1 + max(context.num_decided(draft))
+        return draft
 
     def _choose(self, room: int) -> Choice:
         if len(self.drafters) == 1 or room == 0:
@@ -167,7 +178,9 @@ class Adaptive:
         if not arm.is_warm:
             arm.is_warm = True
             return
-        arm.record(guesses, self._clock() - self._started, min(self._allowed, LONGEST), verdict.accepted)
+        arm.record(
+            guesses, (self._clock() - self._started) / self._passes, min(self._allowed, LONGEST), verdict.accepted
+        )
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Tell every drafter."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,6 +26,7 @@ from vivace.decode.laws import Laws
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 from vivace.decode.verify import children_of, verify_greedy, verify_sampled
+from vivace.kernels.threads import one_pytorch_thread
 
 Progress = Callable[[int, int], None]
 """Called with (prompt tokens done, prompt tokens in all) after every prefill pass."""
@@ -59,9 +61,13 @@ class Sequence:
 
 @dataclass
 class Block:
-    """What a step decided for one sequence, before it is cut where the text ends; lists run beside ``tokens``."""
+    """What a pass decided for one sequence, before it is cut where the text ends; lists run beside ``tokens``."""
 
+    rows: list[int]
+    """Draft rows they follow."""
     tokens: list[int]
+    guessed: list[int] = field(default_factory=list)
+    """Depths of the guesses made."""
     logprobs: list[float] | None = None
     top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
     guesses: list[tuple[int, ...]] | None = None
@@ -73,6 +79,11 @@ class Block:
             values, tokens = logprobs.topk(num_top)
             pairs = zip(tokens.tolist(), values.tolist(), strict=True)
             self.top_logprobs = [tuple(zip(ids, logs, strict=True)) for ids, logs in pairs]
+
+    def take_guesses(self, draft: Draft, children: list[list[int]] | None) -> None:
+        """Read what was guessed behind the rows; nothing was without ``children``."""
+        below = [[] if children is None else children[row] for row in self.rows]
+        self.guesses = [tuple(draft.lists.tokens[child] for child in rows) for rows in below]
 
     def emitted(self, kept: int, sequence: Sequence, reason: FinishReason | None) -> Emitted:
         """The first ``kept`` tokens and what belongs to them."""
@@ -173,9 +184,14 @@ class Session:
         if filling:
             self._prefill(filling)
         emitted: list[Emitted] = []
-        for drafter, sequences in _by_drafter([s for s in self._live.values() if not s.chunks]):
-            emitted += self._decode(drafter, sequences)
+        with self._threads():
+            for drafter, sequences in _by_drafter([s for s in self._live.values() if not s.chunks]):
+                emitted += self._decode(drafter, sequences)
         return emitted
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """Whose threads work: PyTorch's stay out of the way of native layers."""
+        return nullcontext() if self.model.span is None else one_pytorch_thread()
 
     def _fill_slots(self) -> None:
         if self._prefilled == self._to_prefill:
@@ -212,7 +228,8 @@ class Session:
             rows += stop - first
         spans = {s.slot: s.chunks.popleft() for s in batch}
         draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch})
-        passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
+        with self._threads() if as_rows else nullcontext():
+            passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
         kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
         groups = _by_drafter(batch)
         for drafter, own in groups:
@@ -241,16 +258,19 @@ class Session:
         draft = drafter.propose(context)
         drafted = time.perf_counter()
         passed = drafter.traversal.run(self.model, draft, self.cache)
-        self.num_target_passes += 1
         if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
             draft = draft.only(passed.rows.tolist())
             passed = replace(passed, rows=torch.arange(len(draft.tokens)))
         verdict, logprobs = self._verify(draft, passed, context, sequences)
+        decided = context.num_decided(draft)
+        self.num_target_passes += 1 + max(decided)
         drafter.observe(draft, passed, verdict)
         if passed.depth is not None:
             _count_exits(passed, verdict, sequences, self.model.config.num_layers)
-        emitted = self._keep(draft, verdict, logprobs, sequences)
+        emitted = self._keep(draft, verdict, logprobs, sequences, decided)
         verified = time.perf_counter()
+        if any(decided):  # that was no drafting
+            drafted = started
         for sequence in sequences:
             sequence.stats.draft_s += drafted - started
             sequence.stats.verify_s += verified - drafted
@@ -267,6 +287,7 @@ class Session:
             law=Laws(requests, tokens, self.cache.lengths),
             max_nodes=room,
             generators={s.slot: s.generator for s in sequences},
+            ends=tuple(set[int]().union(*(s.request.stop.end_tokens for s in sequences))),
         )
 
     def _verify(
@@ -275,40 +296,72 @@ class Session:
         """The verdict, and log p of every vocabulary entry after each row when somebody asked for it."""
         wants_logprobs = any(s.request.logprobs for s in sequences)
         if context.law.is_greedy(context.slots) and not wants_logprobs:
-            return verify_greedy(draft, self.model.greedy(passed.hidden)), None
+            return verify_greedy(draft, self._choices(draft, passed.hidden)), None
         logits = self.model.head(passed.hidden)
         logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
         if context.law.is_greedy(context.slots):
-            return verify_greedy(draft, logits.argmax(-1)), logprobs
+            return verify_greedy(draft, logits.argmax(-1).tolist()), logprobs
         law = context.law(logits, draft, passed.rows)
         return verify_sampled(draft, law, context.generators), logprobs
 
+    def _choices(self, draft: Draft, hidden: Tensor) -> list[int]:
+        """The most likely token after each row; where it is decided already nobody looks."""
+        rows = draft.open_rows
+        if len(rows) == len(hidden):
+            return self.model.greedy(hidden).tolist()
+        choices = [-1] * len(hidden)
+        for row, token in zip(rows, self.model.greedy(hidden[rows]).tolist(), strict=True):
+            choices[row] = token
+        return choices
+
     def _keep(
-        self, draft: Draft, verdict: Verdict, logprobs: Tensor | None, sequences: list[Sequence]
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        logprobs: Tensor | None,
+        sequences: list[Sequence],
+        decided: list[int],
     ) -> list[Emitted]:
-        """Commit the accepted paths, cut at the first stop, emit."""
-        tokens, rows_slot, nodes, _ = draft.lists
-        slots = [s.slot for s in sequences]
+        """Commit the accepted paths and emit what each pass brought, cut at the first stop."""
+        _, rows_slot, nodes, _ = draft.lists
         for state in self._states(sequences):
-            state.commit(slots, [[nodes[row] for row in path] for path in verdict.paths])
-        depths: dict[int, list[int]] = {slot: [] for slot in slots}
+            state.commit([s.slot for s in sequences], [[nodes[row] for row in path] for path in verdict.paths])
+        depths: dict[int, list[int]] = {s.slot: [] for s in sequences}
         for slot, depth in zip(rows_slot, draft.depths, strict=True):
             depths[slot].append(depth)
-        emitted = []
         children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
-        for place, sequence in enumerate(sequences):
-            below = depths[sequence.slot][draft.given[place] :]
-            sequence.stats.count(len(below), verdict.accepted[place], max(below, default=0))
-            path = verdict.paths[place][draft.given[place] - 1 :]
-            block = Block([tokens[row] for row in path[1:]] + [verdict.next_tokens[place]])
+        emitted = []
+        for place, (sequence, alone) in enumerate(zip(sequences, decided, strict=True)):
+            given = draft.given[place]
+            path = verdict.paths[place][given - 1 - alone :]  # from the first row behind which something is new
+            blocks = _blocks(draft, path, verdict.next_tokens[place], alone)
+            blocks[-1].guessed = depths[sequence.slot][given:]
             if logprobs is not None and sequence.request.logprobs:
-                block.take_logprobs(logprobs[list(path)], sequence.request.num_top_logprobs)
+                for block in blocks:
+                    block.take_logprobs(logprobs[block.rows], sequence.request.num_top_logprobs)
             if sequence.request.shows_guesses:
-                block.guesses = [tuple(tokens[child] for child in children[row]) for row in path]
-            emitted.append(self._emit(sequence, block))
+                for block in blocks:
+                    block.take_guesses(draft, children if block is blocks[-1] else None)
+            emitted += self._emit(sequence, blocks)
         return emitted
 
-    def _emit(self, sequence: Sequence, block: Block) -> Emitted:
+    def _emit(self, sequence: Sequence, blocks: list[Block]) -> list[Emitted]:
+        """Hand out what the passes decided, up to where the text ends."""
+        emitted: list[Emitted] = []
+        for block in blocks:
+            kept, reason = self._append(sequence, block)
+            if reason is not None:
+                if kept < len(block.tokens) or block is not blocks[-1]:  # forget what lies beyond the end of the text
+                    for state in self._states([sequence]):
+                        state.truncate([sequence.slot], [len(sequence.tokens) - 1])
+                self._release(sequence)
+            emitted.append(block.emitted(kept, sequence, reason))
+            if reason is not None:
+                break
+        return emitted
+
+    def _append(self, sequence: Sequence, block: Block) -> tuple[int, FinishReason | None]:
+        """Add a block to a text; how many of its tokens belong there, and why there is no further one."""
         stats = sequence.stats
         kept, reason = 0, None
         for token in block.tokens:
@@ -317,6 +370,7 @@ class Session:
             reason = self._finished(sequence)
             if reason is not None:
                 break
+        stats.count(len(block.guessed), len(block.tokens) - 1, max(block.guessed, default=0))
         now = time.perf_counter()
         if stats.num_tokens == 0:
             sequence.first_at = now
@@ -324,12 +378,7 @@ class Session:
             stats.num_first_tokens = kept
         stats.num_tokens += kept
         stats.decode_s = now - sequence.first_at
-        if kept < len(block.tokens):  # the step ran past the end of the text: forget what lies beyond it
-            for state in self._states([sequence]):
-                state.truncate([sequence.slot], [len(sequence.tokens) - 1])
-        if reason is not None:
-            self._release(sequence)
-        return block.emitted(kept, sequence, reason)
+        return kept, reason
 
     def _finished(self, sequence: Sequence) -> FinishReason | None:
         if sequence.request.stop.stops_at(sequence.new_tokens):
@@ -350,6 +399,13 @@ class Session:
 
 DRAFT_SLACK = 64
 """Entries a draft may use beyond a sequence's own limit."""
+
+
+def _blocks(draft: Draft, path: tuple[int, ...], last: int, alone: int) -> list[Block]:
+    """What the passes of a slot decided: one token each of the first ``alone``, all the rest the last one."""
+    following = [*(draft.lists.tokens[row] for row in path[1:]), last]
+    blocks = [Block([row], [token]) for row, token in zip(path[:alone], following, strict=False)]
+    return [*blocks, Block(list(path[alone:]), following[alone:])]
 
 
 def _by_drafter(sequences: list[Sequence]) -> list[tuple[Drafter, list[Sequence]]]:

@@ -16,7 +16,7 @@ class DecodeStats:
     num_tokens: int = 0
     """New tokens returned."""
     num_spec_steps: int = 0
-    """Target passes that decoded: each emits the accepted tokens and one more."""
+    """Passes of the whole model that decoded: each emits the accepted tokens and one more."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class DecodeStats:
     """Rows times layers that made them, companions and late fills included; counted beside ``exit_layers``."""
 
     def count(self, drafted: int, accepted: int, depth: int) -> None:
-        """Record one decoding step: guesses made, guesses kept, longest path guessed."""
+        """Record one pass of the whole model: guesses made, guesses kept, longest path guessed."""
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted
         self.num_accepted_draft_tokens += accepted

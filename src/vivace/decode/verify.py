@@ -4,8 +4,8 @@ Words: a node of the draft is *accepted* when verification keeps it; the token a
 is *recovered* when it replaces a rejected guess and *bonus* when the accepted path ended in a leaf. Every
 step emits the accepted tokens and one recovered or bonus token, so at least one.
 
-Greedy. ``choice[r]`` is the target's argmax after row r. The path follows the child that carries
-``choice[r]`` for as long as there is one and then emits ``choice[r]`` itself. Each emitted token is the
+Greedy. ``chosen[r]`` is the target's argmax after row r. The path follows the child that carries
+``chosen[r]`` for as long as there is one and then emits ``chosen[r]`` itself. Each emitted token is the
 target's argmax on the text before it; the rows above it hold the same bits as in plain decoding (rule of
 ``kernels/reference.py``), so the text is the same token for token.
 
@@ -36,14 +36,14 @@ Guess = tuple[int, int, float]
 """(row, token, probability it was drawn with)."""
 
 
-def verify_greedy(draft: Draft, choice: Tensor) -> Verdict:
+def verify_greedy(draft: Draft, chosen: Sequence[int]) -> Verdict:
     """Keep the path the target itself would have taken.
 
     Args:
         draft: given tokens and guesses, T rows.
-        choice: (T,) the target's most likely token after each row.
+        chosen: (T,) the target's most likely token after each row; looked at from the roots on.
     """
-    tokens, chosen = draft.lists.tokens, choice.tolist()
+    tokens = draft.lists.tokens
     children = children_of(draft)
     paths, accepted, following = [], [], []
     for root in draft.root_rows:

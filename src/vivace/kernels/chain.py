@@ -25,10 +25,10 @@ class CChain(Structure):
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("terms", POINTER(CTerm)),
         ("reads", POINTER(CDeepRead)),
-        *((name, Numbers) for name in ("slot", "length", "root", "limit")),
+        *((name, Numbers) for name in ("slot", "length", "root", "limit", "ends")),
         *((name, c_void_p) for name in ("tokens", "slots", "nodes", "parents", "hidden")),
         *((name, c_int64) for name in ("gate", "sequences", "is_fed", "capacity", "num_terms", "num_ropes")),
-        *((name, c_int64) for name in ("num_offsets", "num_reads")),
+        *((name, c_int64) for name in ("num_offsets", "num_reads", "num_ends")),
         ("embedding_scale", c_float),
         ("min_confidence", c_float),
     ]

@@ -29,6 +29,7 @@ from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
 from vivace.kernels.library import LANES, CQuantised, open_library, runnable
 from vivace.kernels.palette import Palette
+from vivace.kernels.threads import num_threads
 
 Format = Literal["int8", "q4", "lut4", "exact12"]
 Weights = Literal["bf16", "int8", "q4", "lut4", "exact12"]
@@ -201,7 +202,7 @@ def native_q4(library: ctypes.CDLL, body: int, weight: Tensor) -> tuple[Tensor, 
     table = _table(weight.device)
     addresses = (weight.data_ptr(), table.data_ptr(), codes.data_ptr(), scales.data_ptr())
     call = CQuantised(*addresses, *weight.shape)
-    library.vivace_quantise(body, torch.get_num_threads(), byref(call))
+    library.vivace_quantise(body, num_threads(), byref(call))
     return codes, scales
 
 

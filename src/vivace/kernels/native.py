@@ -32,6 +32,7 @@ from vivace.kernels.library import (
     CPlan,
 )
 from vivace.kernels.low_bit import TABLE, Rounded
+from vivace.kernels.threads import num_threads
 
 MAX_GROUP = 128
 """Query heads per key/value head that attention has room for."""
@@ -115,7 +116,7 @@ class NativeBody:
         out = x.new_empty(x.shape[0], matrix.out_width)
         plus = None if add is None else add.contiguous()
         call = CLinear(matrix.struct, x.data_ptr(), _address(plus), out.data_ptr(), x.shape[0])
-        self._library.vivace_linear(self._index, torch.get_num_threads(), byref(call))
+        self._library.vivace_linear(self._index, num_threads(), byref(call))
         return out
 
     def gated(self, gate: Matrix, up: Matrix, x: Tensor, activation: str) -> Tensor:
@@ -123,7 +124,7 @@ class NativeBody:
         x = gate.rows(x)
         out = x.new_empty(x.shape[0], gate.out_width)
         call = CGated(gate.struct, up.struct, x.data_ptr(), out.data_ptr(), x.shape[0], ACTIVATIONS[activation])
-        self._library.vivace_gated(self._index, torch.get_num_threads(), byref(call))
+        self._library.vivace_gated(self._index, num_threads(), byref(call))
         return out
 
     def activate(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -139,7 +140,7 @@ class NativeBody:
         x = matrix.rows(x)
         tokens = torch.empty(x.shape[0], dtype=torch.int64)
         call = CLinear(matrix.struct, x.data_ptr(), None, None, x.shape[0])
-        self._library.vivace_greedy(self._index, torch.get_num_threads(), byref(call), tokens.data_ptr())
+        self._library.vivace_greedy(self._index, num_threads(), byref(call), tokens.data_ptr())
         return tokens
 
     def rows(self, matrix: Matrix, tokens: Tensor) -> Tensor:
@@ -198,12 +199,12 @@ class NativeBody:
             *(_address(tail), out.data_ptr(), sums.data_ptr(), rows, q.stride(0), heads, keys.shape[1], width),
             *(keys.shape[2], 0 if tail is None else tail.shape[1], window or 0, scale, softcap or 0.0),
         )
-        self._library.vivace_attention(self._index, torch.get_num_threads(), byref(call))
+        self._library.vivace_attention(self._index, num_threads(), byref(call))
         return out
 
     def chain(self, plan: CPlan, call: CChain) -> int:
         """Chains of drafts; returns how many rows were made."""
-        rows: int = self._library.vivace_chain(self._index, torch.get_num_threads(), byref(plan), byref(call))
+        rows: int = self._library.vivace_chain(self._index, num_threads(), byref(plan), byref(call))
         return rows
 
     def span(self, plan: CPlan, call: CCall) -> None:
@@ -211,7 +212,7 @@ class NativeBody:
         size = self._library.vivace_span_bytes(byref(plan), byref(call))
         space = torch.empty(size + 64, dtype=torch.uint8)
         call.space = space.data_ptr() + -space.data_ptr() % 64
-        self._library.vivace_span(self._index, torch.get_num_threads(), byref(plan), byref(call))
+        self._library.vivace_span(self._index, num_threads(), byref(plan), byref(call))
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -156,7 +156,7 @@ struct Chain {
     Matrix head;
     Matrix rows;  // the embedding where it is INT8 or EXACT12_ROWS; else `embedding` is it
     const bf16 *embedding, *final_norm;
-    const bf16* scale;          // (E,) on a companion's residual before the final norm
+    const bf16* scale;          // (E,) on a companion's residual before the final norm; null: rows guess themselves
     const bf16* offsets;        // (sequences, num_offsets, E) added where a companion starts, the last for the rest
     const bf16* const* keys;    // one pointer per layer of the plan
     const bf16* const* values;
@@ -165,9 +165,10 @@ struct Chain {
     const Term* terms;  // of companions, by layer; their `which` is not read
     const DeepRead* reads;  // one before each of the first layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,): where, entries stored, token, guesses at most
+    const int64_t* ends;                          // (num_ends,) tokens that nothing is guessed below
     int64_t *tokens, *slots, *nodes, *parents;    // of the rows made, room for sequences + all guesses
     bf16* hidden;                                 // (rows, E) at the gate; null where nothing is handed over
-    int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads;
+    int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };
 }

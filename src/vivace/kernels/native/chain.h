@@ -2,8 +2,10 @@
 //
 // At each depth the rows of the last guesses go up to the gate, writing keys and values; behind those that guess
 // again rides a companion that reads. Before each of the first layers it may also read what a deep layer stored about
-// the verified entries. The companion's residual at the gate, scaled, is read by the model's head.
+// the verified entries. The companion's residual at the gate, scaled, is read by the model's head. Without companions
+// the rows' own residuals are read: with the gate at the top that is plain decoding, several tokens in one call.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -54,13 +56,17 @@ public:
             for (const int64_t row : fresh)
                 if (depth < chain_.limit[sequence_[row]] && is_sure_[row]) growing.push_back(row);
             if (growing.empty() && chain_.hidden == nullptr) break;  // nobody asks for the last guesses' residuals
-            climb(depth, fresh, growing);
-            fresh = guess(depth, growing, (int64_t)fresh.size());
+            climb(depth, fresh, is_alone() ? std::vector<int64_t>() : growing);
+            fresh = guess(depth, fresh, growing);
         }
         return num_rows_;
     }
 
 private:
+    bool is_alone() const { return chain_.scale == nullptr; }
+
+    bool ends(int64_t token) const { return std::find(chain_.ends, chain_.ends + chain_.num_ends, token) != chain_.ends + chain_.num_ends; }
+
     int64_t add_row(int64_t sequence, int64_t token, int64_t node, int64_t parent, bool is_sure = true) {
         const int64_t row = num_rows_++;
         chain_.tokens[row] = token, chain_.slots[row] = chain_.slot[sequence];
@@ -150,17 +156,19 @@ private:
             memcpy(chain_.hidden + fresh[0] * width, out_.get(), writing * width * sizeof(bf16));
     }
 
-    // The next token below each growing row, from the companions that follow `first` rows of the last call.
-    std::vector<int64_t> guess(int64_t depth, const std::vector<int64_t>& growing, int64_t first) {
+    // The next token below each growing row, from what stands for it in the last call's rows.
+    std::vector<int64_t> guess(int64_t depth, const std::vector<int64_t>& fresh, const std::vector<int64_t>& growing) {
         const int64_t count = (int64_t)growing.size(), width = plan_.width;
         std::vector<int64_t> children;
         if (count == 0) return children;
-        bf16 *p = out_.get() + first * width, *x = h_.get();
-        const Norm norm{p, chain_.final_norm, x, count, width, plan_.norm_eps, plan_.norm_offset};
-        for (int64_t row = 0; row < count; ++row) {
-            for (int64_t e = 0; e < width; ++e)
-                p[row * width + e] = narrowed(widened(p[row * width + e]) * widened(chain_.scale[e]));
-            body_.norm(&norm, 0, row);
+        bf16* x = h_.get();
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t at = is_alone() ? growing[i] - fresh[0] : (int64_t)fresh.size() + i;
+            bf16* p = out_.get() + at * width;
+            if (!is_alone())
+                for (int64_t e = 0; e < width; ++e) p[e] = narrowed(widened(p[e]) * widened(chain_.scale[e]));
+            const Norm norm{p, chain_.final_norm, x + i * width, 1, width, plan_.norm_eps, plan_.norm_offset};
+            body_.norm(&norm, 0, 0);
         }
         std::vector<int64_t> tokens((size_t)count);
         const Linear head{chain_.head, x, nullptr, logits_.get(), count};
@@ -172,6 +180,7 @@ private:
                 const bf16* logits = logits_.get() + i * chain_.head.out;
                 is_sure = body_.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
             }
+            is_sure = is_sure && !ends(tokens[i]);
             children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
         }
         return children;

@@ -1,0 +1,161 @@
+"""Plain decoding with several tokens in one native call: the text, log p and counts of one call a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.decode.runs import Result, finish
+from tests.decode.tiny_decoders import VOCAB, build, prompts
+from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
+from vivace.core.sampling import Sampling
+from vivace.core.seams import Context, Draft, Drafter
+from vivace.decode.adaptive import Adaptive
+from vivace.decode.plain import MOST, NoDrafts, RunsAhead
+from vivace.decode.request import Request, StopRule
+from vivace.decode.session import Session
+from vivace.kernels.low_bit import Weights
+from vivace.kernels.native import NativeBody
+
+PROMPTS = prompts(6, seed=2)
+FIELDS = {"tied": {}, "own head, scaled": {"tied_head": False, "embedding_scale": 3.7, "norm_offset": 1.0}}
+
+
+@pytest.fixture(params=FIELDS)
+def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
+    return packed(body, **FIELDS[request.param])
+
+
+def packed(body: NativeBody, weights: Weights = "bf16", **fields: object) -> Decoder:
+    made = build(torch.bfloat16, num_layers=3, seed=3, **fields).requires_grad_(False)
+    pack_decoder(made, body, weights)
+    return made
+
+
+class Steady:
+    """A clock on which every look costs the same, so that passes seem to take no time."""
+
+    def __init__(self, tick: float = 1e-6) -> None:
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Given tokens by slot of every draft made from now on."""
+    seen: list[tuple[int, ...]] = []
+    propose = RunsAhead.propose
+
+    def noting(self: RunsAhead, context: Context) -> Draft:
+        draft = propose(self, context)
+        seen.append(draft.given)
+        return draft
+
+    monkeypatch.setattr(RunsAhead, "propose", noting)
+    return seen
+
+
+def run(model: Decoder, drafter: Drafter, slots: int = 1, every: int = 0, **fields: object) -> list[Result]:
+    requests = [Request(prompt, 5 + 3 * i, drafter, **fields) for i, prompt in enumerate(PROMPTS)]
+    return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests, every=every)
+
+
+def assert_same(ours: list[Result], theirs: list[Result]) -> None:
+    for name in ("tokens", "logprobs", "reason"):
+        assert [getattr(r, name) for r in ours] == [getattr(r, name) for r in theirs], name
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine.stats.num_spec_steps == yours.stats.num_spec_steps == len(mine.tokens)
+        assert mine.stats.mean_acceptance_length == mine.stats.tokens_per_target_pass == 1
+        assert mine.stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize(("slots", "every"), [(1, 0), (2, 0), (6, 2)])
+def test_text_of_one_call_a_token(
+    model: Decoder, counts: list[tuple[int, ...]], slots: int, every: int, logprobs: bool
+) -> None:
+    """Alone, ragged, and while sequences join and leave."""
+    found = run(model, RunsAhead(model, clock=Steady()), slots, every, logprobs=logprobs)
+    assert_same(found, run(model, NoDrafts(), slots, every, logprobs=logprobs))
+    assert max(max(given) for given in counts) == MOST
+    assert counts[0] == (1,) * len(counts[0]), "the first token of a text comes alone"
+
+
+@pytest.mark.parametrize("weights", ["int8", "q4", "exact12"])
+def test_in_few_bits(body: NativeBody, weights: Weights) -> None:
+    model = packed(body, weights)
+    assert_same(run(model, RunsAhead(model, clock=Steady())), run(model, NoDrafts()))
+
+
+def test_passes_are_counted_one_by_one(model: Decoder) -> None:
+    session = Session(model, num_slots=1, capacity=64)
+    [result] = finish(session, [Request(PROMPTS[0], 20, RunsAhead(model, clock=Steady()))])
+    assert session.num_target_passes == len(result.tokens) == 20
+
+
+def test_every_end_cuts_like_one_call_a_token(model: Decoder, counts: list[tuple[int, ...]]) -> None:
+    """Nothing is decided behind an end token; behind a stop string something is, and forgotten."""
+    drafter = RunsAhead(model, clock=Steady())
+    session = Session(model, num_slots=1, capacity=64)
+    [plain] = finish(session, [Request(PROMPTS[1], 21, NoDrafts())])
+    for end in set(plain.tokens):
+        upto = plain.tokens[: plain.tokens.index(end) + 1]
+        counts.clear()
+        stop = StopRule(end_tokens=frozenset([end, VOCAB + 5]))
+        [result] = finish(session, [Request(PROMPTS[1], 21, drafter, stop=stop)])
+        assert (result.tokens, result.reason) == (upto, "stop")
+        assert sum(sum(given) for given in counts) <= len(upto) + 1, "an end is never a row that others follow"
+        spelled = StopRule(stop_strings=(chr(end + 40),), detokenize=lambda ids: "".join(chr(i + 40) for i in ids))
+        [result] = finish(session, [Request(PROMPTS[1], 21, drafter, stop=spelled)])
+        assert (result.tokens, result.reason) == (upto, "stop")
+        assert result.stats.num_spec_steps == len(upto)
+        assert not session.cache.lengths[0]
+
+
+def test_what_is_emitted_is_a_token_a_pass(model: Decoder) -> None:
+    """So who traces a text sees passes, and no guesses."""
+    session = Session(model, num_slots=1, capacity=64)
+    session.admit(Request(PROMPTS[0], 17, RunsAhead(model, clock=Steady()), shows_guesses=True))
+    emitted = list(session.drain())
+    assert [len(e.tokens) for e in emitted] == [1] * 17
+    assert all(e.guesses == ((),) for e in emitted)
+
+
+def test_samplers_and_padded_calls_go_token_by_token(model: Decoder, counts: list[tuple[int, ...]]) -> None:
+    drafter = RunsAhead(model, clock=Steady())
+    sampling = Sampling(do_sample=True)
+    assert_same(run(model, drafter, sampling=sampling, seed=3), run(model, NoDrafts(), sampling=sampling, seed=3))
+    model.row_count = 8
+    assert_same(run(model, drafter), run(model, NoDrafts()))
+    assert set(counts) == {(1,)}
+
+
+@pytest.mark.parametrize(("pass_s", "most"), [(0.001, MOST), (0.02, 2), (0.2, 1)])
+def test_blocks_are_short(body: NativeBody, counts: list[tuple[int, ...]], pass_s: float, most: int) -> None:
+    """A model whose pass takes a fifth of a second gives its tokens one by one."""
+    model = packed(body)
+    clock = Steady()
+    decide = model.chain.decide
+
+    def slow(roots: object, *rest: object) -> Draft:
+        draft = decide(roots, *rest)
+        clock.now += pass_s * max(draft.given)
+        return draft
+
+    model.chain.decide = slow
+    finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, RunsAhead(model, clock=clock))])
+    assert max(given[0] for given in counts) == most
+
+
+def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder, counts: list[tuple[int, ...]]) -> None:
+    """With nothing worth drafting, ``auto`` runs ahead too, and what it measures is a pass."""
+    clock = Steady()
+    auto = Adaptive([NoDrafts("lookup")], plain=RunsAhead(model, clock=clock), clock=clock)
+    found = run(model, auto)
+    assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]
+    assert max(given[0] for given in counts) > MOST // 2
+    assert auto._measured[1, 0].t / auto._measured[1, 0].weight < 5 * clock.tick
