@@ -48,9 +48,10 @@ class AcceleratedGuess:
         if self.accelerator.feedback is None:
             return
         last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
-        offsets = self.accelerator.offsets(self.model.norm(passed.hidden[last]))
+        final = passed.hidden[last] if len(last) > 1 else passed.hidden[last[0] : last[0] + 1]
+        offsets = self.accelerator.offsets(self.model.norm(final))
         assert offsets is not None
-        self._offsets.update(zip(draft.slots, offsets, strict=True))
+        self._offsets.update(zip(draft.slots, offsets.unbind(), strict=True))
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences."""
