@@ -157,5 +157,5 @@ def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder, c
     auto = Adaptive([NoDrafts("lookup")], plain=RunsAhead(model, clock=clock), clock=clock)
     found = run(model, auto)
     assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]
-    assert max(given[0] for given in counts) > MOST // 2
+    assert max(given[0] for given in counts) >= MOST // 2
     assert auto._measured[1, 0].t / auto._measured[1, 0].weight < 5 * clock.tick

@@ -17,7 +17,7 @@ from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.decode.laws import Laws
 from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.decode.plain import NoDrafts
+from vivace.decode.plain import NoDrafts, Pace
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
@@ -190,6 +190,90 @@ def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
         assert not session.cache.lengths[0]
     assert all(chains)
     assert inside > 0, "some ends lie before the end of what was accepted"
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps made in each call from now on that drafted and verified."""
+    made: list[int] = []
+    ahead = ShallowDrafter._ahead
+
+    def noting(self: ShallowDrafter, context: Context) -> Draft | None:
+        draft = ahead(self, context)
+        made.extend([] if draft is None else [len(draft.passes[0].kept)])
+        return draft
+
+    monkeypatch.setattr(ShallowDrafter, "_ahead", noting)
+    return made
+
+
+PLANS = {
+    "exact": (DraftPlan.chain(4), {}),
+    "feedback": (DraftPlan.chain(4), {"feedback": True}),
+    "rough, reaching": (DraftPlan((1,) * 3, weights="q4"), {"feedback": True, "reach": (5, 4)}),
+    "unsure": (DraftPlan((1,) * 4, min_confidence=0.2), {"feedback": True}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_steps_in_one_call_are_the_steps_one_by_one(
+    model: Decoder,
+    accelerator: Accelerators,
+    steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    noise: float,
+    logprobs: bool,
+) -> None:
+    """Text, log p and what was drafted and kept where."""
+    plan, fields = PLANS[name]
+    drafter = self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=5, **fields), plan)
+    drafter._pace = Pace(lambda: 0.0)
+    found = run(model, drafter, slots=1, logprobs=logprobs)
+    assert len(steps) > 0
+    assert max(steps) > 1
+    steps.clear()
+    monkeypatch.setattr(ShallowDrafter, "_ahead", lambda self, context: None)
+    alone = run(model, drafter, slots=1, logprobs=logprobs)
+    assert not steps
+    for mine, yours in zip(found, alone, strict=True):
+        assert (mine.tokens, mine.logprobs, mine.reason) == (yours.tokens, yours.logprobs, yours.reason)
+        for counted in ("num_spec_steps", "num_draft_tokens", "accepted_per_position", "drafted_per_position"):
+            assert getattr(mine.stats, counted) == getattr(yours.stats, counted), counted
+    assert sum(r.stats.num_accepted_draft_tokens for r in found) > 0
+
+
+def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators, steps: list[int]) -> None:
+    """Nothing is decided behind an end; what lies behind a stop string is forgotten, and the next text is right."""
+    prompt = prompts(6, seed=2)[1]
+    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5, feedback=True), DraftPlan.chain(3))
+    drafter._pace = Pace(lambda: 0.0)
+    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
+    for end in set(plain.tokens):
+        upto = plain.tokens[: plain.tokens.index(end) + 1]
+        for stop in (
+            StopRule(end_tokens=frozenset([end])),
+            StopRule(stop_strings=(chr(end + 40),), detokenize=lambda ids: "".join(chr(i + 40) for i in ids)),
+        ):
+            [result] = finish(session, [Request(prompt, 21, drafter, stop=stop)])
+            assert (result.tokens, result.reason) == (upto, "stop")
+            assert not session.cache.lengths[0]
+    [result] = finish(session, [Request(prompt, 21, drafter)])
+    assert result.tokens == plain.tokens
+    assert max(steps) > 1
+
+
+def test_who_wants_to_see_guesses_goes_step_by_step(
+    model: Decoder, accelerator: Accelerators, steps: list[int]
+) -> None:
+    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(3))
+    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    session.admit(Request(prompts(6, seed=2)[1], 21, drafter, shows_guesses=True))
+    assert any(guesses for emitted in session.drain() for guesses in emitted.guesses)
+    assert not steps
 
 
 @pytest.mark.parametrize(

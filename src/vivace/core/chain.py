@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.seams import Companion, DeepRead, Draft, Root
+from vivace.core.seams import ChainPlan, Companion, DeepRead, Draft, Passes, Root
 from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers, rounded
-from vivace.kernels.chain import CChain, CDeepRead
+from vivace.kernels.chain import CChain, CDeepRead, CSpeculation
 from vivace.kernels.library import CMatrix, CPlan
 from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import Matrix, pack
@@ -34,6 +35,8 @@ class _Fixed:
 
     call: CChain
     plan: CPlan
+    feedback: Matrix | None
+    """From the last kept row's normed residual to the offsets of the next chain."""
     kept: object
     """Holds what the two point into."""
 
@@ -124,29 +127,99 @@ class NativeChain:
         counts = torch.bincount(slot, minlength=max(root.slot for root in roots) + 1).tolist()
         slots = tuple(root.slot for root in roots)
         given = tuple(counts[s] for s in slots)
+        passes = tuple(Passes((1,) * count, (0,) * count) for count in given)
         depth = self._decoder.config.num_layers
-        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=depth)
+        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=depth, passes=passes)
+
+    def speculate(
+        self,
+        root: Root,
+        companion: Companion,
+        offsets: Tensor | None,
+        cache: KVCache,
+        plan: ChainPlan,
+        ends: Sequence[int] = (),
+    ) -> Draft:
+        """Steps of drafting and verification of one greedy sequence without a way back to Python.
+
+        Args:
+            root: its last decided token, and guesses of a chain at most.
+            companion: who guesses.
+            offsets: (1, depths, E) for the first chain; the others start from what verification left.
+            cache: holds the text before the root; gets the entries of all rows.
+            plan: of the chains, and how many of them.
+            ends: tokens below which there is nothing more to decide.
+
+        Returns:
+            A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
+        """
+        fixed, decoder = self._of(companion, plan.weights), self._decoder
+        tokens = torch.empty(plan.room, dtype=torch.int64)
+        hidden = torch.empty(plan.room, decoder.config.width, dtype=torch.bfloat16)
+        kept, guessed = (c_int64 * plan.steps)(), (c_int64 * plan.steps)()
+        into = CSpeculation(
+            head=self._head.struct,
+            feedback=CMatrix() if fixed.feedback is None else fixed.feedback.struct,
+            has_feedback=fixed.feedback is not None,
+            tokens=tokens.data_ptr(),
+            hidden=hidden.data_ptr(),
+            kept=kept,
+            guessed=guessed,
+            steps=plan.steps,
+            room=plan.room,
+        )
+        last = cache.lengths[root.slot] + plan.room
+        cache.reserve([root.slot], [last - 1])
+        call = self._placed(fixed.call, [root], cache, last)
+        call.offsets = None if offsets is None else offsets.data_ptr()
+        call.num_offsets = 0 if offsets is None else offsets.shape[1]
+        call.min_confidence = plan.min_confidence
+        call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
+        call.hidden = hidden.data_ptr() if plan.weights == "bf16" else None  # whether chains hand over what they did
+        steps = self._span.body.speculate(fixed.plan, self._span.plan, call, into)
+        count = sum(kept[:steps])
+        node = torch.arange(count)
+        return Draft(
+            (root.slot,),
+            (count,),
+            tokens[:count],
+            torch.full((count,), root.slot),
+            node,
+            node - 1,
+            hidden=hidden[:count],
+            entry_layer=decoder.config.num_layers,
+            passes=(Passes(tuple(kept[:steps]), tuple(guessed[:steps]), into.draft_ns / 1e9),),
+        )
+
+    @cached_property
+    def _head(self) -> Matrix:
+        """The model's own."""
+        return rounded(self._decoder.lm_head, "bf16")
+
+    def _placed(self, fixed: CChain, roots: Sequence[Root], cache: KVCache, positions: int) -> CChain:
+        """A call for these roots, in a cache whose entries are below ``positions``."""
+        call = CChain.from_buffer_copy(fixed)
+        slots, tokens, limits = zip(*roots, strict=True)
+        tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
+        numbers = c_int64 * len(roots)
+        call.keys, call.values = self._span.addresses(cache)
+        call.cosines, call.sines = pointers([cos for cos, _ in tables]), pointers([sin for _, sin in tables])
+        call.slot, call.length = numbers(*slots), numbers(*(cache.lengths[slot] for slot in slots))
+        call.root, call.limit = numbers(*tokens), numbers(*limits)
+        call.sequences, call.capacity = len(roots), cache.capacity
+        return call
 
     def _run(
         self, call: CChain, plan: CPlan, roots: Sequence[Root], cache: KVCache, *, hands_over: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens, slots, nodes and parents of the rows made, (4, T), and their residuals (T, E) if they are wanted."""
-        slots, tokens, limits = zip(*roots, strict=True)
-        lengths = [cache.lengths[slot] for slot in slots]
-        deepest = [length + limit for length, limit in zip(lengths, limits, strict=True)]
-        cache.reserve(slots, deepest)
-        count = len(roots)
-        made = torch.empty(4, count + sum(limits), dtype=torch.int64)
+        deepest = [cache.lengths[root.slot] + root.limit for root in roots]
+        cache.reserve([root.slot for root in roots], deepest)
+        made = torch.empty(4, len(roots) + sum(root.limit for root in roots), dtype=torch.int64)
         hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16) if hands_over else None
-        tables = [layer.positions(max(deepest) + 1, torch.bfloat16) for layer in self._span.rotating]
-        numbers = c_int64 * count
-        call.keys, call.values = self._span.addresses(cache)
-        call.cosines, call.sines = pointers([cos for cos, _ in tables]), pointers([sin for _, sin in tables])
-        call.slot, call.length = numbers(*slots), numbers(*lengths)
-        call.root, call.limit = numbers(*tokens), numbers(*limits)
+        call = self._placed(call, roots, cache, max(deepest) + 1)
         call.tokens, call.slots, call.nodes, call.parents = (line.data_ptr() for line in made)
         call.hidden = None if hidden is None else hidden.data_ptr()
-        call.sequences, call.capacity = count, cache.capacity
         rows = self._span.body.chain(plan, call)
         return made[:, :rows], None if hidden is None else hidden[:rows]
 
@@ -172,16 +245,20 @@ class NativeChain:
             embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
         )
         kept: list[object] = [copies, head]
+        feedback = None
         if companion is not None:
             terms, tensors = self._span.terms((companion.deltas,), 0, gate)
             reads = [(read, *_matrices(read, weights)) for read in companion.reads]
             kept += [tensors, reads]
+            if companion.feedback is not None:
+                told = companion.feedback.detach()
+                feedback = Matrix(pack(told), None, told.shape[1], told.shape[0])
             call.scale, call.is_fed = companion.scale.data_ptr(), companion.is_fed
             call.terms, call.num_terms, call.num_reads = terms, len(terms), len(reads)
             call.reads = (CDeepRead * len(reads))(
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
-        return _Fixed(call, plan, kept)
+        return _Fixed(call, plan, feedback, kept)
 
 
 def _matrices(read: DeepRead, weights: Weights) -> tuple[Matrix, Matrix]:

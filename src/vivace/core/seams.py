@@ -37,14 +37,24 @@ class RowLists(NamedTuple):
     parent: list[int]
 
 
+class Passes(NamedTuple):
+    """Passes of the whole model that decided a slot's given tokens, one after the other."""
+
+    kept: tuple[int, ...]
+    """Rows kept in each: the one that was decided before, and its accepted guesses."""
+    guessed: tuple[int, ...]
+    """Guesses made for each, in a row."""
+    draft_s: float = 0.0
+    """Spent on them."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """Tokens to run, as rows that are only ever appended."""
 
     slots: tuple[int, ...]
     given: tuple[int, ...]
-    """Decided tokens at the front of each slot's nodes, those that the model itself decided for this draft included
-    (``Chain.decide``); the last is the root."""
+    """Decided tokens at the front of each slot's nodes; the last is the root."""
     tokens: Tensor
     """(T,)"""
     slot: Tensor
@@ -58,6 +68,8 @@ class Draft:
     hidden: Tensor | None = None
     """(T, E) residuals entering ``entry_layer``: the layers below are done and their entries stored."""
     entry_layer: int = 0
+    passes: tuple[Passes, ...] = ()
+    """Of each slot, where the model decided the given tokens meanwhile; ``hidden`` then left the last layer."""
 
     @staticmethod
     def given_only(tokens: Mapping[int, Sequence[int]]) -> Draft:
@@ -250,15 +262,12 @@ class Context:
     generators: Mapping[int, torch.Generator] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
     """Tokens behind which nothing is decoded; there may be further reasons to stop."""
+    room: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that may be decided for a slot before a proposal is made, none where it is missing."""
 
     def given(self) -> Draft:
         """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
         return Draft.given_only({s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots})
-
-    def num_decided(self, draft: Draft) -> list[int]:
-        """How many of each slot's given tokens the model decided for this draft, a pass for each."""
-        pending = (len(self.tokens[s]) - self.cache.lengths[s] for s in draft.slots)
-        return [given - known for given, known in zip(draft.given, pending, strict=True)]
 
 
 class SlotState(Protocol):
@@ -321,6 +330,19 @@ class Root(NamedTuple):
     """Tokens below it at most."""
 
 
+class ChainPlan(NamedTuple):
+    """How a companion drafts chains."""
+
+    min_confidence: float = 0.0
+    """A guess less likely than this is the last of its chain; 0 stops none."""
+    weights: Weights = "bf16"
+    """What the layers below the gate, the head and the companion's readings are copied as for drafting."""
+    steps: int = 1
+    """Chains that are drafted and verified before the way back."""
+    room: int = 1
+    """Rows that may be kept in them."""
+
+
 @dataclass(frozen=True, eq=False)
 class DeepRead:
     """Attention of a companion to what a deep layer stored about verified positions."""
@@ -348,6 +370,8 @@ class Companion:
     """(E,) on its residual at the gate, before the final norm."""
     reads: tuple[DeepRead, ...] = ()
     """One before each of the first layers."""
+    feedback: Tensor | None = None
+    """(depths E, E): offsets of the next chain from the normed final residual of the last row kept."""
 
 
 class Chain(Protocol):
@@ -381,6 +405,18 @@ class Chain(Protocol):
 
         All are given tokens, with residuals at the top.
         """
+        ...
+
+    def speculate(
+        self,
+        root: Root,
+        companion: Companion,
+        offsets: Tensor | None,
+        cache: KVCache,
+        plan: ChainPlan,
+        ends: Sequence[int] = (),
+    ) -> Draft:
+        """Steps of drafting and verification, greedily: what is kept, as given tokens with residuals at the top."""
         ...
 
 

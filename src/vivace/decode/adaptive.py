@@ -129,7 +129,6 @@ class Adaptive:
         self._measured: dict[tuple[int, int], Measured] = {}
         self._started = 0.0
         self._batch = 1
-        self._passes = 1
         self._allowed = 0
 
     def propose(self, context: Context) -> Draft:
@@ -142,9 +141,7 @@ class Adaptive:
         if self.choice.drafter:
             capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
             context = replace(context, max_nodes=capped)
-        draft = self.drafters[self.choice.drafter].propose(context)
-        self._passes = 1 + max(context.num_decided(draft))
-        return draft
+        return self.drafters[self.choice.drafter].propose(context)
 
     def _choose(self, room: int) -> Choice:
         if len(self.drafters) == 1 or room == 0:
@@ -173,14 +170,20 @@ class Adaptive:
             drafter.observe(draft, passed, verdict)
         if verdict is None:
             return
-        guesses = (len(draft.tokens) - sum(draft.given)) / len(draft.slots)
         arm = self._measured.setdefault((self._batch, self.choice.drafter), Measured())
         if not arm.is_warm:
             arm.is_warm = True
             return
-        arm.record(
-            guesses, (self._clock() - self._started) / self._passes, min(self._allowed, LONGEST), verdict.accepted
-        )
+        elapsed, allowed = self._clock() - self._started, min(self._allowed, LONGEST)
+        if not draft.passes:
+            guesses = (len(draft.tokens) - sum(draft.given)) / len(draft.slots)
+            arm.record(guesses, elapsed, allowed, verdict.accepted)
+            return
+        count = max(len(passes.kept) for passes in draft.passes)
+        for place in range(count):
+            made = [passes for passes in draft.passes if place < len(passes.kept)]
+            guesses = sum(passes.guessed[place] for passes in made) / len(made)
+            arm.record(guesses, elapsed / count, allowed, [passes.kept[place] - 1 for passes in made])
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Tell every drafter."""

@@ -65,39 +65,58 @@ FORGET = 1.02
 """Growth of what is remembered of a pass with each further one."""
 
 
-class RunsAhead(NoDrafts):
-    """Plain decoding, greedily several tokens in one native call: at a small model the way to Python and back takes a
-    quarter as long as a pass. The first token of a text comes alone.
+class Pace:
+    """How much may be decided in one native call: one pass or step where a text begins, then what fits ``BLOCK_S``.
+
+    At a small model the way to Python and back takes a quarter as long as a pass.
     """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock`` tells how long passes take."""
+        self._clock = clock
+        self._pass_s: dict[int, float] = {}
+        """Of one over so many sequences: the shortest seen, slowly forgotten."""
+
+    def count(self, context: Context, tokens: float = 1) -> int:
+        """Passes to make at once when each gives so many tokens."""
+        pass_s = self._pass_s.get(len(context.slots))
+        is_first = any(len(context.tokens[slot]) == context.cache.prompts[slot] for slot in context.slots)
+        if pass_s is None or is_first:
+            return 1
+        return max(1, int(min(MOST / tokens, BLOCK_S / max(pass_s, 1e-9))))
+
+    def timed(self, context: Context, decide: Callable[[], Draft]) -> Draft:
+        """What was decided; its passes are timed."""
+        started = self._clock()
+        draft = decide()
+        pass_s = (self._clock() - started) / max(len(passes.kept) for passes in draft.passes)
+        seen = self._pass_s.get(len(context.slots), pass_s)
+        self._pass_s[len(context.slots)] = min(pass_s, FORGET * seen)
+        return draft
+
+
+def pending(context: Context) -> dict[int, int] | None:
+    """The one token of each slot that is not stored yet; None where there are more, or where tokens are drawn."""
+    fresh = {slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in context.slots}
+    if any(len(tokens) > 1 for tokens in fresh.values()) or not context.law.is_greedy(context.slots):
+        return None
+    return {slot: tokens[0] for slot, tokens in fresh.items()}
+
+
+class RunsAhead(NoDrafts):
+    """Plain decoding, greedily several tokens in one native call."""
 
     def __init__(self, model: Decoder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """For ``model``; ``clock`` tells how long its passes take."""
         super().__init__()
         self._model = model
-        self._clock = clock
-        self._pass_s: dict[int, float] = {}
-        """A pass over so many sequences: the shortest seen, slowly forgotten."""
+        self._pace = Pace(clock)
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and those that the model decides behind them."""
-        chain = self._model.chain
-        if chain is None or self._model.row_count > 1 or not context.law.is_greedy(context.slots):
+        chain, roots = self._model.chain, pending(context)
+        if chain is None or self._model.row_count > 1 or roots is None:
             return context.given()
-        pending = {slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in context.slots}
-        if any(len(tokens) > 1 for tokens in pending.values()):
-            return context.given()
-        more = self._length(context) - 1
-        roots = [
-            Root(slot, tokens[0], min(more, context.max_nodes.get(slot, more))) for slot, tokens in pending.items()
-        ]
-        started = self._clock()
-        draft = chain.decide(roots, context.cache, context.ends)
-        pass_s = (self._clock() - started) / max(draft.given)
-        self._pass_s[len(roots)] = min(pass_s, FORGET * self._pass_s.get(len(roots), pass_s))
-        return draft
-
-    def _length(self, context: Context) -> int:
-        """How many tokens to decide at once."""
-        pass_s = self._pass_s.get(len(context.slots))
-        is_first = any(len(context.tokens[slot]) == context.cache.prompts[slot] for slot in context.slots)
-        return 1 if pass_s is None or is_first else max(1, min(MOST, int(BLOCK_S / pass_s)))
+        more = self._pace.count(context) - 1
+        below = [Root(slot, token, min(more, context.room.get(slot, 0))) for slot, token in roots.items()]
+        return self._pace.timed(context, lambda: chain.decide(below, context.cache, context.ends))

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -80,10 +81,9 @@ class Block:
             pairs = zip(tokens.tolist(), values.tolist(), strict=True)
             self.top_logprobs = [tuple(zip(ids, logs, strict=True)) for ids, logs in pairs]
 
-    def take_guesses(self, draft: Draft, children: list[list[int]] | None) -> None:
-        """Read what was guessed behind the rows; nothing was without ``children``."""
-        below = [[] if children is None else children[row] for row in self.rows]
-        self.guesses = [tuple(draft.lists.tokens[child] for child in rows) for rows in below]
+    def take_guesses(self, draft: Draft, children: list[list[int]]) -> None:
+        """Read what was guessed behind the rows."""
+        self.guesses = [tuple(draft.lists.tokens[child] for child in children[row]) for row in self.rows]
 
     def emitted(self, kept: int, sequence: Sequence, reason: FinishReason | None) -> Emitted:
         """The first ``kept`` tokens and what belongs to them."""
@@ -262,15 +262,14 @@ class Session:
             draft = draft.only(passed.rows.tolist())
             passed = replace(passed, rows=torch.arange(len(draft.tokens)))
         verdict, logprobs = self._verify(draft, passed, context, sequences)
-        decided = context.num_decided(draft)
-        self.num_target_passes += 1 + max(decided)
+        self.num_target_passes += max((len(passes.kept) for passes in draft.passes), default=1)
         drafter.observe(draft, passed, verdict)
         if passed.depth is not None:
             _count_exits(passed, verdict, sequences, self.model.config.num_layers)
-        emitted = self._keep(draft, verdict, logprobs, sequences, decided)
+        emitted = self._keep(draft, verdict, logprobs, sequences)
         verified = time.perf_counter()
-        if any(decided):  # that was no drafting
-            drafted = started
+        if draft.passes:  # most of that was no drafting
+            drafted = started + max(passes.draft_s for passes in draft.passes)
         for sequence in sequences:
             sequence.stats.draft_s += drafted - started
             sequence.stats.verify_s += verified - drafted
@@ -279,14 +278,15 @@ class Session:
     def _context(self, sequences: list[Sequence]) -> Context:
         tokens = {s.slot: s.tokens for s in sequences}
         requests = {s.slot: s.request for s in sequences}
-        room = {s.slot: min(s.request.max_new_tokens - s.num_new - 1, DRAFT_SLACK - 1) for s in sequences}
+        room = {s.slot: s.request.max_new_tokens - s.num_new - 1 for s in sequences}
         return Context(
             slots=tuple(tokens),
             tokens=tokens,
             cache=self.cache,
             law=Laws(requests, tokens, self.cache.lengths),
-            max_nodes=room,
+            max_nodes={slot: min(tokens, DRAFT_SLACK - 1) for slot, tokens in room.items()},
             generators={s.slot: s.generator for s in sequences},
+            room={s.slot: 0 if s.request.shows_guesses else room[s.slot] for s in sequences},
             ends=tuple(set[int]().union(*(s.request.stop.end_tokens for s in sequences))),
         )
 
@@ -315,33 +315,20 @@ class Session:
         return choices
 
     def _keep(
-        self,
-        draft: Draft,
-        verdict: Verdict,
-        logprobs: Tensor | None,
-        sequences: list[Sequence],
-        decided: list[int],
+        self, draft: Draft, verdict: Verdict, logprobs: Tensor | None, sequences: list[Sequence]
     ) -> list[Emitted]:
         """Commit the accepted paths and emit what each pass brought, cut at the first stop."""
-        _, rows_slot, nodes, _ = draft.lists
+        nodes = draft.lists.node
         for state in self._states(sequences):
             state.commit([s.slot for s in sequences], [[nodes[row] for row in path] for path in verdict.paths])
-        depths: dict[int, list[int]] = {s.slot: [] for s in sequences}
-        for slot, depth in zip(rows_slot, draft.depths, strict=True):
-            depths[slot].append(depth)
         children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
         emitted = []
-        for place, (sequence, alone) in enumerate(zip(sequences, decided, strict=True)):
-            given = draft.given[place]
-            path = verdict.paths[place][given - 1 - alone :]  # from the first row behind which something is new
-            blocks = _blocks(draft, path, verdict.next_tokens[place], alone)
-            blocks[-1].guessed = depths[sequence.slot][given:]
-            if logprobs is not None and sequence.request.logprobs:
-                for block in blocks:
+        for sequence, blocks in zip(sequences, _blocks(draft, verdict), strict=True):
+            for block in blocks:
+                if logprobs is not None and sequence.request.logprobs:
                     block.take_logprobs(logprobs[block.rows], sequence.request.num_top_logprobs)
-            if sequence.request.shows_guesses:
-                for block in blocks:
-                    block.take_guesses(draft, children if block is blocks[-1] else None)
+                if sequence.request.shows_guesses:
+                    block.take_guesses(draft, children)
             emitted += self._emit(sequence, blocks)
         return emitted
 
@@ -401,11 +388,24 @@ DRAFT_SLACK = 64
 """Entries a draft may use beyond a sequence's own limit."""
 
 
-def _blocks(draft: Draft, path: tuple[int, ...], last: int, alone: int) -> list[Block]:
-    """What the passes of a slot decided: one token each of the first ``alone``, all the rest the last one."""
-    following = [*(draft.lists.tokens[row] for row in path[1:]), last]
-    blocks = [Block([row], [token]) for row, token in zip(path[:alone], following, strict=False)]
-    return [*blocks, Block(list(path[alone:]), following[alone:])]
+def _blocks(draft: Draft, verdict: Verdict) -> list[list[Block]]:
+    """What each pass of each slot decided."""
+    tokens, depths = draft.lists.tokens, dict[int, list[int]]()
+    for slot, depth in zip(draft.lists.slot, draft.depths, strict=True):
+        depths.setdefault(slot, []).append(depth)
+    blocks = []
+    for place, (slot, given) in enumerate(zip(draft.slots, draft.given, strict=True)):
+        if draft.passes:
+            path, (kept, guessed, _) = verdict.paths[place], draft.passes[place]
+            made = [list(range(1, count + 1)) for count in guessed]
+        else:
+            path = verdict.paths[place][given - 1 :]
+            kept, made = (len(path),), [depths[slot][given:]]
+        following = [*(tokens[row] for row in path[1:]), verdict.next_tokens[place]]
+        stops = list(accumulate(kept))
+        spans = [slice(stop - count, stop) for stop, count in zip(stops, kept, strict=True)]
+        blocks.append([Block(list(path[s]), following[s], guesses) for s, guesses in zip(spans, made, strict=True)])
+    return blocks
 
 
 def _by_drafter(sequences: list[Sequence]) -> list[tuple[Drafter, list[Sequence]]]:

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.core.sampling import sample
-from vivace.core.seams import Companion, Context, Draft, Root, TargetPass, Traversal, Verdict
+from vivace.core.seams import ChainPlan, Companion, Context, Draft, Root, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup
-from vivace.decode.plain import Forgetful
+from vivace.decode.plain import Forgetful, Pace, pending
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -128,14 +128,36 @@ class ShallowDrafter(Forgetful):
         self.plan = plan
         self.name = name
         self.traversal: Traversal = Climb()
+        self._pace = Pace()
         chain, companion = model.chain, guess.companion
         if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
             chain.prepare(companion, plan.weights)
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens and a chain or tree of guesses, with residuals at the gate."""
-        draft = self._at_once(context)
-        return self._in_steps(context) if draft is None else draft
+        for way in (self._ahead, self._at_once):
+            draft = way(context)
+            if draft is not None:
+                return draft
+        return self._in_steps(context)
+
+    def _ahead(self, context: Context) -> Draft | None:
+        """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
+        chain, companion = self.model.chain, self.guess.companion
+        roots = pending(context) if len(context.slots) == 1 and self.first is None else None
+        if roots is None or chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
+            return None
+        [(slot, token)] = roots.items()
+        steps = self._pace.count(context, tokens=2)
+        limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
+        room = 1 + context.room.get(slot, 0)
+        if room == 1 or limit == 0:
+            return None
+        root, offsets = Root(slot, token, limit), self.guess.offsets(context.slots)
+        plan = ChainPlan(self.plan.min_confidence, self.plan.weights, steps, min(room, steps * (limit + 1)))
+        return self._pace.timed(
+            context, lambda: chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
+        )
 
     def _at_once(self, context: Context) -> Draft | None:
         """Chains in one call; None when there is more to it, or nobody who can.

@@ -32,3 +32,16 @@ class CChain(Structure):
         ("embedding_scale", c_float),
         ("min_confidence", c_float),
     ]
+
+
+class CSpeculation(Structure):
+    """``Speculation``."""
+
+    _fields_ = [
+        ("head", CMatrix),
+        ("feedback", CMatrix),
+        *((name, c_int64) for name in ("has_feedback", "steps", "room")),
+        *((name, c_void_p) for name in ("tokens", "hidden")),
+        *((name, Numbers) for name in ("kept", "guessed")),
+        ("draft_ns", c_int64),
+    ]

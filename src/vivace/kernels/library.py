@@ -185,7 +185,9 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.vivace_chain.argtypes = (c_int64, c_int64, POINTER(CPlan), c_void_p)
-    for counting in (library.vivace_features, library.vivace_span_bytes, library.vivace_chain):
+    library.vivace_speculate.argtypes = (c_int64, c_int64, POINTER(CPlan), POINTER(CPlan), c_void_p, c_void_p)
+    returning = (library.vivace_features, library.vivace_span_bytes, library.vivace_chain, library.vivace_speculate)
+    for counting in returning:
         counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
     return library

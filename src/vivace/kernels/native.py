@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.kernels.chain import CChain
+from vivace.kernels.chain import CChain, CSpeculation
 from vivace.kernels.library import (
     ACTIVATIONS,
     BODIES,
@@ -206,6 +206,12 @@ class NativeBody:
         """Chains of drafts; returns how many rows were made."""
         rows: int = self._library.vivace_chain(self._index, num_threads(), byref(plan), byref(call))
         return rows
+
+    def speculate(self, drafting: CPlan, plan: CPlan, call: CChain, into: CSpeculation) -> int:
+        """Chains drafted by one plan and verified by another; returns how many steps were made."""
+        given = (byref(drafting), byref(plan), byref(call), byref(into))
+        steps: int = self._library.vivace_speculate(self._index, num_threads(), *given)
+        return steps
 
     def span(self, plan: CPlan, call: CCall) -> None:
         """Layers ``call.start .. call.stop - 1`` of a plan; working space is taken here."""

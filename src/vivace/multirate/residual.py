@@ -90,7 +90,7 @@ class Accelerator(AcceleratorTerms):
         """Accelerated rows as data."""
         deltas = self.terms(torch.zeros(1, dtype=torch.int64))
         reads = tuple(reach.data() for reach in self.reaches())
-        return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads)
+        return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
 
     def reaches(self) -> Iterator[Reach]:
         """The deep layers that are read, bottom first."""

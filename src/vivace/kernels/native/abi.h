@@ -171,6 +171,17 @@ struct Chain {
     int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };
+
+// Several steps of drafting and verification for the one sequence of a chain (speculate.h).
+struct Speculation {
+    Matrix head;      // of the model, while the chain may have a rough one
+    Matrix feedback;  // (num_offsets E, E): offsets of the next chain from the normed last kept residual; or none
+    int64_t has_feedback, steps, room;  // at most so many steps, and so many rows kept in all
+    int64_t* tokens;                    // (room,) of the rows kept
+    bf16* hidden;                       // (room, E) leaving the last layer
+    int64_t *kept, *guessed;            // (steps,) rows kept and guesses made
+    int64_t draft_ns;                   // spent drafting
+};
 }
 
 enum Site : int64_t { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_MLP };

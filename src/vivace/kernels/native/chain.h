@@ -21,6 +21,18 @@ EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
 
 namespace {
 
+// The row of a token as it enters the first layer.
+inline void embed_row(const Chain& chain, int64_t token, int64_t width, bf16* h) {
+    embed_token(chain.rows, chain.embedding, token, width, h);
+    if (chain.embedding_scale != 1)
+        for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain.embedding_scale);
+}
+
+inline bool is_end(const Chain& chain, int64_t token) {
+    const int64_t* stop = chain.ends + chain.num_ends;
+    return std::find(chain.ends, stop, token) != stop;
+}
+
 // What one depth's call needs, sized for every sequence with a companion.
 class ChainRun {
 public:
@@ -65,8 +77,6 @@ public:
 private:
     bool is_alone() const { return chain_.scale == nullptr; }
 
-    bool ends(int64_t token) const { return std::find(chain_.ends, chain_.ends + chain_.num_ends, token) != chain_.ends + chain_.num_ends; }
-
     int64_t add_row(int64_t sequence, int64_t token, int64_t node, int64_t parent, bool is_sure = true) {
         const int64_t row = num_rows_++;
         chain_.tokens[row] = token, chain_.slots[row] = chain_.slot[sequence];
@@ -85,9 +95,7 @@ private:
             memcpy((bf16*)sines_[rope] + at * size, chain_.sines[rope] + entry * size, bytes);
         }
         bf16* h = h_.get() + at * width;
-        embed_token(chain_.rows, chain_.embedding, chain_.tokens[row], width, h);
-        if (chain_.embedding_scale != 1)
-            for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain_.embedding_scale);
+        embed_row(chain_, chain_.tokens[row], width, h);
         if (!is_companion || chain_.num_offsets == 0) return;
         const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
         const bf16* offset = chain_.offsets + which * width;
@@ -180,7 +188,7 @@ private:
                 const bf16* logits = logits_.get() + i * chain_.head.out;
                 is_sure = body_.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
             }
-            is_sure = is_sure && !ends(tokens[i]);
+            is_sure = is_sure && !is_end(chain_, tokens[i]);
             children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
         }
         return children;
