@@ -73,9 +73,9 @@ struct Ints {
 };
 struct Table {
     __m256i entries, mask = _mm256_set1_epi8(15);
-    explicit Table(const int8_t* p)
+    Table(const int8_t* p, int offset)  // what is added to a byte: 128, or nothing
         : entries(_mm256_broadcastsi128_si256(
-              _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((int8_t)(FLIP ^ -128))))) {}
+              _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((int8_t)(FLIP ^ offset))))) {}
     __m256i chosen(__m256i places) const { return _mm256_shuffle_epi8(entries, _mm256_and_si256(places, mask)); }
     void look_up(const uint8_t* p, Codes& low, Codes& high) const {
         const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));

@@ -44,8 +44,8 @@ struct Ints {
 // Sixteen bytes to choose from, and sixty-four chosen by the low and high halves of bytes.
 struct Table {
     __m512i entries, mask = _mm512_set1_epi8(15);
-    explicit Table(const int8_t* p)
-        : entries(_mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(-128)))) {}
+    Table(const int8_t* p, int offset)  // what is added to a byte: 128, or nothing
+        : entries(_mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)offset)))) {}
     void look_up(const uint8_t* p, Codes& low, Codes& high) const {
         const __m512i both = _mm512_loadu_si512(p);
         low.bytes = _mm512_shuffle_epi8(entries, _mm512_and_si512(both, mask));

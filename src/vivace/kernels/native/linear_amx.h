@@ -252,64 +252,84 @@ inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& 
     rows.put(sums);
 }
 
-// Rows from which on integer products are faster in tiles.
-constexpr int64_t MIN_INT_ROWS = MAX_INT_ROWS + 1;
+// Rows from which on integer products are faster in tiles, GROUP tiles of outputs side by side.
+constexpr int64_t MIN_INT_ROWS = 5;
 
-// The weights of a group, 64 inputs of sixteen outputs, a byte each.
-template <class Kind>
-inline const void* int_tile(const Kind& kind, const uint8_t* w, uint8_t* room) {
-    if constexpr (Kind::PARTS == 1) {
-        approach<1>(w, 0, INT_AHEAD);
-        return w;
-    }
-    for (int64_t at = 0; at < INT_GROUP * LANES; at += 64 * Kind::PARTS, w += 64) {
-        __builtin_prefetch(w + INT_AHEAD);
-        Codes codes[Kind::PARTS];
-        kind.read(w, codes);
-        for (int part = 0; part < Kind::PARTS; ++part) _mm512_store_si512(room + at + 64 * part, codes[part].bytes);
-    }
-    return room;
-}
+// Where sums of integers begin. Registers that were cleared instead let each product wait for the one before.
+alignas(64) constexpr int32_t ZEROS[LANES] = {};
 
-// sums[i][r][lane] of M tiles, as sum_int_block makes them.
-template <class Kind, int M>
+// sums[i][r][lane] of R rows over GROUP tiles, as sum_int_block makes them.
+//
+// Group by group of 64 inputs codes become bytes where they are fewer, tiles are multiplied, products are scaled and
+// added. Each is a group behind the one before, since what was just stored is slow to load, and all three keep busy what
+// the others leave idle.
+template <class Kind, int R>
 void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
+    constexpr bool IS_CODED = Kind::PARTS > 1;
+    constexpr int64_t LAG = IS_CODED;
     const int64_t groups = int_groups(m.in), size = groups * Kind::BYTES;
-    const uint8_t* w = (const uint8_t*)m.weight + tile * size;
-    Floats total[M][TILE_ROWS];
-    alignas(64) int32_t products[M][TILE_ROWS][LANES];
-    alignas(64) uint8_t room[M][INT_GROUP * LANES];
-    for (int64_t g = 0; g < groups; ++g, w += Kind::BYTES) {
-        load_tile<INPUTS>(IntRow(rows.x, groups).bytes + g * INT_GROUP, rows.stride * (int64_t)sizeof(bf16));
-        for_each_of<M>([&]<int I>() {
+    const int64_t near = size < INT_AHEAD ? size : INT_AHEAD;
+    const uint8_t* const w = (const uint8_t*)m.weight + tile * size;
+    Floats total[GROUP][R];
+    alignas(64) int32_t products[GROUP][2][R][LANES];
+    alignas(64) uint8_t bytes[GROUP][2][IS_CODED ? INT_GROUP * LANES : 1];
+    for (int64_t g = 0; g <= groups + LAG; ++g) {
+        const int64_t coming = g, here = coming - LAG, gone = here - 1;
+        for_each_of<GROUP>([&]<int I>() __attribute__((always_inline)) {
             const Kind kind(m, tile + I, groups);
-            kind.fetch(g);
-            clear_tile<SUMS + I>();
-            load_tile<WEIGHTS>(int_tile(kind, w + I * size, room[I]), 64);
-            multiply_int_tiles<SUMS + I, INPUTS, WEIGHTS>();
-            store_tile<SUMS + I>(products[I]);
-        });
-        for (int i = 0; i < M; ++i) {
-            const Kind kind(m, tile + i, groups);
-            const auto scales = kind.scales_of(g);
-            for (int64_t r = 0; r < rows.count; ++r) {
-                const IntRow row(rows.x + r * rows.stride, groups);
-                const Ints sum(_mm512_add_epi32(_mm512_set1_epi32(row.shift[g]), _mm512_load_si512(products[i][r])));
-                kind.add(total[i][r], sum, row.scale[g], scales);
+            const auto part_of = [&](int64_t group) { return w + I * size + group * Kind::BYTES; };
+            // Further on in the tile, or where the next ones begin.
+            const auto ahead = [&](int64_t group) {
+                return near + (group * Kind::BYTES + near < size ? 0 : (GROUP - 1) * size);
+            };
+            if (gone >= 0) {
+                const auto scales = kind.scales_of(gone);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    const IntRow row(rows.x + r * rows.stride, groups);
+                    Ints sum(_mm512_load_si512(products[I][gone % 2][r]));
+                    if (!Kind::IS_SIGNED) sum.value = _mm512_add_epi32(_mm512_set1_epi32(row.shift[gone]), sum.value);
+                    kind.add(total[I][r], sum, row.scale[gone], scales);
+                }
             }
-        }
+            if (here >= 0 && here < groups) {
+                const uint8_t* const p = IS_CODED ? bytes[I][here % 2] : part_of(here);
+                for (int line = 0; line < 16 && !IS_CODED; ++line) __builtin_prefetch(p + ahead(here) + 64 * line);
+                if (I == 0) {
+                    const int8_t* const inputs = IntRow(rows.x, groups).bytes + here * INT_GROUP;
+                    load_tile<INPUTS>(inputs, rows.stride * (int64_t)sizeof(bf16));
+                }
+                load_tile<SUMS + I>(ZEROS, 0);
+                load_tile<WEIGHTS>(p, 64);
+                multiply_int_tiles<Kind::IS_SIGNED, SUMS + I, INPUTS, WEIGHTS>();
+                store_tile<SUMS + I>(products[I][here % 2]);
+            }
+            if (IS_CODED && coming < groups) {
+                const uint8_t* p = part_of(coming);
+                kind.fetch(coming);
+                for (int64_t at = 0; at < INT_GROUP * LANES; at += 64 * Kind::PARTS, p += 64) {
+                    __builtin_prefetch(p + ahead(coming));
+                    Codes codes[Kind::PARTS];
+                    kind.read(p, codes);
+                    for (int part = 0; part < Kind::PARTS; ++part)
+                        _mm512_store_si512(bytes[I][coming % 2] + at + 64 * part, codes[part].bytes);
+                }
+            }
+        });
     }
-    for (int i = 0; i < M; ++i)
-        for (int64_t r = 0; r < rows.count; ++r)
-            Kind(m, tile + i, groups).put(total[i][r], sums + (i * rows.count + r) * LANES);
+    for (int i = 0; i < GROUP; ++i)
+        for (int r = 0; r < R; ++r) Kind(m, tile + i, groups).put(total[i][r], sums + (i * R + r) * LANES);
 }
 
 using SumGroup = void (*)(const Matrix&, int64_t, const Rows&, float*);
 const SumGroup SUM_TILES_AMX[] = {sum_tiles_amx<1>, sum_tiles_amx<2>, sum_tiles_amx<3>, sum_tiles_amx<4>};
 const SumGroup SUM_LUT4_AMX[] = {sum_lut4_amx<1>, sum_lut4_amx<2>, sum_lut4_amx<3>, sum_lut4_amx<4>};
 template <class Kind>
-constexpr SumGroup SUM_INTS_AMX[] = {sum_ints_amx<Kind, 1>, sum_ints_amx<Kind, 2>, sum_ints_amx<Kind, 3>,
-                                     sum_ints_amx<Kind, 4>};
+constexpr SumGroup SUM_INTS_AMX[] = {
+    sum_ints_amx<Kind, 5>,  sum_ints_amx<Kind, 6>,  sum_ints_amx<Kind, 7>,  sum_ints_amx<Kind, 8>,
+    sum_ints_amx<Kind, 9>,  sum_ints_amx<Kind, 10>, sum_ints_amx<Kind, 11>, sum_ints_amx<Kind, 12>,
+    sum_ints_amx<Kind, 13>, sum_ints_amx<Kind, 14>, sum_ints_amx<Kind, 15>, sum_ints_amx<Kind, 16>,
+};
 
 // What a call keeps beside the registers.
 struct TileUnit {
@@ -319,7 +339,7 @@ struct TileUnit {
 
 // How many of some tiles of outputs are summed in tile registers: all, none, or all but a last one that is not whole.
 inline int count_in_tiles(const Matrix& m, int64_t tile, int count, int64_t rows) {
-    if (is_low_bit(m)) return rows < MIN_INT_ROWS ? 0 : count;
+    if (is_low_bit(m)) return rows < MIN_INT_ROWS || count < GROUP ? 0 : count;
     if (m.format != ROW_MAJOR && m.format != EXACT12_ROWS) return count;
     return !is_turned(m) ? 0 : (tile + count) * LANES <= m.out ? count : count - 1;
 }
@@ -339,9 +359,9 @@ inline void sum_in_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int coun
             for (int i = 0; i < count; ++i) sum_rows_amx(m, tile + i, unit.turned, sums + i * num_rows * LANES);
             return;
         case INT8:
-            return SUM_INTS_AMX<Int8Tiles>[count - 1](m, tile, rows, sums);
+            return SUM_INTS_AMX<Int8Tiles>[num_rows - MIN_INT_ROWS](m, tile, rows, sums);
         case Q4:
-            return SUM_INTS_AMX<Q4Tiles>[count - 1](m, tile, rows, sums);
+            return SUM_INTS_AMX<SignedQ4Tiles>[num_rows - MIN_INT_ROWS](m, tile, rows, sums);
         case LUT4:
             return SUM_LUT4_AMX[count - 1](m, tile, rows, sums);
         case EXACT12:

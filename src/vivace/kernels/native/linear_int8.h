@@ -7,21 +7,23 @@ namespace {
 
 inline int64_t int_groups(int64_t in) { return (in + INT_GROUP - 1) / INT_GROUP; }
 
-// A row ready for integer products: scales, shifts, bytes.
+// A row ready for integer products: bytes, scales, shifts.
 struct IntRow {
+    const int8_t* bytes;   // first, so that those of a group share a line of the cache
     const float* scale;    // per group
     const int32_t* shift;  // per group: -128 times the sum of its bytes
-    const int8_t* bytes;
     IntRow(const bf16* row, int64_t groups)
-        : scale((const float*)row), shift((const int32_t*)(scale + groups)), bytes((const int8_t*)(shift + groups)) {}
+        : bytes((const int8_t*)row),
+          scale((const float*)(bytes + groups * INT_GROUP)),
+          shift((const int32_t*)(scale + groups)) {}
 };
 
 // bytes = round(x / scale), scale = max |x| / 127 over a group; a group of next to nothing is nothing.
 void prepare_int_row(const bf16* x, int64_t in, bf16* row) {
     const int64_t groups = int_groups(in);
-    float* scales = (float*)row;
+    int8_t* bytes = (int8_t*)row;
+    float* scales = (float*)(bytes + groups * INT_GROUP);
     int32_t* shifts = (int32_t*)(scales + groups);
-    int8_t* bytes = (int8_t*)(shifts + groups);
     for (int64_t g = 0; g < groups; ++g, bytes += INT_GROUP) {
         const int64_t first = g * INT_GROUP, count = in - first < INT_GROUP ? in - first : INT_GROUP;
         Vec values[INT_GROUP / WIDTH], most = broadcast(0), sum = broadcast(0);
@@ -151,6 +153,7 @@ inline void sum_int_tiles(const Matrix& m, int64_t tile, int count, const bf16* 
 struct Int8Tiles {
     static constexpr int64_t BYTES = INT_GROUP * LANES;
     static constexpr int PARTS = 1;
+    static constexpr bool IS_SIGNED = false;
     const float* scales;
     Int8Tiles(const Matrix& m, int64_t tile, int64_t) : scales((const float*)m.scales + tile * LANES) {}
     void read(const uint8_t* p, Codes* codes) const { *codes = Codes(p); }

@@ -62,10 +62,11 @@ template <int SUM, int X, int W>
 inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W));
 }
-// Signed inputs, weights without a sign.
-template <int SUM, int X, int W>
+// Signed inputs times weights with a sign or without.
+template <bool IS_SIGNED, int SUM, int X, int W>
 inline void multiply_int_tiles() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W));
+    if constexpr (IS_SIGNED) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W));
+    else asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W));
 }
 
 // use<0>() .. use<N - 1>(): registers are named by constants.
