@@ -17,10 +17,14 @@ struct Block {
     int64_t slot = -1, first = -1, stored = 0;  // of the entries at hand that lie in the order of their ordinals
     alignas(64) bf16 tiles[ENTRIES * MAX_TILED];
 
-    // Entries first..first+count-1 of what a row reads; those of the row before where they are the same.
+    // Whether entries from..from+count-1 of what a row reads are at hand.
+    bool has(const Attention& a, int64_t row, int64_t from, int64_t count) const {
+        return a.seen[row] - from >= count && count <= stored && from == first && a.slot[row] == slot;
+    }
+
+    // Brings those of a row.
     void hold(const Attention& a, int64_t row, int64_t kv, int64_t from, int64_t count) {
         const int64_t seen = a.seen[row], here = seen - from < count ? seen - from : count;
-        if (here == count && count <= stored && from == first && a.slot[row] == slot) return;
         const int64_t base = (a.slot[row] * a.kv_heads + kv) * a.capacity;
         for (int64_t j = 0; j < count; ++j) {
             const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
@@ -42,38 +46,58 @@ struct Block {
     }
 };
 
-// scores[h][j] = scale q[h].k[j] of at most MAX_ROWS heads
-inline void score(const Block& b, const bf16* q, int64_t heads, int64_t count, int64_t width, float scale, float* scores) {
+// Query heads that read a block together: of several rows where they read the same entries.
+struct Queries {
+    int64_t heads = 0, common = ENTRIES;  // entries that all of them see
+    const bf16* q[MAX_ROWS];
+    float* sums[MAX_ROWS];
+    float* highest[MAX_ROWS];
+    float* total[MAX_ROWS];
+    int64_t count[MAX_ROWS];
+    float scores[MAX_ROWS * ENTRIES], keep[MAX_ROWS];
+
+    void add(const bf16* query, float* sum, float* high, float* all, int64_t seen) {
+        q[heads] = query, sums[heads] = sum, highest[heads] = high, total[heads] = all, count[heads] = seen;
+        common = seen < common ? seen : common;
+        ++heads;
+    }
+};
+
+// scores[h][j] = scale q[h].k[j]
+inline void score(const Block& b, TileUnit& unit, Queries& to, int64_t count, int64_t width, float scale) {
     if (!Block::is_tiled(width)) {
         for (int64_t j = 0; j < count; j += 4) {
             const bf16* four[4];
             for (int64_t i = 0; i < 4; ++i) four[i] = b.k[j + i < count ? j + i : j];
-            for (int64_t h = 0; h < heads; ++h) dot_block<1>(four, q + h * width, width, width, scores + h * ENTRIES + j);
+            for (int64_t h = 0; h < to.heads; ++h)
+                dot_block<1>(four, to.q[h], width, width, to.scores + h * ENTRIES + j);
         }
-        for (int64_t j = 0; j < heads * ENTRIES; ++j) scores[j] *= scale;
+        for (int64_t j = 0; j < to.heads * ENTRIES; ++j) to.scores[j] *= scale;
         return;
     }
+    alignas(64) bf16 q[MAX_ROWS * MAX_TILED];
+    for (int64_t h = 0; h < to.heads; ++h) __builtin_memcpy(q + h * width, to.q[h], width * sizeof(bf16));
     float sums[ENTRIES * MAX_ROWS];
-    const bf16* tiles[ENTRIES / LANES];
+    const Matrix keys{b.tiles, nullptr, width, ENTRIES, TILES, nullptr, nullptr};
     const int64_t num_tiles = (count + LANES - 1) / LANES;
-    for (int64_t t = 0; t < num_tiles; ++t) tiles[t] = b.tiles + t * width * LANES;
-    SUM_TILES[heads - 1](tiles, (int)num_tiles, width / 2, q, width, sums);
+    sum_group(unit, keys, 0, (int)num_tiles, q, width, to.heads, sums);
     for (int64_t t = 0; t < num_tiles; ++t)
-        for (int64_t h = 0; h < heads; ++h)
+        for (int64_t h = 0; h < to.heads; ++h)
             for (int64_t i = 0; i < LANES; i += WIDTH)
-                store(scores + h * ENTRIES + t * LANES + i, mul(load(sums + (t * heads + h) * LANES + i), broadcast(scale)));
+                store(to.scores + h * ENTRIES + t * LANES + i,
+                      mul(load(sums + (t * to.heads + h) * LANES + i), broadcast(scale)));
 }
 
 // `PARTS` vectors of HEADS heads: sums = sums * keep + weights . values; every number is one chain over the entries.
 template <int HEADS, int PARTS>
-inline void mix_block(float* sums, const float* keep, const float* weights, const bf16* const* v, int64_t at, int64_t count,
-                      int64_t width) {
+inline void mix_block(float* const* sums, const float* keep, const float* weights, const bf16* const* v, int64_t at,
+                      int64_t first, int64_t stop) {
     Vec acc[HEADS][PARTS];
 #pragma GCC unroll 4
     for (int h = 0; h < HEADS; ++h)
 #pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) acc[h][i] = mul(load(sums + h * width + at + i * WIDTH), broadcast(keep[h]));
-    for (int64_t j = 0; j < count; ++j) {
+        for (int i = 0; i < PARTS; ++i) acc[h][i] = mul(load(sums[h] + at + i * WIDTH), broadcast(keep[h]));
+    for (int64_t j = first; j < stop; ++j) {
         Vec value[PARTS];
 #pragma GCC unroll 4
         for (int i = 0; i < PARTS; ++i) value[i] = load(v[j] + at + i * WIDTH);
@@ -87,31 +111,34 @@ inline void mix_block(float* sums, const float* keep, const float* weights, cons
 #pragma GCC unroll 4
     for (int h = 0; h < HEADS; ++h)
 #pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) store(sums + h * width + at + i * WIDTH, acc[h][i]);
+        for (int i = 0; i < PARTS; ++i) store(sums[h] + at + i * WIDTH, acc[h][i]);
 }
 
 template <int HEADS>
-inline void mix_heads(float* sums, const float* keep, const float* weights, const bf16* const* v, int64_t count,
-                      int64_t width) {
+inline void mix_heads(float* const* sums, const float* keep, const float* weights, const bf16* const* v, int64_t first,
+                      int64_t stop, int64_t width) {
     int64_t at = 0;
     if constexpr (HEADS * 4 <= MAX_MIXED)
-        for (; at + 4 * WIDTH <= width; at += 4 * WIDTH) mix_block<HEADS, 4>(sums, keep, weights, v, at, count, width);
-    for (; at + 2 * WIDTH <= width; at += 2 * WIDTH) mix_block<HEADS, 2>(sums, keep, weights, v, at, count, width);
-    for (; at + WIDTH <= width; at += WIDTH) mix_block<HEADS, 1>(sums, keep, weights, v, at, count, width);
+        for (; at + 4 * WIDTH <= width; at += 4 * WIDTH) mix_block<HEADS, 4>(sums, keep, weights, v, at, first, stop);
+    for (; at + 2 * WIDTH <= width; at += 2 * WIDTH) mix_block<HEADS, 2>(sums, keep, weights, v, at, first, stop);
+    for (; at + WIDTH <= width; at += WIDTH) mix_block<HEADS, 1>(sums, keep, weights, v, at, first, stop);
     for (int h = 0; h < HEADS && at < width; ++h) {
         const int64_t n = width - at;
-        Vec acc = mul(load(sums + h * width + at, n), broadcast(keep[h]));
-        for (int64_t j = 0; j < count; ++j) acc = fma(broadcast(weights[h * ENTRIES + j]), load(v[j] + at, n), acc);
-        store(sums + h * width + at, acc, n);
+        Vec acc = mul(load(sums[h] + at, n), broadcast(keep[h]));
+        for (int64_t j = first; j < stop; ++j) acc = fma(broadcast(weights[h * ENTRIES + j]), load(v[j] + at, n), acc);
+        store(sums[h] + at, acc, n);
     }
 }
 
-void mix(float* sums, const float* keep, const float* weights, const bf16* const* v, int64_t heads, int64_t count,
-         int64_t width) {
+// Entries first..stop-1 into the sums of some heads, each of which keeps its share of what it has.
+void mix(const Queries& some, int64_t head, int64_t heads, const float* keep, const bf16* const* v, int64_t first,
+         int64_t stop, int64_t width) {
+    float* const* const sums = some.sums + head;
+    const float* const weights = some.scores + head * ENTRIES;
     int64_t h = 0;
-    for (; h + 4 <= heads; h += 4) mix_heads<4>(sums + h * width, keep + h, weights + h * ENTRIES, v, count, width);
-    for (; h + 2 <= heads; h += 2) mix_heads<2>(sums + h * width, keep + h, weights + h * ENTRIES, v, count, width);
-    for (; h < heads; ++h) mix_heads<1>(sums + h * width, keep + h, weights + h * ENTRIES, v, count, width);
+    for (; h + 4 <= heads; h += 4) mix_heads<4>(sums + h, keep + h, weights + h * ENTRIES, v, first, stop, width);
+    for (; h + 2 <= heads; h += 2) mix_heads<2>(sums + h, keep + h, weights + h * ENTRIES, v, first, stop, width);
+    for (; h < heads; ++h) mix_heads<1>(sums + h, keep + h, weights + h * ENTRIES, v, first, stop, width);
 }
 
 // Scores to weights exp(score - new maximum), in place; what earlier sums have to be multiplied by.
@@ -125,9 +152,8 @@ inline float soften(float* scores, int64_t count, float softcap, float* highest,
     for (int64_t j = count; j < ENTRIES; ++j) scores[j] = -__builtin_inff();
     Vec tops = load(scores);
     for (int64_t j = WIDTH; j < ENTRIES; j += WIDTH) tops = max(tops, load(scores + j));
-    float lanes[WIDTH];
-    store(lanes, tops);
-    for (int64_t i = 0; i < WIDTH; ++i) top = lanes[i] > top ? lanes[i] : top;
+    const float here = max_of(tops);
+    top = here > top ? here : top;
     Vec sum = broadcast(0);
     for (int64_t j = 0; j < ENTRIES; j += WIDTH) {
         const Vec weight = exponential(sub(load(scores + j), broadcast(top)));
@@ -141,6 +167,22 @@ inline float soften(float* scores, int64_t count, float softcap, float* highest,
     *total = *total * keep + sum_of(sum);
     *highest = top;
     return keep;
+}
+
+// What a block adds to the sums of some query heads. Entries that only some of them see come last, row by row: nothing
+// that a row does not see may touch its sums, were it only times zero.
+void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, const Attention& a) {
+    score(block, unit, queries, count, a.width, a.scale);
+    for (int64_t h = 0; h < queries.heads; ++h)
+        queries.keep[h] = soften(queries.scores + h * ENTRIES, queries.count[h], a.softcap, queries.highest[h],
+                                 queries.total[h]);
+    mix(queries, 0, queries.heads, queries.keep, block.v, 0, queries.common, a.width);
+    constexpr float ALL[] = {1, 1, 1, 1};
+    for (int64_t h = 0, some; h < queries.heads; h += some) {
+        for (some = 1; h + some < queries.heads && some < 4 && queries.count[h + some] == queries.count[h];) ++some;
+        if (queries.count[h] > queries.common)
+            mix(queries, h, some, ALL, block.v, queries.common, queries.count[h], a.width);
+    }
 }
 
 // Query heads of key/value head `kv` for rows first..stop-1, of which there are at most ROWS_TOGETHER. What several
@@ -158,24 +200,32 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
         __builtin_memset(a.sums + (row * a.heads + kv * group) * width, 0, size * sizeof(float));
     }
     Block block;
-    float scores[MAX_ROWS * ENTRIES], keep[MAX_ROWS];
-    for (int64_t done = 0; done < longest; done += ENTRIES)
+    TileUnit unit;
+    for (int64_t done = 0; done < longest; done += ENTRIES) {
+        Queries queries;
+        int64_t most = 0;  // entries of the block at hand
+        const auto read_all = [&] {
+            if (queries.heads > 0) read(block, unit, queries, most, a);
+            queries.heads = 0, queries.common = ENTRIES;
+        };
         for (int64_t row = stop - 1; row >= first; --row) {
-            const int64_t at = from[row - first] + done, left = reach[row - first] - at;
+            const int64_t i = row - first, at = from[i] + done, left = reach[i] - at;
             if (left <= 0) continue;
             const int64_t count = left < ENTRIES ? left : ENTRIES;
-            block.hold(a, row, kv, at, count);
+            if (!block.has(a, row, at, count)) {
+                read_all();
+                block.hold(a, row, kv, at, count);
+                most = count;
+            }
             const bf16* q = a.q + row * a.q_stride + kv * size;
             float* sums = a.sums + row * a.heads * width + kv * size;
-            for (int64_t g = 0; g < group; g += MAX_ROWS) {
-                const int64_t heads = group - g < MAX_ROWS ? group - g : MAX_ROWS;
-                score(block, q + g * width, heads, count, width, a.scale, scores);
-                for (int64_t h = 0; h < heads; ++h)
-                    keep[h] = soften(scores + h * ENTRIES, count, a.softcap, &highest[row - first][g + h],
-                                     &total[row - first][g + h]);
-                mix(sums + g * width, keep, scores, block.v, heads, count, width);
+            for (int64_t g = 0; g < group; ++g) {
+                if (queries.heads == MAX_ROWS) read_all();
+                queries.add(q + g * width, sums + g * width, &highest[i][g], &total[i][g], count);
             }
         }
+        read_all();
+    }
     for (int64_t row = first; row < stop; ++row)
         for (int64_t g = 0; g < group; ++g) {
             const int64_t at = (row * a.heads + kv * group + g) * width;
