@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,10 +40,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.load import put
+from vivace.checkpoint.load import load_decoder, put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
+from vivace.core.seams import Draft
+from vivace.decode.climb import Climb
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -55,8 +57,10 @@ from vivace.storage.calibrate import calibrate
 from vivace.storage.convert import write_store
 from vivace.storage.loading import Storage, load_stored, read_bundle
 from vivace.storage.neuron_cache import NeuronCache, Run
-from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors
-from vivace.storage.readers import Choice, DirectReader, ReadPool, device_bytes, probe
+from vivace.storage.neurons import NeuronCounts
+from vivace.storage.ordering import find_orders
+from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors, split_held
+from vivace.storage.readers import CHUNK_BYTES, Choice, DirectReader, ReadPool, device_bytes, probe
 from vivace.storage.store import PAGE, Store, is_store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 
@@ -89,6 +93,12 @@ class Row:
     """Of weights, buffers and cache in memory."""
     anonymous_gb: float | None
     """More than before loading, as the kernel counts it (RssAnon and RssShmem), after the last token."""
+    asked: float | None
+    """Share of a layer's neurons that were asked for, and of them ..."""
+    found: float | None
+    """... what was in memory."""
+    tokens: list[int]
+    """Decoded."""
 
 
 def main() -> None:
@@ -105,12 +115,20 @@ def main() -> None:
     taken.add_argument("--calibrate", type=Path, required=True, help="prompts (.jsonl) that predictors are trained on")
     taken.add_argument("--rank", type=int, default=PredictorConfig.rank, help="of the predictors")
     taken.add_argument("--recall", type=float, default=PredictorConfig.recall, help="that they are set to")
+    taken.add_argument("--epochs", type=int, default=PredictorConfig.epochs, help="that they are trained for")
+    taken.add_argument("--order", choices=("activity", "file"), default="activity", help="in which neurons lie")
     measured = commands.add_parser("run", help="measure every row")
     measured.add_argument("model", type=Path)
     measured.add_argument("--out", type=Path, default=Path("flash.json"))
     measured.add_argument("--repeats", type=int, default=3)
     measured.add_argument("--new-tokens", type=int, default=48)
     measured.add_argument("--share", type=float, default=0.5, help="of the model that memory holds")
+    measured.add_argument("--rows", help="only these of the table, with commas between; the first is compared with")
+    judged = commands.add_parser("agree", help="hold the neurons' answers against the resident model's")
+    judged.add_argument("model", type=Path)
+    judged.add_argument("--prompts", type=int, default=2, help="packaged ones of each set")
+    judged.add_argument("--new-tokens", type=int, default=32)
+    judged.add_argument("--share", type=float, default=0.5, help="of the model that memory holds")
     one = commands.add_parser("row", help="measure one row, as JSON")
     one.add_argument("model", type=Path)
     one.add_argument("name")
@@ -121,11 +139,18 @@ def main() -> None:
         open_row = rows(options.model, options.share)[options.name]
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
     elif options.command == "take":
-        take(options.source, options.model, options.calibrate, PredictorConfig(options.rank, options.recall))
+        predictors = PredictorConfig(options.rank, options.recall, options.epochs)
+        take(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
     elif options.command == "make":
         make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
+    elif options.command == "agree":
+        print(json.dumps(agree(options.model, options.prompts, options.new_tokens, options.share)))
     else:
-        run(options.model, options.out, options.repeats, options.new_tokens, options.share)
+        every = list(rows(options.model, options.share))
+        names = every if options.rows is None else [name.strip() for name in options.rows.split(",")]
+        if unknown := set(names) - set(every):
+            parser.error(f"no such rows: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+        run(options.model, names, options)
 
 
 def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int) -> None:
@@ -165,7 +190,7 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int
     print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
 
 
-def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig) -> None:
+def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
     """The stores of a checkpoint, as ``make`` has them, and a prompt for it."""
     tokenizer = load_tokenizer(source)
     texts = [
@@ -173,13 +198,15 @@ def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig)
         for row in load_prompts(prompts)
     ]
     write_store(source, folder / "layers", kernels="torch")
-    neurons = write_store(source, folder / "neurons", layout="neurons")
+    orders = find_orders(load_decoder(source), split_held(texts)[0]) if is_ordered else None
+    neurons = write_store(source, folder / "neurons", layout="neurons", orders=orders)
     reports = [asdict(report) for report in calibrate(source, neurons, texts, predictors=predictors)]
     _split(neurons, folder / "neurons" / "apart.store")
     prompt = tokenizer.encode_prompt(packaged_prompts("e2e")[0].request)
     setting = {
         "sparsity": f"of {source.name}",
         "prompt": prompt,
+        "order": "activity" if is_ordered else "file",
         "training": asdict(predictors),
         "predictors": reports,
     }
@@ -213,12 +240,17 @@ def _split(store: Store, path: Path) -> None:
 
 
 class ApartReader(DirectReader):
-    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two or three reads for one."""
+    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two or three reads for one.
+
+    It reads whole records, so a pool must cut there (``chunk_bytes``).
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(store.folder / "apart.store")
         self._bundles = [bundle for bundle in store.bundles.values() if bundle.count > 1]
         self._whole = DirectReader(store.path)
+        stride = self._bundles[0].stride
+        self.chunk_bytes = max(1, CHUNK_BYTES // stride) * stride
 
     def read(self, offset: int, into: memoryview) -> None:
         """Whole records."""
@@ -229,6 +261,8 @@ class ApartReader(DirectReader):
         pieces = len(bundle.parts)
         size = bundle.stride // pieces
         first, count = (offset - bundle.offset) // bundle.stride, len(into) // bundle.stride
+        assert not (offset - bundle.offset) % bundle.stride, "the pool cut through a record"
+        assert not len(into) % bundle.stride, "the pool cut through a record"
         for place in range(pieces):
             parts = [into[n * bundle.stride + place * size :][:size] for n in range(count)]
             for start in range(0, count, 512):  # buffers that one call takes
@@ -285,7 +319,8 @@ def sparse(
         storage.neurons.caches = [Forgetful(len(c.row_of), c.room, c.stride, 1) for c in old]
         del old
     if not is_bundled:
-        storage.pool.reader = ApartReader(store)
+        apart = ApartReader(store)
+        storage.pool.reader, storage.pool.chunk_bytes = apart, apart.chunk_bytes
     yield model, storage
     storage.close()
 
@@ -307,16 +342,17 @@ def rows(folder: Path, share: float) -> dict[str, Opening]:
     }
 
 
-def run(folder: Path, out: Path, repeats: int, new_tokens: int, share: float) -> None:
-    """Measure, print a table, write a file."""
+def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure rows, print a table, write a file."""
+    new_tokens, share = options.new_tokens, options.share
     assert is_store(folder / "layers"), f"{folder} was not made by this benchmark"
     store = open_store(folder / "layers")
     found: dict[str, list[Row]] = {}
     limit = probe(DirectReader(store.path), store.path, num_bytes=256 << 20)
-    for _ in range(repeats):
-        for name in rows(folder, share):
+    for _ in range(options.repeats):
+        for name in names:
             words = [sys.executable, "-m", "benchmarks.flash", "row", str(folder), name, str(new_tokens), str(share)]
-            row = Row(**json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+            row = Row(**json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout))
             found.setdefault(name, []).append(row)
             print(row, file=sys.stderr, flush=True)
     best = {name: _median(each) for name, each in found.items()}
@@ -327,9 +363,70 @@ def run(folder: Path, out: Path, repeats: int, new_tokens: int, share: float) ->
         "rows": [asdict(row) for row in best.values()],
         "repeats": {name: [row.ms for row in each] for name, each in found.items()},
     }
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"device {limit:.2f} GB/s; model {store.num_bytes / 1e9:.2f} GB")
     print(table(list(best.values())))
+
+
+def agree(folder: Path, num_prompts: int, new_tokens: int, share: float) -> dict[str, Any]:
+    """How far the neurons' choices are those of the resident model, along its own greedy answers to packaged prompts.
+
+    Returns:
+        For each set: tokens; the share of them that the neurons would have chosen; by how much more surprised they are,
+        nats a token; and the share of neurons that were asked for.
+    """
+    dense, neurons = open_store(folder / "layers"), open_store(folder / "neurons")
+    tokenizer = load_tokenizer(dense.folder)
+    sets = {
+        name: [tokenizer.encode_prompt(row.request) for row in packaged_prompts(name)[:num_prompts]]
+        for name in ("e2e", "sql")
+    }
+    model, storage = load_stored(dense.folder, reader="direct", num_tokens=TOKENS)
+    texts = {name: [_answer(model, prompt, new_tokens) for prompt in prompts] for name, prompts in sets.items()}
+    storage.close()
+    del model, storage
+    found = {}
+    with sparse(neurons, share, 4, is_bundled=True) as (model, storage):
+        for name, prompts in sets.items():
+            before, agreed, surprise = _counters(storage), 0, 0.0
+            for prompt, (tokens, logprobs) in zip(prompts, texts[name], strict=True):
+                scores = _followed(model, prompt, tokens)
+                agreed += int((scores.argmax(-1) == torch.tensor(tokens[1:])).sum())
+                chosen = scores.gather(1, torch.tensor(tokens[1:])[:, None]).sum().item()
+                surprise += sum(logprobs[1:]) - chosen
+            gone = {key: value - before[key] for key, value in _counters(storage).items()}
+            count = sum(len(tokens) - 1 for tokens, _ in texts[name])
+            cells = count * model.config.num_layers * model.config.ffn_width
+            found[name] = {
+                "tokens": count,
+                "agreed": agreed / count,
+                "surprise": surprise / count,
+                "asked": gone["active"] / cells,
+                "read": gone["missing"] / cells,
+            }
+    return found
+
+
+def _answer(model: Decoder, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities."""
+    session = Session(model, num_slots=1, capacity=len(prompt) + new_tokens)
+    session.admit(Request(tuple(prompt), new_tokens, NoDrafts(), sampling=Sampling(), logprobs=True))
+    with torch.inference_mode():
+        emitted = list(session.drain())
+    return [t for each in emitted for t in each.tokens], [p for each in emitted for p in each.logprobs or ()]
+
+
+@torch.inference_mode()
+def _followed(model: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Log-probabilities (n - 1, V) after each token but the last, decoded one by one."""
+    cache, scores = model.new_cache(1, len(prompt) + len(tokens)), []
+    Climb().run(model, Draft.given_only({0: list(prompt)}), cache, chunk=True)
+    cache.commit([0], [list(range(len(prompt)))])
+    for token in tokens[:-1]:
+        passed = Climb().run(model, Draft.given_only({0: [token]}), cache)
+        cache.commit([0], [[0]])
+        scores.append(torch.log_softmax(model.head(passed.hidden)[-1].float(), -1))
+    return torch.stack(scores)
 
 
 def measure(name: str, open_row: Opening, new_tokens: int) -> Row:
@@ -351,7 +448,8 @@ def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row
     session.admit(Request(tuple(prompt), new_tokens + 1, NoDrafts(), sampling=sampling, logprobs=False))
     session.step()  # the prompt and the first token
     before, begun = _counters(storage), time.perf_counter()
-    count = sum(len(emitted.tokens) for emitted in session.drain())
+    tokens = [token for emitted in session.drain() for token in emitted.tokens]
+    count = len(tokens)
     seconds = (time.perf_counter() - begun) / count
     after = _counters(storage)
     gone = {key: (after[key] - before[key]) / count for key in after}
@@ -367,17 +465,22 @@ def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row
         gb_per_s=gone["bytes"] / gone["busy"] / 1e9 if gone["busy"] else 0.0,
         planned_gb=storage.plan.num_bytes / 1e9,
         anonymous_gb=None,
+        asked=gone["active"] / model.config.num_layers / model.config.ffn_width if storage.neurons else None,
+        found=1 - gone["missing"] / max(1, gone["active"]) if storage.neurons else None,
+        tokens=tokens,
     )
 
 
 def _counters(storage: Storage) -> dict[str, float]:
     traffic = storage.pool.traffic
-    manage = 0.0 if storage.neurons is None else storage.neurons.counts.manage_s
+    counts = NeuronCounts() if storage.neurons is None else storage.neurons.counts
     return {
         "wait": traffic.wait_s,
         "busy": traffic.busy_s,
         "bytes": traffic.num_bytes,
-        "manage": manage,
+        "manage": counts.manage_s,
+        "active": counts.active,
+        "missing": counts.read,
         "device": device_bytes() or 0,
     }
 
@@ -395,14 +498,20 @@ def _median(each: list[Row]) -> Row:
     return next(row for row in each if row.ms == middle)
 
 
+def _same(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens until two texts part."""
+    return next((place for place, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), len(a))
+
+
 def table(measured: list[Row]) -> str:
-    """As Markdown, the speed beside that of the first row."""
+    """As Markdown, speed and text beside those of the first row."""
     heads = ("GB planned", "GB held", "GB read a token", "GB/s", "ms a token", "reading", "managing", "computing")
-    lines = ["| | " + " | ".join((*heads, "speed")) + " |", "|---" * (len(heads) + 2) + "|"]
+    lines = ["| | " + " | ".join((*heads, "speed", "same text")) + " |", "|---" * (len(heads) + 3) + "|"]
     for row in measured:
         gigabytes = f"{row.planned_gb:.2f} | {row.anonymous_gb or 0.0:.2f} | {row.gb_read:.3f} | {row.gb_per_s:.2f}"
         times = " | ".join(f"{ms:.0f}" for ms in (row.ms, row.read_ms, row.manage_ms, row.compute_ms))
-        lines.append(f"| {row.name} | {gigabytes} | {times} | {measured[0].ms / row.ms:.1f}x |")
+        text = f"{_same(measured[0].tokens, row.tokens)} of {len(row.tokens)}"
+        lines.append(f"| {row.name} | {gigabytes} | {times} | {measured[0].ms / row.ms:.1f}x | {text} |")
     return "\n".join(lines)
 
 

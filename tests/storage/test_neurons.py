@@ -28,6 +28,7 @@ from vivace.storage.budget import plan_memory
 from vivace.storage.calibrate import calibrate
 from vivace.storage.convert import write_store
 from vivace.storage.loading import load_stored
+from vivace.storage.ordering import chain, find_orders
 from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors, train_predictors
 from vivace.storage.store import Store
 
@@ -170,14 +171,18 @@ def test_a_predictor_that_says_everything_is_dense(neurons: Store) -> None:
             assert (storage.neurons.counts.passes > 0) == (share is None), "they do not fit, so all are streamed"
 
 
-def test_exact_predictors_are_dense_whatever_the_window(neurons: Store) -> None:
+def oracle(resident: Decoder) -> list[Predictor]:
     """W_up itself is a predictor of full rank."""
-    resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
-    oracle = []
+    found = []
     for layer in resident.layers:
         up = layer.feed_forward.up  # type: ignore[union-attr]
-        oracle.append(Predictor(torch.eye(32), up.weight[:WIDTH].clone(), up.bias[:WIDTH] + 1e-4))  # type: ignore[union-attr, index, operator]
-    save_predictors(neurons, oracle)
+        found.append(Predictor(torch.eye(32), up.weight[:WIDTH].clone(), up.bias[:WIDTH] + 1e-4))  # type: ignore[union-attr, index, operator]
+    return found
+
+
+def test_exact_predictors_are_dense_whatever_the_window(neurons: Store) -> None:
+    resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
+    save_predictors(neurons, oracle(resident))
     reads = []
     for window in (1, 2, 5):
         with opened(neurons, 0.95, window=window) as (model, storage):
@@ -185,6 +190,51 @@ def test_exact_predictors_are_dense_whatever_the_window(neurons: Store) -> None:
             assert storage.neurons is not None
             reads.append(storage.neurons.counts.read)
     assert reads == sorted(reads, reverse=True)
+
+
+def test_of_more_than_fits_only_what_is_active_is_read(neurons: Store) -> None:
+    resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
+    save_predictors(neurons, oracle(resident))
+    with opened(neurons, 0.7) as (model, storage):
+        assert storage.neurons is not None
+        storage.neurons.block = 50
+        answers(model, PROMPTS[:1])
+        counts = storage.neurons.counts
+        dense = counts.dense
+        assert distance(answers(model), answers(resident)) < 1e-5
+        room = storage.plan.neurons_per_layer
+        assert counts.active / counts.passes > room
+        assert 0 < counts.excess <= counts.read < counts.active
+        assert dense == 3 * 3, "the prompt, in three chunks"
+
+
+def test_the_order_of_neurons_changes_no_answer(neurons: Store, tmp_path: Path) -> None:
+    model = neurons.folder.parent / "model"
+    resident = load_decoder(model, dtype="float32")
+    orders = find_orders(resident, TEXTS)
+    store = write_store(model, tmp_path / "store", layout="neurons", dtype="float32", orders=orders)
+    reports = calibrate(model, store, TEXTS, predictors=PredictorConfig(rank=32, recall=1.0, epochs=0))
+    with opened(store, 0.9) as (streamed, storage):
+        assert distance(answers(streamed), answers(resident)) < 0.05
+        assert storage.neurons is not None
+        asked = storage.neurons.counts.active / storage.neurons.counts.passes / WIDTH
+    assert asked < 1.5 * max(report.predicted_share for report in reports)  # type: ignore[union-attr]
+    exact = write_store(model, tmp_path / "exact", layout="selected", dtype="float32", orders=orders)
+    with opened(exact, 0.9) as (streamed, _):
+        assert distance(answers(streamed), answers(resident)) < 1e-5
+
+
+def test_what_is_active_together_lies_together() -> None:
+    active = torch.rand(200, 8, generator=torch.Generator().manual_seed(0)) > 0.7
+    order = chain(active.repeat(1, 3))
+    assert sorted(order.tolist()) == list(range(24))
+    assert all(len({int(each) % 8 for each in copies}) == 1 for copies in order.split(3))
+
+
+def test_orders_that_are_none(neurons: Store, tmp_path: Path) -> None:
+    orders = [torch.zeros(WIDTH, dtype=torch.int64)] * 3
+    with pytest.raises(ConfigError, match="each of 640 neurons once"):
+        write_store(neurons.folder.parent / "model", tmp_path / "store", layout="neurons", orders=orders)
 
 
 def test_trained_predictors_find_what_is_active(neurons: Store) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vivace.checkpoint.load import load_decoder
 from vivace.errors import ConfigError
+from vivace.storage.ordering import load_orders
 from vivace.storage.predictors import PredictorConfig, PredictorReport, save_predictors, train_predictors
 from vivace.storage.store import Store
 from vivace.storage.thresholds import ThresholdReport, find_thresholds, save_thresholds
@@ -39,6 +40,9 @@ def calibrate(
     decoder = load_decoder(model, dtype=store.dtype)
     if store.layout == "neurons":
         trained, found = train_predictors(decoder, texts, predictors or PredictorConfig())
+        orders = load_orders(store.folder)
+        if orders is not None:
+            trained = [each.in_order(order) for each, order in zip(trained, orders, strict=True)]
         save_predictors(store, trained)
         return found
     reports = find_thresholds(decoder, texts, active)

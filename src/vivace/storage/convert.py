@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -21,10 +21,12 @@ from vivace.checkpoint.files import INDEX as SHARDS
 from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, staged
 from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of
 from vivace.checkpoint.names import Target
+from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.choice import choose
 from vivace.kernels.library import LANES
 from vivace.kernels.native import pack
+from vivace.storage.ordering import save_orders
 from vivace.storage.store import (
     DATA,
     INDEX,
@@ -57,6 +59,7 @@ def write_store(
     layout: Layout = "layers",
     dtype: str = "auto",
     kernels: str = "auto",
+    orders: Sequence[Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Store:
     """A checkpoint as a store.
@@ -68,12 +71,13 @@ def write_store(
         dtype: of all weights; "auto" is the checkpoint's.
         kernels: that shall run what is streamed: "torch", "avx2", "avx512", "amx", or "auto", native ones where they
             run here and the layout is "layers" in bfloat16.
+        orders: which neuron lies at each place, (F,) for each layer (``ordering.py``); None is as in the checkpoint.
         progress: told about bytes.
 
     Raises:
         NotFoundError: no such checkpoint.
         MismatchError: the weights do not fit config.json.
-        ConfigError: a layout for another kind of model, or the output is the checkpoint itself.
+        ConfigError: a layout for another kind of model, the output is the checkpoint itself, or orders that are none.
         UnsupportedError: native kernels were asked for by name and cannot run this model from a store.
         CheckpointError: the disk is full or may not be written.
     """
@@ -92,7 +96,7 @@ def write_store(
     shapes = {name: each.shape for name, each in plan.items()}
     is_tiled = _is_tiled(kernels, layout, kind, fits=fits_tiles(config, shapes))
     bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled)
-    source = _Source(plan, stored, kind)
+    source = _Source(plan, stored, kind, _check_orders(orders, layout, config))
     with staged(target) as staging:
         for pattern in COPIED:
             for path in folder.glob(pattern):
@@ -100,6 +104,8 @@ def write_store(
                     shutil.copyfile(path, staging / path.name)
         if (folder / "adapters").is_dir():
             shutil.copytree(folder / "adapters", staging / "adapters")
+        if orders is not None:
+            save_orders(staging, orders)
         identity = secrets.token_hex(8)
         num_bytes, bundles = _write(staging / DATA, identity, bundles, source, progress)
         index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles)
@@ -119,6 +125,20 @@ def _is_tiled(kernels: str, layout: Layout, dtype: torch.dtype, *, fits: bool) -
     return is_native and can
 
 
+def _check_orders(orders: Sequence[Tensor] | None, layout: Layout, config: ModelConfig) -> Sequence[Tensor] | None:
+    """Raises ``ConfigError`` where orders do not name every neuron once."""
+    if orders is None:
+        return None
+    every = torch.arange(config.ffn_width)
+    is_whole = len(orders) == config.num_layers and all(torch.equal(order.sort().values, every) for order in orders)
+    if layout == "layers" or not is_whole:
+        raise ConfigError(
+            f"orders are for layouts neurons and selected and name each of {config.ffn_width} neurons once in each of "
+            f"{config.num_layers} layers; find them with find_orders"
+        )
+    return orders
+
+
 def _is_free(folder: Path) -> bool:
     return is_store(folder) or not any(folder.iterdir())
 
@@ -126,14 +146,25 @@ def _is_free(folder: Path) -> bool:
 class _Source:
     """Parameters of a checkpoint, read when they are wanted."""
 
-    def __init__(self, plan: dict[str, Target], stored: TensorFiles, dtype: torch.dtype) -> None:
+    def __init__(
+        self, plan: dict[str, Target], stored: TensorFiles, dtype: torch.dtype, orders: Sequence[Tensor] | None
+    ) -> None:
         self.plan = plan
         self.stored = stored
         self.dtype = dtype
+        self.orders = orders
 
     def read(self, name: str) -> Tensor:
-        """A parameter by our name."""
-        return assemble(self.plan[name], self.stored, self.dtype, torch.device("cpu"))
+        """A parameter by our name, its neurons in their order."""
+        values = assemble(self.plan[name], self.stored, self.dtype, torch.device("cpu"))
+        if self.orders is None or ".feed_forward." not in name:
+            return values
+        order, site = self.orders[int(name.split(".")[1])], name.split(".feed_forward.")[1]
+        if site == "down.weight":
+            return values[:, order]
+        if not site.startswith("up."):
+            return values
+        return torch.cat([half[order] for half in values.split(len(order))])
 
     def release(self) -> None:
         """Let go of what was read."""

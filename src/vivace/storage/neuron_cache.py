@@ -2,6 +2,9 @@
 
 Memory is taken once. Records lie side by side in its first ``num_used`` rows in any order, so that the feed-forward
 runs over one block: what leaves is overwritten by the last rows, what comes is appended (section 3.3 of the paper).
+
+Where room is short those leave that the window used least (ours; whole tokens leave in the paper), and what does not
+fit even so is for the caller to read and to forget.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class NeuronCache:
             count: neurons of the layer, F.
             room: of them in memory at most.
             stride: bytes of a record.
-            window: active sets that stay in memory; the oldest leave earlier where room is short.
+            window: active sets that stay in memory; neurons used least leave earlier where room is short.
         """
         self.room = room
         self.window = window
@@ -51,31 +54,36 @@ class NeuronCache:
         self.num_used = 0
         self.num_moved = 0
         """Rows copied to fill holes, since the beginning."""
+        self.excess = self.pointer[:0]
+        """(n,) of the last active set, what has no room; in no window."""
         self._recent: deque[Tensor] = deque()
 
     @property
     def recent(self) -> tuple[Tensor, ...]:
-        """The active sets of the window, the oldest first."""
+        """The active sets of the window, the oldest first, without what left early."""
         return tuple(self._recent)
 
     def turn(self, active: Tensor) -> list[Run]:
         """Move the window on.
 
         Args:
-            active: (n,) neurons, ascending; n <= room.
+            active: (n,) neurons, ascending; those that do not fit are in ``excess`` afterwards.
 
         Returns:
             What must be read into ``memory``; if that fails, ``forget`` says so.
         """
-        assert len(active) <= self.room, (len(active), self.room)
         self._recent.append(active)
         self.uses[active] += 1
         while len(self._recent) > self.window:
-            self._drop_oldest()
+            self.uses[self._recent.popleft()] -= 1
         fresh = active[self.row_of[active] < 0]
         alive = self.uses[self.pointer[: self.num_used]] > 0
-        while int(alive.sum()) + len(fresh) > self.room:
-            self._drop_oldest()
+        over = int(alive.sum()) + len(fresh) - self.room
+        self.excess = fresh[:0]
+        if over > 0:
+            over -= self._evict(active, over)
+            fresh, self.excess = fresh[: len(fresh) - max(0, over)], fresh[len(fresh) - max(0, over) :]
+            self._strike(self.excess)
             alive = self.uses[self.pointer[: self.num_used]] > 0
         self._compact(alive)
         first = self.num_used
@@ -85,8 +93,20 @@ class NeuronCache:
         self.row_of[fresh] = rows
         return runs(fresh, first)
 
-    def _drop_oldest(self) -> None:
-        self.uses[self._recent.popleft()] -= 1
+    def _evict(self, active: Tensor, count: int) -> int:
+        """Strike at most ``count`` neurons that are not active now, least used first; returns how many there were."""
+        rows = self.pointer[: self.num_used]
+        idle = self.uses[rows].clone()
+        idle[self.row_of[active[self.row_of[active] >= 0]]] = 0
+        places = idle.nonzero()[:, 0]
+        leaving = rows[places[idle[places].argsort(stable=True)[:count]]]
+        self._strike(leaving)
+        return len(leaving)
+
+    def _strike(self, neurons: Tensor) -> None:
+        """Take neurons out of the window."""
+        self.uses[neurons] = 0
+        self._recent = deque(each[self.uses[each] > 0] for each in self._recent)
 
     def _compact(self, alive: Tensor) -> None:
         """Rows that are not alive go; the last rows fill the holes."""

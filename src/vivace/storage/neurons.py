@@ -11,16 +11,19 @@ Who is active is decided by one of two:
 
 Where the paper differs: it leaves prompts out. Prompt chunks need nearly all neurons, so here they read a layer's
 records once, in large blocks, and are computed with all of them. Windows are forgotten when no sequence is left, so
-that an answer does not depend on those before it. Drafts of several rows read what any of their rows needs.
+that an answer does not depend on those before it. Drafts of several rows read what any of their rows needs. Active
+neurons that memory has no room for are read block by block, and add to the sum without being kept.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
@@ -30,15 +33,18 @@ from vivace.core.step import Step
 from vivace.errors import UnsupportedError, VivaceError
 from vivace.kernels import reference as kernels
 from vivace.storage.budget import MemoryPlan, block_of
-from vivace.storage.neuron_cache import NeuronCache
+from vivace.storage.neuron_cache import NeuronCache, Run, runs
 from vivace.storage.predictors import Predictor, load_predictors
 from vivace.storage.readers import ReadPool, Ticket, aligned
-from vivace.storage.store import Store
+from vivace.storage.store import Bundle, Store
 from vivace.storage.thresholds import load_thresholds
 
 WINDOW = 4
 """Tokens whose neurons stay in memory, where the budget has room for them."""
 
+
+DENSE_SHARE = 0.75
+"""Where more of a layer is active than this, and than fits, all of it is read in large blocks."""
 
 MULTIPLE = 128
 """Products run over so many rows or a multiple: PyTorch compiles a kernel for each shape, and keeps it."""
@@ -56,8 +62,21 @@ class NeuronCounts:
     """Neurons that were asked for."""
     read: int = 0
     """Neurons that had to be read for them."""
+    excess: int = 0
+    """Of those, neurons that there was no room to keep."""
     manage_s: float = 0.0
     """Seconds spent on bookkeeping and moving rows."""
+
+
+class Records(NamedTuple):
+    """Neurons in memory."""
+
+    neurons: Tensor
+    """(n,) which they are."""
+    num_used: int
+    """So many count; what follows is left from earlier."""
+    parts: dict[str, Tensor]
+    """Each (n, E): gate, up and down."""
 
 
 class Neurons:
@@ -119,35 +138,60 @@ class Neurons:
         """Take a selector (F, E), by the name of its bundle."""
         self.selectors[int(bundle.split(".")[1])] = matrix
 
-    def bring(self, layer: int, active: Tensor) -> dict[str, Tensor] | None:
-        """Records in memory with these neurons among them, each part (n, E); None where they do not fit.
+    def is_dense(self, layer: int, active: Tensor) -> bool:
+        """Whether so much is active, and does not fit, that reading all of the layer is simpler."""
+        cache = self.caches[layer]
+        return len(active) > max(cache.room, int(DENSE_SHARE * len(cache.row_of)))
 
-        The first ``num_used`` of them count; what follows is left from earlier.
+    def bring(self, layer: int, active: Tensor) -> Iterator[Records]:
+        """Records that have these neurons among them: first what stays in memory, then what it has no room for.
+
+        Each is good until the next is asked for.
 
         Raises:
             CheckpointError: they cannot be read; the layer's window begins anew.
         """
         cache, bundle = self.caches[layer], self.store[f"layers.{layer}.neurons"]
-        if len(active) > cache.room:
-            return None
         begun = time.perf_counter()
         wanted = cache.turn(active)
-        stride = bundle.stride
-        extents = [
-            (bundle.start(neuron), cache.memory[row * stride : (row + count) * stride]) for neuron, row, count in wanted
-        ]
+        excess = list(cache.excess.split(self.block)) if len(cache.excess) else []
+        tickets = [self.pool.submit(self._extents(bundle, wanted, cache.memory))]
+        tickets += [self._begin(bundle, excess, place) for place in range(min(2, len(excess)))]
         self.counts.passes += 1
         self.counts.active += len(active)
-        self.counts.read += sum(count for *_, count in wanted)
+        self.counts.read += sum(run.length for run in wanted) + len(cache.excess)
+        self.counts.excess += len(cache.excess)
         self.counts.manage_s += time.perf_counter() - begun
         try:
-            self.pool.submit(extents).wait()
+            tickets[0].wait()
+            yield self._records(bundle, cache.rows, cache.pointer, cache.num_used)
+            for place, neurons in enumerate(excess):
+                tickets[1 + place].wait()
+                rows = torch.frombuffer(self._blocks[place % 2], dtype=torch.uint8).view(-1, bundle.stride)
+                yield self._records(bundle, rows, neurons, len(neurons))
+                if place + 2 < len(excess):
+                    tickets.append(self._begin(bundle, excess, place + 2))
         except VivaceError:
             cache.forget()
             cache.rows.zero_()
             raise
-        shown = min(cache.room, -(-cache.num_used // MULTIPLE) * MULTIPLE)
-        return self.store.records(bundle.name, cache.rows[:shown])
+        finally:
+            for ticket in tickets:
+                ticket.settle()
+
+    def _records(self, bundle: Bundle, rows: Tensor, neurons: Tensor, count: int) -> Records:
+        """Of rows (n, stride), the first ``count``, rounded up to a multiple that products are compiled for."""
+        shown = min(len(rows), -(-count // MULTIPLE) * MULTIPLE)
+        which = neurons[:shown] if len(neurons) >= shown else F.pad(neurons, (0, shown - len(neurons)))
+        return Records(which, count, self.store.records(bundle.name, rows[:shown]))
+
+    def _begin(self, bundle: Bundle, excess: list[Tensor], place: int) -> Ticket:
+        return self.pool.submit(self._extents(bundle, runs(excess[place], 0), self._blocks[place % 2]))
+
+    @staticmethod
+    def _extents(bundle: Bundle, wanted: Sequence[Run], memory: memoryview) -> list[tuple[int, memoryview]]:
+        stride = bundle.stride
+        return [(bundle.start(neuron), memory[row * stride : (row + count) * stride]) for neuron, row, count in wanted]
 
     def every(self, layer: int) -> NeuronBlocks:
         """All records of a layer, block by block."""
@@ -258,7 +302,7 @@ class NeuronFeedForward(nn.Module):
         return y if add is None else add + y
 
     def _some(self, x: Tensor) -> Tensor | None:
-        """With the active neurons, without the last bias; None where they do not fit."""
+        """With the active neurons, without the last bias; None where all are read."""
         neurons = self.neurons
         gate = self._gate(x)
         if gate is None:
@@ -266,13 +310,14 @@ class NeuronFeedForward(nn.Module):
         else:
             gate = torch.where(gate.abs() > neurons.thresholds[self.layer], gate, 0.0)
             active = (gate != 0).any(0).nonzero()[:, 0]
-        found = neurons.bring(self.layer, active)
-        if found is None:
+        if neurons.is_dense(self.layer, active):
             return None
-        cache = neurons.caches[self.layer]
-        inner = self._inner(x, found, cache.pointer[: len(found["down"])], gate)
-        inner[:, cache.num_used :] = 0
-        return inner @ found["down"]
+        sums = []
+        for which, count, parts in neurons.bring(self.layer, active):
+            inner = self._inner(x, parts, which, gate)
+            inner[:, count:] = 0
+            sums.append(inner @ parts["down"])
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32)
 
     def _all(self, x: Tensor) -> Tensor:
         """With all neurons, block by block, without the last bias."""

@@ -4,13 +4,13 @@
 (Alizadeh et al. 2023, arXiv:2312.11514, section 3.1; after Liu et al. 2023, Deja Vu, arXiv:2310.17157). Losses of
 active and inactive neurons are balanced, and the threshold of each layer is set to the recall asked for on texts that
 were not trained on. Training starts (ours) from the r directions in which what the layer computes before its ReLU
-varies most; it keeps them where it finds nothing better.
+varies most; it keeps them where it finds nothing better. Predictors are judged and kept in the model's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ class Predictor:
     up: Tensor
     """(F, r)."""
     bias: Tensor
-    """(F,), the threshold taken off."""
+    """(F,), the threshold taken off; float32."""
 
     def active(self, x: Tensor) -> Tensor:
         """Neurons that any row of ``x`` (T, E) is expected to need, (n,) ascending."""
@@ -44,7 +44,15 @@ class Predictor:
 
     def scores(self, x: Tensor) -> Tensor:
         """(T, E) -> (T, F); positive is active."""
-        return F.linear(F.linear(x.to(self.down.dtype), self.down), self.up, self.bias)
+        return F.linear(F.linear(x.to(self.down.dtype), self.down), self.up).float() + self.bias
+
+    def to(self, dtype: torch.dtype) -> Predictor:
+        """With its matrices in another dtype."""
+        return replace(self, down=self.down.to(dtype), up=self.up.to(dtype))
+
+    def in_order(self, order: Tensor) -> Predictor:
+        """For neurons of which number ``order[i]`` lies at place i, (F,)."""
+        return replace(self, up=self.up[order], bias=self.bias[order])
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class PredictorConfig:
     recall: float = 0.99
     """Share of the active neurons that shall be found, on texts held back."""
     epochs: int = 4
+    """Over the texts; 0 keeps the directions that training starts from."""
     learning_rate: float = 1e-3
     batch_tokens: int = 256
     balance: float = 0.5
@@ -102,10 +111,11 @@ def train_predictors(
     for layer, (x, x_held) in enumerate(pairs):
         feed = model.layers[layer].feed_forward
         assert isinstance(feed, FeedForward)
-        start = _start(feed, x, config)
-        tried = (start, _train(start, x, _gates(feed, x) > 0, config))
-        truth = _gates(feed, x_held) > 0
-        found = [_calibrate(layer, predictor, x_held, truth, config.recall) for predictor in tried]
+        gates, truth = gates_of(feed, x), gates_of(feed, x_held) > 0
+        tried = [_start(feed, gates, config)]
+        if config.epochs:
+            tried.append(_train(tried[0], x, gates > 0, config))
+        found = [_calibrate(layer, predictor.to(x.dtype), x_held, truth, config.recall) for predictor in tried]
         predictor, report = min(found, key=lambda one: one[1].predicted_share)
         predictors.append(predictor)
         reports.append(report)
@@ -132,16 +142,17 @@ def _gate_of(feed: FeedForward) -> tuple[Tensor, Tensor]:
     return weight, weight.new_zeros(width) if feed.up.bias is None else feed.up.bias[:width].detach()
 
 
-def _gates(feed: FeedForward, x: Tensor) -> Tensor:
+@torch.no_grad()
+def gates_of(feed: FeedForward, x: Tensor) -> Tensor:
     """(n, E) -> (n, F): positive is what really is active."""
     return F.linear(x, *_gate_of(feed))
 
 
 @torch.no_grad()
-def _start(feed: FeedForward, x: Tensor, config: PredictorConfig) -> Predictor:
-    """The map of this rank that is nearest to the layer's own on these inputs: principal directions of its gates."""
+def _start(feed: FeedForward, gates: Tensor, config: PredictorConfig) -> Predictor:
+    """The map of this rank that is nearest to the layer's own where it gave these gates: their principal directions."""
     weight, bias = (part.float() for part in _gate_of(feed))
-    gates = F.linear(x.float(), weight, bias)
+    gates = gates.float()
     mean = gates.mean(0)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
@@ -188,7 +199,7 @@ def _calibrate(
     found = scores[truth].sort().values
     threshold = found[int((1 - recall) * (len(found) - 1))].item() if len(found) else 0.0
     threshold -= 1e-6 * abs(threshold) + 1e-7  # the one at the threshold is found too
-    shifted = Predictor(predictor.down, predictor.up, predictor.bias - threshold)
+    shifted = replace(predictor, bias=predictor.bias - threshold)
     guess = shifted.scores(x) > 0
     hits = (guess & truth).sum().item()
     report = PredictorReport(

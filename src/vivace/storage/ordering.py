@@ -1,0 +1,84 @@
+"""In which order the neurons of a feed-forward lie in a store: those that are active together side by side.
+
+Devices answer so many reads a second, however short they are, so what is wanted together should be one read. Alizadeh
+et al. (2023, arXiv:2312.11514, appendix D) bundled each neuron with the one it is most often active with, and read the
+few that are active anyway again and again. Here (ours) no neuron lies in two places: they form a chain, in which each
+is followed by that neuron, of those left, whose activity is most like its own. The function of a feed-forward does not
+depend on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.checkpoint.files import read_tensors, write_tensors
+from vivace.core.layers import FeedForward
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.storage.predictors import gates_of, inputs_of
+
+FILE = "order.safetensors"
+
+
+def find_orders(model: Decoder, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """An order of the neurons of each layer, (F,) int64: which neuron lies at each place.
+
+    Args:
+        model: with ReLU feed-forwards and all weights in memory.
+        texts: token ids, on which activity is compared.
+
+    Raises:
+        ConfigError: a model without ReLU, or no texts.
+    """
+    c = model.config
+    if c.activation != "relu" or c.moe is not None:
+        raise ConfigError(f"neurons are ordered by what a relu leaves, this model has {c.activation}")
+    if not texts:
+        raise ConfigError("neurons are ordered by their activity on texts; give at least one")
+    orders = []
+    for layer, x in zip(model.layers, inputs_of(model, texts), strict=True):
+        feed = layer.feed_forward
+        assert isinstance(feed, FeedForward)
+        orders.append(chain(gates_of(feed, x) > 0))
+    return orders
+
+
+@torch.no_grad()
+def chain(active: Tensor) -> Tensor:
+    """Neurons (F,), each followed by the one left that is most like it.
+
+    Args:
+        active: (n, F), whether a neuron is active at a token; likeness is the cosine of two columns.
+    """
+    columns = F.normalize(active.float(), dim=0)
+    likeness = columns.T @ columns
+    place = int(active.sum(0).argmax())
+    order = [place]
+    for _ in range(active.shape[1] - 1):
+        likeness[:, place] = -1.0
+        place = int(likeness[place].argmax())
+        order.append(place)
+    return torch.tensor(order)
+
+
+def save_orders(folder: Path, orders: Sequence[Tensor]) -> None:
+    """Put orders beside what is written in them.
+
+    Raises:
+        CheckpointError: the disk is full or may not be written.
+    """
+    write_tensors(folder / FILE, {f"layers.{layer}": order for layer, order in enumerate(orders)})
+
+
+def load_orders(folder: Path) -> list[Tensor] | None:
+    """The orders of a store; None where its neurons lie as in the checkpoint."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    found = read_tensors(path)
+    return [found[f"layers.{layer}"] for layer in range(len(found))]

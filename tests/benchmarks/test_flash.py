@@ -1,0 +1,41 @@
+"""The benchmark of neurons from disk: what it reads from a file with rows and columns apart is what it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.flash import ApartReader, _same, _split
+from vivace.errors import UnsupportedError
+from vivace.storage.convert import write_store
+from vivace.storage.readers import BufferedReader, ReadPool, aligned
+
+
+def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
+    """A layer is longer than what one read takes, and is cut between records."""
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 32, "hidden_size": 1024, "intermediate_size": 240, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_act": "relu"},
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    store = write_store(tmp_path / "model", tmp_path / "store", layout="neurons")
+    bundle = store["layers.1.neurons"]
+    _split(store, store.folder / "apart.store")
+    try:
+        reader = ApartReader(store)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    found, expected = aligned(bundle.num_bytes), aligned(bundle.num_bytes)
+    with ReadPool(reader, chunk_bytes=reader.chunk_bytes) as pool:
+        pool.submit([(bundle.offset, found)]).wait()
+    with ReadPool(BufferedReader(store.path)) as pool:
+        pool.submit([(bundle.offset, expected)]).wait()
+    assert bundle.num_bytes > reader.chunk_bytes
+    assert torch.equal(*(torch.frombuffer(each, dtype=torch.uint8) for each in (found, expected)))
+
+
+def test_until_texts_part() -> None:
+    assert [_same([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [2, 2, 3])] == [3, 1, 0]
