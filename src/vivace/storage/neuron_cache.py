@@ -45,6 +45,7 @@ class NeuronCache:
         self.memory = aligned(room * stride)
         self.rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(room, stride)
         """(room, stride) uint8."""
+        self._words = self.rows.view(torch.int64)
         self.pointer = torch.zeros(room, dtype=torch.int64)
         """(room,) neuron of each row; only the first ``num_used`` mean something."""
         self.row_of = torch.full((count,), -1, dtype=torch.int64)
@@ -116,7 +117,7 @@ class NeuronCache:
         self.row_of[self.pointer[: self.num_used][~alive]] = -1
         holes = (~alive[:kept]).nonzero()[:, 0]
         movers = alive[kept:].nonzero()[:, 0] + kept
-        self.rows[holes] = self.rows[movers]
+        self._words[holes] = self._words[movers]
         self.pointer[holes] = self.pointer[movers]
         self.row_of[self.pointer[holes]] = holes
         self.num_moved += len(holes)

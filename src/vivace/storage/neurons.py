@@ -144,7 +144,7 @@ class Neurons:
         return len(active) > max(cache.room, int(DENSE_SHARE * len(cache.row_of)))
 
     def bring(self, layer: int, active: Tensor) -> Iterator[Records]:
-        """Records that have these neurons among them: first what stays in memory, then what it has no room for.
+        """Records that have these neurons among them: what is in memory, what comes there, what it has no room for.
 
         Each is good until the next is asked for.
 
@@ -163,8 +163,13 @@ class Neurons:
         self.counts.excess += len(cache.excess)
         self.counts.manage_s += time.perf_counter() - begun
         try:
+            kept = cache.num_used - sum(run.length for run in wanted)
+            if kept:
+                yield self._records(bundle, cache.rows, cache.pointer, kept)
             tickets[0].wait()
-            yield self._records(bundle, cache.rows, cache.pointer, cache.num_used)
+            if wanted:
+                fresh = slice(kept, cache.room)
+                yield self._records(bundle, cache.rows[fresh], cache.pointer[fresh], cache.num_used - kept)
             for place, neurons in enumerate(excess):
                 tickets[1 + place].wait()
                 rows = torch.frombuffer(self._blocks[place % 2], dtype=torch.uint8).view(-1, bundle.stride)
@@ -317,7 +322,7 @@ class NeuronFeedForward(nn.Module):
             inner = self._inner(x, parts, which, gate)
             inner[:, count:] = 0
             sums.append(inner @ parts["down"])
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32)
+        return torch.stack(sums).sum(0, dtype=torch.float32) if sums else x.new_zeros(x.shape, dtype=torch.float32)
 
     def _all(self, x: Tensor) -> Tensor:
         """With all neurons, block by block, without the last bias."""

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,10 +29,6 @@ Kind = Literal["direct", "buffered", "mmap"]
 PAGE = 4096
 CHUNK_BYTES = 1 << 20
 NUM_THREADS = 4
-SMALL_BYTES = 128 << 10
-"""Reads shorter than this go to a thread several at a time ..."""
-GROUPS = 4
-"""... so that each thread has about this many turns."""
 PROBE_BYTES = 32 << 20
 """What is read to compare readers."""
 
@@ -334,27 +331,34 @@ class ReadPool:
         """Begin to read (offset, memory) pairs; the memory is good after ``wait``."""
         if not extents:
             return Ticket((), self.traffic)
-        chunks = [chunk for offset, into in extents for chunk in self._cut(offset, into)]
-        group = -(-len(chunks) // (GROUPS * self.num_threads)) if len(chunks[0][1]) < SMALL_BYTES else 1
-        groups = [chunks[first : first + group] for first in range(0, len(chunks), group)]
-        return Ticket([self._threads.submit(self._read, some) for some in groups], self.traffic)
+        chunks = deque(chunk for offset, into in extents for chunk in self._cut(offset, into))
+        turns = range(min(self.num_threads, len(chunks)))
+        return Ticket([self._threads.submit(self._read, chunks) for _ in turns], self.traffic)
 
     def _cut(self, offset: int, into: memoryview) -> list[tuple[int, memoryview]]:
         starts = range(0, len(into), self.chunk_bytes)
         return [(offset + first, into[first : first + self.chunk_bytes]) for first in starts]
 
-    def _read(self, chunks: Sequence[tuple[int, memoryview]]) -> None:
+    def _read(self, chunks: deque[tuple[int, memoryview]]) -> None:
+        """Chunk by chunk, until other threads have taken the rest."""
         with self._lock:
             self._since = self._since if self._running else time.perf_counter()
             self._running += 1
+        num_reads = num_bytes = 0
         try:
-            for offset, into in chunks:
+            while chunks:
+                try:
+                    offset, into = chunks.popleft()
+                except IndexError:
+                    break
+                num_reads += 1
+                num_bytes += len(into)
                 self.reader.read(offset, into)
         finally:
             with self._lock:
                 self._running -= 1
-                self.traffic.num_reads += len(chunks)
-                self.traffic.num_bytes += sum(len(into) for _, into in chunks)
+                self.traffic.num_reads += num_reads
+                self.traffic.num_bytes += num_bytes
                 if not self._running:
                     self.traffic.busy_s += time.perf_counter() - self._since
 
