@@ -69,6 +69,15 @@ class CActivated(Structure):
     ]
 
 
+class CNeurons(Structure):
+    """``Neurons``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("gate", "up", "down", "x", "inner", "out")),
+        *((name, c_int64) for name in ("rows", "count", "width", "stride", "activation")),
+    ]
+
+
 class CNorm(Structure):
     """``Norm``."""
 
@@ -155,6 +164,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_gated": (c_int64, c_int64, POINTER(CGated)),
     "vivace_greedy": (c_int64, c_int64, POINTER(CLinear), c_void_p),
     "vivace_activate": (c_int64, POINTER(CActivated)),
+    "vivace_neurons": (c_int64, c_int64, POINTER(CNeurons)),
     "vivace_norm": (c_int64, POINTER(CNorm)),
     "vivace_attention": (c_int64, c_int64, POINTER(CAttention)),
     "vivace_rows": (POINTER(CMatrix), c_void_p, c_int64, c_void_p),

@@ -8,6 +8,7 @@ added to it. Bodies differ from each other in bits; one is chosen once (``choice
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ from vivace.kernels.library import (
     CGated,
     CLinear,
     CMatrix,
+    CNeurons,
     CNorm,
     CPlan,
 )
@@ -134,6 +136,31 @@ class NativeBody:
         call = CActivated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), ACTIVATIONS[activation])
         self._library.vivace_activate(self._index, byref(call))
         return out
+
+    def add_neurons(
+        self, parts: Mapping[str, Tensor], x: Tensor, out: Tensor, activation: str, count: int | None = None
+    ) -> None:
+        """``out += (act(x gate^T) * (x up^T)) down``.
+
+        Args:
+            parts: "gate", "up" and "down", each (n, E) bfloat16, their rows equally far apart.
+            x: (T, E).
+            out: (T, E) float32.
+            activation: of the gate; where it is "relu" neurons that are zero take no further product.
+            count: of the n neurons only the first this many.
+        """
+        gate, up, down = (parts[name] for name in ("gate", "up", "down"))
+        stride = gate.stride(0)
+        assert all(part.stride() == (stride, 1) and part.dtype == torch.bfloat16 for part in (gate, up, down))
+        assert out.dtype == torch.float32
+        assert out.is_contiguous()
+        x, count = x.contiguous(), len(gate) if count is None else count
+        inner = x.new_empty(len(x), count)
+        call = CNeurons(
+            *(part.data_ptr() for part in (gate, up, down, x, inner, out)),
+            *(len(x), count, x.shape[1], stride, ACTIVATIONS[activation]),
+        )
+        self._library.vivace_neurons(self._index, torch.get_num_threads(), byref(call))
 
     def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Index of the largest rounded output of each row, the smallest of equals, (T, in) -> (T,)."""

@@ -183,6 +183,7 @@ def load_stored(
     left = [name for name, parameter in decoder.named_parameters() if parameter.is_meta]
     assert not left, left
     if neurons is not None:
+        neurons.body = used
         decoder.owned = (neurons,)
     if used is not None:
         _pack(decoder, Packer(used), is_whole=stream is None and neurons is None)

@@ -10,6 +10,7 @@ fit even so is for the caller to read and to forget.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,7 +46,6 @@ class NeuronCache:
         self.memory = aligned(room * stride)
         self.rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(room, stride)
         """(room, stride) uint8."""
-        self._words = self.rows.view(torch.int64)
         self.pointer = torch.zeros(room, dtype=torch.int64)
         """(room,) neuron of each row; only the first ``num_used`` mean something."""
         self.row_of = torch.full((count,), -1, dtype=torch.int64)
@@ -117,7 +117,9 @@ class NeuronCache:
         self.row_of[self.pointer[: self.num_used][~alive]] = -1
         holes = (~alive[:kept]).nonzero()[:, 0]
         movers = alive[kept:].nonzero()[:, 0] + kept
-        self._words[holes] = self._words[movers]
+        for hole, mover, length in _together(holes, movers):
+            first, source = hole * self.stride, mover * self.stride
+            self.memory[first : first + length * self.stride] = self.memory[source : source + length * self.stride]
         self.pointer[holes] = self.pointer[movers]
         self.row_of[self.pointer[holes]] = holes
         self.num_moved += len(holes)
@@ -131,12 +133,18 @@ class NeuronCache:
         self.num_used = 0
 
 
+def _together(*places: Tensor) -> Iterator[tuple[int, ...]]:
+    """Ascending places (n,) side by side: where stretches of neighbours begin in each, and how long they are."""
+    count = len(places[0])
+    if not count:
+        return iter(())
+    breaks = torch.stack([each.diff() != 1 for each in places]).any(0).nonzero()[:, 0] + 1
+    edges = [0, *breaks.tolist(), count]
+    starts = [each[edges[:-1]].tolist() for each in places]
+    return zip(*starts, (b - a for a, b in pairwise(edges)), strict=True)
+
+
 def runs(neurons: Tensor, first_row: int) -> list[Run]:
     """Ascending neurons (n,) that go into rows from ``first_row`` on, neighbours together."""
-    if not len(neurons):
-        return []
-    breaks = (neurons.diff() != 1).nonzero()[:, 0] + 1
-    edges = [0, *breaks.tolist(), len(neurons)]
-    starts = neurons[torch.tensor(edges[:-1])].tolist()
-    spans = pairwise(edges)
-    return [Run(neuron, first_row + a, b - a) for neuron, (a, b) in zip(starts, spans, strict=True)]
+    rows = torch.arange(first_row, first_row + len(neurons))
+    return [Run(*run) for run in _together(neurons, rows)]

@@ -32,6 +32,7 @@ from vivace.core.parts import DenseParts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError, VivaceError
 from vivace.kernels import reference as kernels
+from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, block_of
 from vivace.storage.neuron_cache import NeuronCache, Run, runs
 from vivace.storage.predictors import Predictor, load_predictors
@@ -107,6 +108,8 @@ class Neurons:
         self.thresholds = thresholds
         self.predictors = predictors
         self.counts = NeuronCounts()
+        self.body: NativeBody | None = None
+        """Computes with neurons that have a gate and no biases, in bfloat16; all others are PyTorch's."""
         self.selectors: dict[int, Tensor] = {}
         bundle = store["layers.0.neurons"]
         layers = range(store.config.num_layers)
@@ -311,18 +314,23 @@ class NeuronFeedForward(nn.Module):
         neurons = self.neurons
         gate = self._gate(x)
         if gate is None:
-            active = neurons.predictors[self.layer].active(x)
+            active = neurons.predictors[self.layer].active(x, neurons.body)
         else:
             gate = torch.where(gate.abs() > neurons.thresholds[self.layer], gate, 0.0)
             active = (gate != 0).any(0).nonzero()[:, 0]
         if neurons.is_dense(self.layer, active):
             return None
-        sums = []
+        y = x.new_zeros(x.shape, dtype=torch.float32)
+        is_native = neurons.body is not None and gate is None and self.config.gated and self.up.bias is None
         for which, count, parts in neurons.bring(self.layer, active):
+            if is_native:
+                assert neurons.body is not None
+                neurons.body.add_neurons(parts, x, y, self.config.activation, count)
+                continue
             inner = self._inner(x, parts, which, gate)
             inner[:, count:] = 0
-            sums.append(inner @ parts["down"])
-        return torch.stack(sums).sum(0, dtype=torch.float32) if sums else x.new_zeros(x.shape, dtype=torch.float32)
+            y += inner @ parts["down"]
+        return y
 
     def _all(self, x: Tensor) -> Tensor:
         """With all neurons, block by block, without the last bias."""

@@ -22,6 +22,7 @@ from vivace.core.layers import FeedForward, Linear
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError, MismatchError, NotFoundError
+from vivace.kernels.native import Matrix, NativeBody
 from vivace.storage.store import Store
 
 FILE = "predictors.safetensors"
@@ -38,12 +39,15 @@ class Predictor:
     bias: Tensor
     """(F,), the threshold taken off; float32."""
 
-    def active(self, x: Tensor) -> Tensor:
-        """Neurons that any row of ``x`` (T, E) is expected to need, (n,) ascending."""
-        return (self.scores(x) > 0).any(0).nonzero()[:, 0]
+    def active(self, x: Tensor, body: NativeBody | None = None) -> Tensor:
+        """Neurons that any row of ``x`` (T, E) is expected to need, (n,) ascending; ``body`` multiplies in bfloat16."""
+        return (self.scores(x, body) > 0).any(0).nonzero()[:, 0]
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, x: Tensor, body: NativeBody | None = None) -> Tensor:
         """(T, E) -> (T, F); positive is active."""
+        if body is not None and x.dtype == self.down.dtype == torch.bfloat16:
+            down, up = (Matrix(part, None, part.shape[1], part.shape[0]) for part in (self.down, self.up))
+            return body.linear(up, body.linear(down, x)).float() + self.bias
         return F.linear(F.linear(x.to(self.down.dtype), self.down), self.up).float() + self.bias
 
     def to(self, dtype: torch.dtype) -> Predictor:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -276,11 +276,21 @@ class Traffic:
         return self.num_bytes / self.busy_s / 1e9 if self.busy_s else 0.0
 
 
+@dataclass
+class Chunks:
+    """What is read together, (place, offset, memory); threads take one after the other."""
+
+    left: deque[tuple[int, int, memoryview]]
+    failed: list[tuple[int, BaseException]] = field(default_factory=list)
+    """Places, and what went wrong there."""
+
+
 class Ticket:
     """Reads that are under way together."""
 
-    def __init__(self, futures: Sequence[Future[None]], traffic: Traffic) -> None:
+    def __init__(self, futures: Sequence[Future[None]], chunks: Chunks, traffic: Traffic) -> None:
         self._futures = futures
+        self._chunks = chunks
         self._traffic = traffic
 
     @property
@@ -302,8 +312,10 @@ class Ticket:
             raise errors[0]
 
     def settle(self) -> list[BaseException]:
-        """Until nothing is under way any more; what went wrong is returned, for whoever wants to know."""
-        return [error for future in self._futures if (error := future.exception()) is not None]
+        """Until nothing is under way any more; what went wrong is returned in the order of what was asked for."""
+        for future in self._futures:
+            future.exception()
+        return [error for _, error in sorted(self._chunks.failed, key=lambda each: each[0])]
 
 
 class ReadPool:
@@ -329,31 +341,29 @@ class ReadPool:
 
     def submit(self, extents: Sequence[tuple[int, memoryview]]) -> Ticket:
         """Begin to read (offset, memory) pairs; the memory is good after ``wait``."""
-        if not extents:
-            return Ticket((), self.traffic)
-        chunks = deque(chunk for offset, into in extents for chunk in self._cut(offset, into))
-        turns = range(min(self.num_threads, len(chunks)))
-        return Ticket([self._threads.submit(self._read, chunks) for _ in turns], self.traffic)
+        cut = (chunk for offset, into in extents for chunk in self._cut(offset, into))
+        chunks = Chunks(deque((place, *chunk) for place, chunk in enumerate(cut)))
+        turns = range(min(self.num_threads, len(chunks.left)))
+        return Ticket([self._threads.submit(self._read, chunks) for _ in turns], chunks, self.traffic)
 
     def _cut(self, offset: int, into: memoryview) -> list[tuple[int, memoryview]]:
         starts = range(0, len(into), self.chunk_bytes)
         return [(offset + first, into[first : first + self.chunk_bytes]) for first in starts]
 
-    def _read(self, chunks: deque[tuple[int, memoryview]]) -> None:
-        """Chunk by chunk, until other threads have taken the rest."""
+    def _read(self, chunks: Chunks) -> None:
         with self._lock:
             self._since = self._since if self._running else time.perf_counter()
             self._running += 1
         num_reads = num_bytes = 0
         try:
-            while chunks:
+            while chunks.left:
                 try:
-                    offset, into = chunks.popleft()
-                except IndexError:
+                    place, offset, into = chunks.left.popleft()
+                except IndexError:  # another thread was faster
                     break
                 num_reads += 1
                 num_bytes += len(into)
-                self.reader.read(offset, into)
+                self._read_one(chunks, place, offset, into)
         finally:
             with self._lock:
                 self._running -= 1
@@ -361,6 +371,13 @@ class ReadPool:
                 self.traffic.num_bytes += num_bytes
                 if not self._running:
                     self.traffic.busy_s += time.perf_counter() - self._since
+
+    def _read_one(self, chunks: Chunks, place: int, offset: int, into: memoryview) -> None:
+        try:
+            self.reader.read(offset, into)
+        except BaseException as error:
+            chunks.failed.append((place, error))
+            raise
 
     def close(self) -> None:
         """Stop the threads; reads that have not begun are given up."""

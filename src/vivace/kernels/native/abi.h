@@ -71,6 +71,16 @@ struct Activated {
     int64_t count, activation;
 };
 
+// What some neurons of a gated feed-forward add: out += round(act(gate)) * up, down. Those of which no row's activation is
+// above zero are not multiplied on.
+struct Neurons {
+    const bf16 *gate, *up, *down;  // (count, E), one neuron `stride` numbers after the other
+    const bf16* x;                 // (rows, E)
+    bf16* inner;                   // (rows, count) working space
+    float* out;                    // (rows, E)
+    int64_t rows, count, width, stride, activation;
+};
+
 // The largest rounded output of each row and its smallest index.
 struct Greedy {
     Linear linear;

@@ -4,6 +4,7 @@
 // for this instruction set must never be the one another file is linked with.
 #pragma once
 #include "layers.h"
+#include "neurons.h"
 #include "quantize.h"
 
 namespace {
@@ -43,6 +44,11 @@ void activate_item(const void* context, int64_t, int64_t) {
     activate(a.gate, a.up, a.out, a.count, a.activation);
 }
 
+void neurons_item(const void* context, int64_t phase, int64_t item) {
+    const Neurons& n = *(const Neurons*)context;
+    phase == 0 ? activate_neurons(n, item) : add_neurons(n, item);
+}
+
 void norm_item(const void* context, int64_t, int64_t item) {
     const Norm& n = *(const Norm*)context;
     norm_row(n.x + item * n.width, n.weight, n.out + item * n.width, n.width, n.eps, n.offset);
@@ -53,6 +59,6 @@ void attention_item(const void* context, int64_t, int64_t item) {
 }
 
 constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item,
-                    attention_item, span_item, quantise_item, likeliest, rotate};
+                    attention_item, span_item, quantise_item, likeliest, rotate, neurons_item};
 
 }  // namespace

@@ -171,6 +171,11 @@ EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, i
 
 EXPORT void vivace_activate(int64_t body, const Activated* activated) { body_of(body)->activate(activated, 0, 0); }
 
+EXPORT void vivace_neurons(int64_t body, int64_t threads, const Neurons* neurons) {
+    const int64_t counts[] = {(neurons->count + NEURONS - 1) / NEURONS, (neurons->width + COLUMNS - 1) / COLUMNS};
+    run_phases(threads, 2, counts, body_of(body)->neurons, neurons);
+}
+
 EXPORT void vivace_norm(int64_t body, const Norm* norm) {
     for (int64_t row = 0; row < norm->rows; ++row) body_of(body)->norm(norm, 0, row);
 }

@@ -97,6 +97,8 @@ struct GreedyWork {
     int64_t threads;
     bf16* prepared;
 };
+constexpr int64_t NEURONS = 64;   // of which one item makes the activations
+constexpr int64_t COLUMNS = 512;  // of the output of neurons that one item adds to
 struct Body {
     void (*linear)(const void*, int64_t, int64_t);
     void (*gated)(const void*, int64_t, int64_t);
@@ -108,6 +110,7 @@ struct Body {
     void (*quantise)(const void*, int64_t, int64_t);
     float (*likeliest)(const bf16*, int64_t, int64_t*);
     void (*rotate)(bf16*, const bf16*, const bf16*, int64_t);
+    void (*neurons)(const void*, int64_t, int64_t);
 };
 
 extern const Body avx2_body;

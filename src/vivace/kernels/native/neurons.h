@@ -1,0 +1,73 @@
+// A gated feed-forward over neurons whose weights lie together, rows of gate and up and a column of down.
+#pragma once
+#include "linear_bf16.h"
+
+namespace {
+
+// out[i] = round(x . matrix[which[i]]) of `count` neurons.
+inline void dot_neurons(const bf16* matrix, int64_t stride, const int64_t* which, int64_t count, const bf16* x,
+                        int64_t width, bf16* out) {
+    float sums[LANES];
+    for (int64_t i = 0; i < count; i += 4) {
+        const bf16* w[4];
+        const int64_t some = count - i < 4 ? count - i : 4;
+        for (int64_t o = 0; o < 4; ++o) w[o] = matrix + which[o < some ? i + o : i] * stride;
+        dot_block<1>(w, x, width, width, sums);
+        store(out + i, load(sums, some), some);
+    }
+}
+
+// Activations of neurons item * NEURONS onwards.
+inline void activate_neurons(const Neurons& n, int64_t item) {
+    const int64_t first = item * NEURONS, count = n.count - first < NEURONS ? n.count - first : NEURONS;
+    int64_t every[NEURONS], active[NEURONS];
+    for (int64_t i = 0; i < count; ++i) every[i] = first + i;
+    for (int64_t r = 0; r < n.rows; ++r) {
+        alignas(64) bf16 gates[NEURONS], taken[NEURONS], ups[NEURONS], products[NEURONS];
+        const bf16* x = n.x + r * n.width;
+        bf16* inner = n.inner + r * n.count + first;
+        dot_neurons(n.gate, n.stride, every, count, x, n.width, gates);
+        int64_t some = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            inner[i] = 0;
+            if (n.activation == RELU && (gates[i] >> 15 || gates[i] == 0)) continue;
+            taken[some] = gates[i];
+            active[some++] = first + i;
+        }
+        dot_neurons(n.up, n.stride, active, some, x, n.width, ups);
+        activate(taken, ups, products, some, n.activation);
+        for (int64_t i = 0; i < some; ++i) inner[active[i] - first] = products[i];
+    }
+}
+
+// Adds what the neurons send to columns item * COLUMNS onwards, in the order of the neurons.
+inline void add_neurons(const Neurons& n, int64_t item) {
+    const int64_t first = item * COLUMNS, count = n.width - first < COLUMNS ? n.width - first : COLUMNS;
+    for (int64_t r = 0; r < n.rows; ++r) {
+        const bf16* inner = n.inner + r * n.count;
+        float* out = n.out + r * n.width + first;
+        for (int64_t i = 0; i < n.count;) {
+            const bf16* down[4];
+            Vec scale[4];
+            int taken = 0;
+            for (; i < n.count && taken < 4; ++i) {
+                if (inner[i] == 0 || inner[i] == 0x8000) continue;
+                down[taken] = n.down + i * n.stride + first;
+                scale[taken++] = broadcast(__builtin_bit_cast(float, (uint32_t)inner[i] << 16));
+            }
+            if (taken == 0) break;
+            for (int t = taken; t < 4; ++t) down[t] = down[0], scale[t] = broadcast(0);
+            for (int64_t c = 0; c < count; c += WIDTH) {
+                const int64_t some = count - c < WIDTH ? count - c : WIDTH;
+                Vec sum = some == WIDTH ? load(out + c) : load(out + c, some);
+                for (int t = 0; t < 4; ++t) sum = fma(scale[t], load_some(down[t] + c, some), sum);
+                if (some == WIDTH)
+                    store(out + c, sum);
+                else
+                    store(out + c, sum, some);
+            }
+        }
+    }
+}
+
+}  // namespace
