@@ -137,9 +137,7 @@ class NativeBody:
         self._library.vivace_activate(self._index, byref(call))
         return out
 
-    def add_neurons(
-        self, parts: Mapping[str, Tensor], x: Tensor, out: Tensor, activation: str, count: int | None = None
-    ) -> None:
+    def add_neurons(self, parts: Mapping[str, Tensor], x: Tensor, out: Tensor, activation: str) -> None:
         """``out += (act(x gate^T) * (x up^T)) down``.
 
         Args:
@@ -147,18 +145,17 @@ class NativeBody:
             x: (T, E).
             out: (T, E) float32.
             activation: of the gate; where it is "relu" neurons that are zero take no further product.
-            count: of the n neurons only the first this many.
         """
         gate, up, down = (parts[name] for name in ("gate", "up", "down"))
         stride = gate.stride(0)
         assert all(part.stride() == (stride, 1) and part.dtype == torch.bfloat16 for part in (gate, up, down))
         assert out.dtype == torch.float32
         assert out.is_contiguous()
-        x, count = x.contiguous(), len(gate) if count is None else count
-        inner = x.new_empty(len(x), count)
+        x = x.contiguous()
+        inner = x.new_empty(len(x), len(gate))
         call = CNeurons(
             *(part.data_ptr() for part in (gate, up, down, x, inner, out)),
-            *(len(x), count, x.shape[1], stride, ACTIVATIONS[activation]),
+            *(len(x), len(gate), x.shape[1], stride, ACTIVATIONS[activation]),
         )
         self._library.vivace_neurons(self._index, torch.get_num_threads(), byref(call))
 

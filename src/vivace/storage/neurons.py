@@ -47,8 +47,8 @@ WINDOW = 4
 DENSE_SHARE = 0.75
 """Where more of a layer is active than this, and than fits, all of it is read in large blocks."""
 
-MULTIPLE = 128
-"""Products run over so many rows or a multiple: PyTorch compiles a kernel for each shape, and keeps it."""
+TOGETHER = 128
+"""Neurons of one of PyTorch's products: it compiles a kernel for each shape, and keeps it with its working space."""
 
 
 @dataclass
@@ -70,14 +70,15 @@ class NeuronCounts:
 
 
 class Records(NamedTuple):
-    """Neurons in memory."""
+    """Neurons in memory, of which some count and the others are left from earlier."""
 
     neurons: Tensor
     """(n,) which they are."""
-    num_used: int
-    """So many count; what follows is left from earlier."""
     parts: dict[str, Tensor]
     """Each (n, E): gate, up and down."""
+    first: int
+    stop: int
+    """Those between count."""
 
 
 class Neurons:
@@ -166,17 +167,16 @@ class Neurons:
         self.counts.excess += len(cache.excess)
         self.counts.manage_s += time.perf_counter() - begun
         try:
+            records = self.store.records(bundle.name, cache.rows)
             kept = cache.num_used - sum(run.length for run in wanted)
-            if kept:
-                yield self._records(bundle, cache.rows, cache.pointer, kept)
+            yield Records(cache.pointer, records, 0, kept)
             tickets[0].wait()
-            if wanted:
-                fresh = slice(kept, cache.room)
-                yield self._records(bundle, cache.rows[fresh], cache.pointer[fresh], cache.num_used - kept)
+            yield Records(cache.pointer, records, kept, cache.num_used)
             for place, neurons in enumerate(excess):
                 tickets[1 + place].wait()
                 rows = torch.frombuffer(self._blocks[place % 2], dtype=torch.uint8).view(-1, bundle.stride)
-                yield self._records(bundle, rows, neurons, len(neurons))
+                which = F.pad(neurons, (0, len(rows) - len(neurons)))
+                yield Records(which, self.store.records(bundle.name, rows), 0, len(neurons))
                 if place + 2 < len(excess):
                     tickets.append(self._begin(bundle, excess, place + 2))
         except VivaceError:
@@ -186,12 +186,6 @@ class Neurons:
         finally:
             for ticket in tickets:
                 ticket.settle()
-
-    def _records(self, bundle: Bundle, rows: Tensor, neurons: Tensor, count: int) -> Records:
-        """Of rows (n, stride), the first ``count``, rounded up to a multiple that products are compiled for."""
-        shown = min(len(rows), -(-count // MULTIPLE) * MULTIPLE)
-        which = neurons[:shown] if len(neurons) >= shown else F.pad(neurons, (0, shown - len(neurons)))
-        return Records(which, count, self.store.records(bundle.name, rows[:shown]))
 
     def _begin(self, bundle: Bundle, excess: list[Tensor], place: int) -> Ticket:
         return self.pool.submit(self._extents(bundle, runs(excess[place], 0), self._blocks[place % 2]))
@@ -321,16 +315,24 @@ class NeuronFeedForward(nn.Module):
         if neurons.is_dense(self.layer, active):
             return None
         y = x.new_zeros(x.shape, dtype=torch.float32)
-        is_native = neurons.body is not None and gate is None and self.config.gated and self.up.bias is None
-        for which, count, parts in neurons.bring(self.layer, active):
-            if is_native:
-                assert neurons.body is not None
-                neurons.body.add_neurons(parts, x, y, self.config.activation, count)
-                continue
-            inner = self._inner(x, parts, which, gate)
-            inner[:, count:] = 0
-            y += inner @ parts["down"]
+        body = neurons.body if gate is None and self.config.gated and self.up.bias is None else None
+        for records in neurons.bring(self.layer, active):
+            if body is None:
+                self._add(x, records, gate, y)
+            elif records.first < records.stop:
+                parts = {name: part[records.first : records.stop] for name, part in records.parts.items()}
+                body.add_neurons(parts, x, y, self.config.activation)
         return y
+
+    def _add(self, x: Tensor, records: Records, gate: Tensor | None, y: Tensor) -> None:
+        """Add what neurons send to ``y`` (T, E)."""
+        for first in range(records.first, records.stop, TOGETHER):
+            at = max(0, min(first, len(records.neurons) - TOGETHER))
+            found = {name: part[at : at + TOGETHER] for name, part in records.parts.items()}
+            inner = self._inner(x, found, records.neurons[at : at + TOGETHER], gate)
+            inner[:, : first - at] = 0
+            inner[:, records.stop - at :] = 0
+            y += inner @ found["down"]
 
     def _all(self, x: Tensor) -> Tensor:
         """With all neurons, block by block, without the last bias."""
