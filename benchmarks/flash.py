@@ -6,9 +6,11 @@ Run it on a machine with nothing else to do, with room for three copies of the m
     python -m benchmarks.flash run flash-model --out flash.json
 
 ``take`` makes the stores of a trained ReLU model that is large enough, a widened one say, with predictors trained on
-the prompts of a file; it then decodes a packaged prompt, greedily:
+the prompts of a file; it then decodes a packaged prompt, greedily. ``agree`` holds its choices against the resident
+model's:
 
     python -m benchmarks.flash take relu-x8 flash-relu --calibrate prompts.jsonl
+    python -m benchmarks.flash agree flash-relu
 
 ``make`` writes an OPT checkpoint of 1.2 GB with random weights. Its sparsity is synthetic: up-projections have rank 64
 and biases that leave about a tenth of the neurons active, embeddings share a component, so that neighbouring tokens
@@ -124,6 +126,7 @@ def main() -> None:
     measured.add_argument("--new-tokens", type=int, default=48)
     measured.add_argument("--share", type=float, default=0.5, help="of the model that memory holds")
     measured.add_argument("--rows", help="only these of the table, with commas between; the first is compared with")
+    measured.add_argument("--threads", type=int, help="that compute, beside those that read")
     judged = commands.add_parser("agree", help="hold the neurons' answers against the resident model's")
     judged.add_argument("model", type=Path)
     judged.add_argument("--prompts", type=int, default=2, help="packaged ones of each set")
@@ -134,8 +137,10 @@ def main() -> None:
     one.add_argument("name")
     one.add_argument("new_tokens", type=int)
     one.add_argument("share", type=float)
+    one.add_argument("--threads", type=int)
     options = parser.parse_args()
     if options.command == "row":
+        torch.set_num_threads(options.threads or torch.get_num_threads())
         open_row = rows(options.model, options.share)[options.name]
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
     elif options.command == "take":
@@ -352,6 +357,7 @@ def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None
     for _ in range(options.repeats):
         for name in names:
             words = [sys.executable, "-m", "benchmarks.flash", "row", str(folder), name, str(new_tokens), str(share)]
+            words += [] if options.threads is None else [f"--threads={options.threads}"]
             row = Row(**json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout))
             found.setdefault(name, []).append(row)
             print(row, file=sys.stderr, flush=True)
@@ -359,6 +365,7 @@ def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None
     result = {
         "provenance": asdict(provenance(torch.device("cpu"))),
         "model": {"bytes": store.num_bytes, "share": share, "new_tokens": new_tokens, **setting_of(folder)},
+        "threads": options.threads,
         "device_gb_per_s": limit,
         "rows": [asdict(row) for row in best.values()],
         "repeats": {name: [row.ms for row in each] for name, each in found.items()},

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -245,7 +244,7 @@ def test_trained_predictors_find_what_is_active(neurons: Store) -> None:
         assert report.recall >= 0.95
         assert report.active_share < report.predicted_share < 1
         assert report.precision > report.active_share, "better than chance"
-    start, untrained = train_predictors(resident, TEXTS, dataclasses.replace(config, epochs=0))
+    start, untrained = train_predictors(resident, TEXTS, replace(config, epochs=0))
     assert all(a.predicted_share <= b.predicted_share for a, b in zip(reports, untrained, strict=True))
     assert any(a.predicted_share < b.predicted_share for a, b in zip(reports, untrained, strict=True))
     assert len(start) == len(predictors) == 3
@@ -316,6 +315,22 @@ def test_native_kernels_beside_neurons(case: Case, body: NativeBody, tmp_path: P
     _, unused = load_stored(case.selected.folder, reader="buffered", num_tokens=TOKENS, body=body)
     assert unused.body is None, "float32 is PyTorch's"
     unused.close()
+
+
+def test_native_kernels_compute_with_neurons(neurons: Store, body: NativeBody, tmp_path: Path) -> None:
+    folder = neurons.folder.parent / "model"
+    store = write_store(folder, tmp_path / "store", layout="neurons", dtype="bfloat16")
+    found = [replace(each, bias=each.bias + 0.05).to(torch.bfloat16) for each in oracle(load_decoder(folder))]
+    save_predictors(store, found)
+    logprobs = []
+    for used in (body, None):
+        with opened(store, 0.7, body=used) as (model, storage):
+            logprobs.append(first_logprobs(model))
+            assert storage.neurons is not None
+            assert storage.neurons.body is used
+            assert storage.neurons.counts.excess > 0
+    assert (logprobs[0] - logprobs[1]).abs().max() < 0.1 * (logprobs[1].max() - logprobs[1].min())
+    assert logprobs[0].argmax() == logprobs[1].argmax()
 
 
 def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
