@@ -157,7 +157,7 @@ class NativeBody:
             *(part.data_ptr() for part in (gate, up, down, x, inner, out)),
             *(len(x), len(gate), x.shape[1], stride, ACTIVATIONS[activation]),
         )
-        self._library.vivace_neurons(self._index, torch.get_num_threads(), byref(call))
+        self._library.vivace_neurons(self._index, num_threads(), byref(call))
 
     def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Index of the largest rounded output of each row, the smallest of equals, (T, in) -> (T,)."""
