@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def main() -> None:
     measured.add_argument("--share", type=float, default=0.5, help="of the model that memory holds")
     measured.add_argument("--rows", help="only these of the table, with commas between; the first is compared with")
     measured.add_argument("--threads", type=int, help="that compute, beside those that read")
+    measured.add_argument("--under", default="", help="command that each row runs under, such as: taskset -c 0,1")
     judged = commands.add_parser("agree", help="hold the neurons' answers against the resident model's")
     judged.add_argument("model", type=Path)
     judged.add_argument("--prompts", type=int, default=2, help="packaged ones of each set")
@@ -357,6 +359,7 @@ def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None
     for _ in range(options.repeats):
         for name in names:
             words = [sys.executable, "-m", "benchmarks.flash", "row", str(folder), name, str(new_tokens), str(share)]
+            words = [*shlex.split(options.under), *words]
             words += [] if options.threads is None else [f"--threads={options.threads}"]
             row = Row(**json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout))
             found.setdefault(name, []).append(row)
