@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
@@ -77,19 +78,22 @@ def compile_library(target: Path = LIBRARY, extra: Sequence[str] = ()) -> Path:
     tool = compiler()
     identity = f'-DVIVACE_SOURCES="{fingerprint()}"'
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects = []
-        for unit, flags in UNITS.items():
-            objects.append(f"{folder}/{unit}.o")
-            rest = (*extra, identity, "-c", str(SOURCES / unit), "-o", objects[-1])
+        objects = {unit: f"{folder}/{unit}.o" for unit in UNITS}
+
+        def compile_unit(unit: str) -> None:
+            rest = (*extra, identity, "-c", str(SOURCES / unit), "-o", objects[unit])
             try:
-                _call(tool, *FLAGS, *flags, *rest)
+                _call(tool, *FLAGS, *UNITS[unit], *rest)
             except BuildError as error:
                 if unit not in MAY_LACK:
                     raise
                 sys.stderr.write(f"{error}; the library is built without the {MAY_LACK[unit]} kernels\n")
                 _call(tool, *FLAGS, *rest)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_unit, UNITS))  # raises what a unit raised
         linked = Path(folder, target.name)
-        _call(tool, "-shared", "-pthread", *extra, *objects, "-o", str(linked))
+        _call(tool, "-shared", "-pthread", *extra, *objects.values(), "-o", str(linked))
         linked.replace(target)
     return target
 
