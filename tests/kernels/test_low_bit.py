@@ -83,6 +83,15 @@ def test_linear_without_vnni(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_every_number_of_rows(body: NativeBody, format: str) -> None:
+    """Each has code of its own where whole groups of four tiles are multiplied; the fifth tile is alone."""
+    matrix, x = Matrix(few_bits(80, 150, format), None, 150, 80), extremes(20, 150, 5)
+    expected = multiply(x, few_bits(80, 150, format))
+    for rows in range(1, 21):
+        assert torch.equal(body.linear(matrix, x[:rows]), expected[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_gated(body: NativeBody, format: str) -> None:
     gate, up = (Matrix(few_bits(70, 96, format, seed), normal(70, seed=seed), 96, 70) for seed in (1, 2))
     x = normal(7, 96, scale=0.1)
