@@ -49,8 +49,7 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
         "LD_PRELOAD": preloaded(tool),
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        # Calls of several threads are tests of their own. Threads that wait for each other on busy cores, each several
-        # times as slow as usual, take nearly all the time where every call has them.
+        # Calls of several threads have tests of their own; elsewhere they only wait for each other on busy cores.
         "OMP_NUM_THREADS": "1",
     }
     # A forked child of a sanitized process may stop in the allocator, whose locks it got as they were.
