@@ -7,8 +7,9 @@ Run it on a machine with nothing else to do:
 All models, numbers of rows and the two measures of memory take turns within a repeat, so that a drifting clock hits
 them alike. The first measure is PyTorch's sum of a buffer, the second the fastest we know to read weights: one row
 times one packed matrix far larger than any cache. A model's bandwidth is its weights over the time of its pass over
-one row, greedy choice included; ``verify(k)`` stands in full and in units of that pass. Models of 100 and 360
-million parameters have random weights, which take as long to read.
+one row, greedy choice included; ``verify(k)`` stands in full and in units of that pass. A token is one of plain
+decoding's as a session gives them, everything included. Models of 100 and 360 million parameters have random weights,
+which take as long to read.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from vivace.checkpoint.widen import widen
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.packed import pack_decoder
+from vivace.decode.plain import RunsAhead
+from vivace.decode.request import Emitted, Request
+from vivace.decode.session import Session
 from vivace.engine import SHIPPED
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, passes_over
@@ -40,6 +44,9 @@ from vivace.kernels.native import Matrix, NativeBody, pack
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 SHOWN = (2, 4, 8, 16)
 CONTEXT = 128
+LONGEST = 1024
+TOKEN = -1
+"""Beside the numbers of rows: a token of plain decoding."""
 MODELS = ("shipped", "twin", *SHAPES)
 READ = (1024, 131072)
 """in x out of the matrix that is read to measure memory: 256 MiB."""
@@ -77,13 +84,14 @@ def measure(models: list[str], formats: list[str], body: NativeBody, repeats: in
     passes = {name: passes_over(decoder, ROWS, context=CONTEXT) for name, decoder in decoders.items()}
     works: dict[tuple[str, int], Callable[[], object]] = {(name, 0): read for name, (read, _) in reads.items()}
     works |= {(name, rows): run for name in names for rows, run in zip(ROWS, passes[name], strict=True)}
+    works |= {(name, TOKEN): _tokens(decoder) for name, decoder in decoders.items()}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
     for repeat in range(repeats + 1):
         for key, work in works.items():
             start = time.perf_counter()
-            work()
+            made = work()
             if repeat:
-                times[key].append(time.perf_counter() - start)
+                times[key].append((time.perf_counter() - start) / (len(made) if isinstance(made, list) else 1))
     return {
         "read_bytes_per_s": {name: size / min(times[name, 0]) for name, (_, size) in reads.items()},
         "models": {
@@ -91,10 +99,21 @@ def measure(models: list[str], formats: list[str], body: NativeBody, repeats: in
                 "weight_bytes": pass_bytes(decoders[name]),
                 "seconds": {str(rows): statistics.median(times[name, rows]) for rows in ROWS},
                 "best_seconds": {str(rows): min(times[name, rows]) for rows in ROWS},
+                "token_seconds": statistics.median(times[name, TOKEN]),
             }
             for name in names
         },
     }
+
+
+def _tokens(decoder: Decoder) -> Callable[[], list[Emitted]]:
+    """Plain decoding behind a context: a few tokens at every call."""
+    session = Session(decoder, num_slots=1, capacity=LONGEST)
+    prompt = tuple(range(1, CONTEXT + 1))
+    session.admit(Request(prompt, LONGEST - CONTEXT, RunsAhead(decoder)))
+    for _ in range(4):  # the prompt, the first token, and how long a pass takes
+        session.step()
+    return session.step
 
 
 def _reads(body: NativeBody) -> dict[str, tuple[Callable[[], object], int]]:
@@ -147,17 +166,18 @@ def print_tables(result: dict[str, Any]) -> None:
     best = max(reads.values())
     shown = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in reads.items())
     print(f"reading, GB/s: {shown}; {result['kernels']}, {result['threads']} threads")
-    header = "".join(f"{f'verify({rows})':>20}" for rows in SHOWN)
+    header = f"{'a token':>12}" + "".join(f"{f'verify({rows})':>20}" for rows in SHOWN)
     print(f"{'model':14}{'weights':>10}{'decode(1)':>12}{'GB/s':>7}{'of best':>9}{header}")
     for name, found in result["models"].items():
-        print_line(name, found["weight_bytes"], found["seconds"], best)
+        print_line(name, found["weight_bytes"], found["seconds"], best, found["token_seconds"])
         print_line("  best", found["weight_bytes"], found["best_seconds"], best)
 
 
-def print_line(name: str, size: int, seconds: dict[str, float], best: float) -> None:
+def print_line(name: str, size: int, seconds: dict[str, float], best: float, token: float | None = None) -> None:
     """One model."""
     one = seconds["1"]
     costs = "".join(f"{seconds[str(k)] * 1e3:9.2f} ms {seconds[str(k)] / one:5.2f} x" for k in SHOWN)
+    costs = f"{token * 1e3:9.2f} ms{costs}" if token else f"{'':12}{costs}"
     speed = size / one
     print(f"{name:14}{size / 1e6:7.1f} MB{one * 1e3:9.2f} ms{speed / 1e9:7.1f}{speed / best:9.0%}{costs}")
 

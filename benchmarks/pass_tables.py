@@ -32,14 +32,26 @@ def costs(report: Mapping[str, Any]) -> str:
             f"{found['weight_bytes'] / 1e6:.1f} MB",
             f"{found['seconds']['1'] * 1e3:.2f} ms",
             f"{found['weight_bytes'] / found['seconds']['1'] / best:.0%}",
+            *_token(found, best),
             *(f"{found['seconds'][k] / found['seconds']['1']:.2f}" for k in MORE_ROWS),
         )
         for name, found in report["models"].items()
     ]
-    header = ("model", "weights a pass", "one row", "of the best stream", *(f"{k} rows" for k in MORE_ROWS))
+    header = (
+        "model",
+        "weights a pass",
+        "one row",
+        "of the best stream",
+        "a token",
+        "of reading",
+        *(f"{k} rows" for k in MORE_ROWS),
+    )
     title = f"### Passes: {_machine(report)}, kernels {report['kernels']}"
     measure = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in reads.items())
-    about = f"Medians; reading memory in turns with them: {measure}. Passes over more rows are in passes over one."
+    about = f"Medians; reading memory in turns with them: {measure}. Passes over more rows are in passes over one. "
+    about += (
+        "A token is one of plain decoding's, everything included, beside reading the weights as fast as memory gives."
+    )
     return "\n\n".join((title, about, table(header, rows)))
 
 
@@ -65,6 +77,13 @@ def engines(report: Mapping[str, Any]) -> str:
         header = ("engine", "tokens/s", "lowest to highest", "beside transformers", "one row", "eight rows")
         parts += [f"**{model}**: {weights}, kernels {found['kernels']}{dtype}.", table(header, rows)]
     return "\n\n".join(parts)
+
+
+def _token(found: Mapping[str, Any], best: float) -> tuple[str, str]:
+    """A token of plain decoding, and how often the weights could be read in that time."""
+    if "token_seconds" not in found:  # measured before it was
+        return "-", "-"
+    return f"{found['token_seconds'] * 1e3:.2f} ms", f"{found['token_seconds'] * best / found['weight_bytes']:.2f}x"
 
 
 def _pass(found: Mapping[str, float] | None, rows: str) -> str:

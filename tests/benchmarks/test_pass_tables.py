@@ -13,7 +13,7 @@ MACHINE = {"cpu": "A", "num_threads": 2, "commit": "abc"}
 
 def kernels() -> dict[str, Any]:
     seconds = {"1": 0.002, "2": 0.0022, "4": 0.0024, "8": 0.003, "16": 0.005}
-    models = {"small": {"weight_bytes": 30_000_000, "seconds": seconds}}
+    models = {"small": {"weight_bytes": 30_000_000, "seconds": seconds, "token_seconds": 0.0018}}
     return {
         "provenance": MACHINE,
         "kernels": "avx2",
@@ -33,7 +33,10 @@ def peers() -> dict[str, Any]:
 
 
 def test_one_row_stands_beside_memory_and_more_rows_beside_one() -> None:
-    assert "| small bf16 | 30.0 MB | 2.00 ms | 75% | 1.10 | 1.20 | 1.50 | 2.50 |" in costs(kernels())
+    report = kernels()
+    report["models"]["older"] = {k: v for k, v in report["models"]["small"].items() if k != "token_seconds"}
+    assert "| small bf16 | 30.0 MB | 2.00 ms | 75% | 1.80 ms | 1.20x | 1.10 | 1.20 | 1.50 | 2.50 |" in costs(report)
+    assert "| older bf16 | 30.0 MB | 2.00 ms | 75% | - | - | 1.10 | 1.20 | 1.50 | 2.50 |" in costs(report)
 
 
 def test_engines_stand_beside_transformers() -> None:
