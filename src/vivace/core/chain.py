@@ -8,7 +8,7 @@ bit those of the steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64
+from ctypes import c_int64, pointer
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.seams import ChainPlan, Companion, DeepRead, Draft, Passes, Root
+from vivace.core.seams import ChainPlan, Companion, DeepRead, Draft, Followers, Passes, Root
 from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers, rounded
-from vivace.kernels.chain import CChain, CDeepRead, CSpeculation
+from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
 from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import Matrix, pack
@@ -41,6 +41,15 @@ class _Fixed:
     """Holds what the two point into."""
 
 
+@dataclass(frozen=True)
+class _Following:
+    """What does not change from call to call with followers."""
+
+    call: CStreams
+    kept: object
+    """Holds what it points into."""
+
+
 class NativeChain:
     """Drafts below a gate of one packed decoder."""
 
@@ -48,8 +57,7 @@ class NativeChain:
         self._decoder = decoder
         self._span = span
         self._fixed: WeakKeyDictionary[Companion, dict[Weights, _Fixed]] = WeakKeyDictionary()
-        self._whole: _Fixed | None = None
-        """Of the whole model without a companion."""
+        self._followings: WeakKeyDictionary[Followers, dict[Weights, _Following]] = WeakKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
@@ -119,8 +127,6 @@ class NativeChain:
         Returns:
             A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
         """
-        if self._whole is None:
-            self._whole = self._call(self._decoder.config.num_layers, None, "bf16")
         call = CChain.from_buffer_copy(self._whole.call)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
         (tokens, slot, node, parent), hidden = self._run(call, self._whole.plan, roots, cache, hands_over=True)
@@ -153,30 +159,68 @@ class NativeChain:
         Returns:
             A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
         """
-        fixed, decoder = self._of(companion, plan.weights), self._decoder
-        tokens = torch.empty(plan.room, dtype=torch.int64)
-        hidden = torch.empty(plan.room, decoder.config.width, dtype=torch.bfloat16)
-        kept, guessed = (c_int64 * plan.steps)(), (c_int64 * plan.steps)()
-        into = CSpeculation(
-            head=self._head.struct,
-            feedback=CMatrix() if fixed.feedback is None else fixed.feedback.struct,
-            has_feedback=fixed.feedback is not None,
-            tokens=tokens.data_ptr(),
-            hidden=hidden.data_ptr(),
-            kept=kept,
-            guessed=guessed,
-            steps=plan.steps,
-            room=plan.room,
-        )
-        last = cache.lengths[root.slot] + plan.room
-        cache.reserve([root.slot], [last - 1])
-        call = self._placed(fixed.call, [root], cache, last)
+        fixed = self._of(companion, plan.weights)
+        call = CChain.from_buffer_copy(fixed.call)
         call.offsets = None if offsets is None else offsets.data_ptr()
         call.num_offsets = 0 if offsets is None else offsets.shape[1]
         call.min_confidence = plan.min_confidence
+        into = CSpeculation(feedback=_struct(fixed.feedback), has_feedback=fixed.feedback is not None)
+        return self._speculate(call, fixed.plan, into, root, cache, plan, ends, hands_over=plan.weights == "bf16")
+
+    def follow(
+        self,
+        root: Root,
+        followers: Followers,
+        left: tuple[Tensor, Tensor | None],
+        cache: KVCache,
+        plan: ChainPlan,
+        ends: Sequence[int] = (),
+    ) -> tuple[Draft, Tensor]:
+        """Steps of one greedy sequence whose guesses come from followers of the last kept row.
+
+        Args:
+            root: its last decided token, and guesses of a draft at most.
+            followers: who guesses.
+            left: what the last kept row had where they enter (E,), and at the top (E,) for those with feedback.
+            cache: holds the text before the root; gets the entries of all rows.
+            plan: of the steps; ``weights`` are those that followers read.
+            ends: tokens below which there is nothing more to decide.
+
+        Returns:
+            As ``speculate``, and what the last row kept now had where they enter.
+        """
+        fixed = self._following(followers, plan.weights)
+        entering, final = left[0].clone(), left[1]
+        streams = CStreams.from_buffer_copy(fixed.call)
+        streams.entering, streams.final = entering.data_ptr(), None if final is None else final.data_ptr()
+        into = CSpeculation(streams=pointer(streams))
+        call = CChain.from_buffer_copy(self._whole.call)
+        return self._speculate(call, self._span.plan, into, root, cache, plan, ends, hands_over=False), entering
+
+    def _speculate(
+        self,
+        call: CChain,
+        drafting: CPlan,
+        into: CSpeculation,
+        root: Root,
+        cache: KVCache,
+        plan: ChainPlan,
+        ends: Sequence[int],
+        *,
+        hands_over: bool,
+    ) -> Draft:
+        width, depth = self._decoder.config.width, self._decoder.config.num_layers
+        tokens = torch.empty(plan.room, dtype=torch.int64)
+        hidden = torch.empty(plan.room, width, dtype=torch.bfloat16)
+        kept, guessed = (c_int64 * plan.steps)(), (c_int64 * plan.steps)()
+        into.head, into.tokens, into.hidden = self._head.struct, tokens.data_ptr(), hidden.data_ptr()
+        into.kept, into.guessed, into.steps, into.room = kept, guessed, plan.steps, plan.room
+        last = cache.lengths[root.slot] + plan.room
+        cache.reserve([root.slot], [last - 1])
+        call = self._placed(call, [root], cache, last)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
-        call.hidden = hidden.data_ptr() if plan.weights == "bf16" else None  # whether chains hand over what they did
-        steps = self._span.body.speculate(fixed.plan, self._span.plan, call, into)
+        call.hidden = hidden.data_ptr() if hands_over else None  # whether chains hand over what they did
+        steps = self._span.body.speculate(drafting, self._span.plan, call, into)
         count = sum(kept[:steps])
         node = torch.arange(count)
         return Draft(
@@ -187,9 +231,39 @@ class NativeChain:
             node,
             node - 1,
             hidden=hidden[:count],
-            entry_layer=decoder.config.num_layers,
+            entry_layer=depth,
             passes=(Passes(tuple(kept[:steps]), tuple(guessed[:steps]), into.draft_ns / 1e9),),
         )
+
+    def _following(self, followers: Followers, weights: Weights) -> _Following:
+        """What is the same in every call with these followers."""
+        kinds = self._followings.setdefault(followers, {})
+        if weights not in kinds:
+            depth = self._decoder.config.num_layers
+            plan, copies = self._span.rounded(followers.insertion, depth, weights)
+            terms, tensors = self._span.terms((followers.deltas,), followers.insertion, depth)
+            marks = followers.marks.detach().to(torch.bfloat16).contiguous()
+            ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
+            feedback = None if followers.feedback is None else _packed(followers.feedback)
+            call = CStreams(
+                plan=pointer(plan),
+                marks=marks.data_ptr(),
+                ones=ones.data_ptr(),
+                feedback=_struct(feedback),
+                terms=terms,
+                num_terms=len(terms),
+                insertion=followers.insertion,
+                count=len(marks),
+                has_feedback=feedback is not None,
+                mark_eps=torch.finfo(torch.float32).eps,
+            )
+            kinds[weights] = _Following(call, (plan, copies, terms, tensors, marks, ones, feedback))
+        return kinds[weights]
+
+    @cached_property
+    def _whole(self) -> _Fixed:
+        """All layers without a companion."""
+        return self._call(self._decoder.config.num_layers, None, "bf16")
 
     @cached_property
     def _head(self) -> Matrix:
@@ -251,14 +325,21 @@ class NativeChain:
             reads = [(read, *_matrices(read, weights)) for read in companion.reads]
             kept += [tensors, reads]
             if companion.feedback is not None:
-                told = companion.feedback.detach()
-                feedback = Matrix(pack(told), None, told.shape[1], told.shape[0])
+                feedback = _packed(companion.feedback)
             call.scale, call.is_fed = companion.scale.data_ptr(), companion.is_fed
             call.terms, call.num_terms, call.num_reads = terms, len(terms), len(reads)
             call.reads = (CDeepRead * len(reads))(
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
         return _Fixed(call, plan, feedback, kept)
+
+
+def _packed(weight: Tensor) -> Matrix:
+    return Matrix(pack(weight.detach().to(torch.bfloat16)), None, weight.shape[1], weight.shape[0])
+
+
+def _struct(matrix: Matrix | None) -> CMatrix:
+    return CMatrix() if matrix is None else matrix.struct
 
 
 def _matrices(read: DeepRead, weights: Weights) -> tuple[Matrix, Matrix]:

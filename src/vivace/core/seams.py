@@ -374,6 +374,21 @@ class Companion:
     """(depths E, E): offsets of the next chain from the normed final residual of the last row kept."""
 
 
+@dataclass(frozen=True, eq=False)
+class Followers:
+    """Rows that follow the last kept row from a layer on, read what it stored and one another, and guess at the top."""
+
+    insertion: int
+    """The layer they enter first."""
+    deltas: Deltas
+    """Their terms; one adapter, weights that do not change."""
+    marks: Tensor
+    """(count, E) added to what the row had there, one by one."""
+    feedback: Tensor | None = None
+    """(count E or more, 2 E): added too, times that row's size, from its normed final residual and the root's normed
+    embedding."""
+
+
 class Chain(Protocol):
     """Drafts chains of guesses at once, bit for bit what the steps one by one give."""
 
@@ -417,6 +432,18 @@ class Chain(Protocol):
         ends: Sequence[int] = (),
     ) -> Draft:
         """Steps of drafting and verification, greedily: what is kept, as given tokens with residuals at the top."""
+        ...
+
+    def follow(
+        self,
+        root: Root,
+        followers: Followers,
+        left: tuple[Tensor, Tensor | None],
+        cache: KVCache,
+        plan: ChainPlan,
+        ends: Sequence[int] = (),
+    ) -> tuple[Draft, Tensor]:
+        """The same with followers; what the last kept row left (E,) where they enter, before and after."""
         ...
 
 

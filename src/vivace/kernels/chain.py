@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
-from vivace.kernels.library import CMatrix, CTerm
+from vivace.kernels.library import CMatrix, CPlan, CTerm
 
 Numbers = POINTER(c_int64)
 
@@ -34,10 +34,25 @@ class CChain(Structure):
     ]
 
 
+class CStreams(Structure):
+    """``Streams``."""
+
+    _fields_ = [
+        ("plan", POINTER(CPlan)),
+        *((name, c_void_p) for name in ("marks", "ones")),
+        ("feedback", CMatrix),
+        ("terms", POINTER(CTerm)),
+        *((name, c_void_p) for name in ("final", "entering")),
+        *((name, c_int64) for name in ("num_terms", "insertion", "count", "has_feedback")),
+        ("mark_eps", c_float),
+    ]
+
+
 class CSpeculation(Structure):
     """``Speculation``."""
 
     _fields_ = [
+        ("streams", POINTER(CStreams)),
         ("head", CMatrix),
         ("feedback", CMatrix),
         *((name, c_int64) for name in ("has_feedback", "steps", "room")),

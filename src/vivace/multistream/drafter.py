@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.plain import Forgetful
+from vivace.core.seams import ChainPlan, Context, Draft, Root, TargetPass, Traversal, Verdict
+from vivace.decode.plain import Forgetful, Pace, pending
 from vivace.multistream.climb import Decided, StreamClimb, StreamPass
 from vivace.multistream.config import StreamPlan
 from vivace.multistream.streams import Streams
@@ -47,9 +47,16 @@ class StreamDrafter(Forgetful):
         """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
         self._final: dict[int, Tensor] = {}
         """Of the same node: what came out at the top (E,), for streams with feedback."""
+        is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
+        self._followers = streams.followers(len(plan.widths)) if is_chain else None
+        """The same as data, where whole steps can be made at once."""
+        self._pace = Pace()
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and a tree below the root of every slot whose streams are known."""
+        ahead = self._ahead(context)
+        if ahead is not None:
+            return ahead
         draft = context.given()
         room = {
             slot: min(context.max_nodes.get(slot, len(self.plan.widths)), len(self.plan.widths)) for slot in draft.slots
@@ -62,6 +69,27 @@ class StreamDrafter(Forgetful):
             kept = self.climb.follow(self.model, guessing, kept, context.cache, self._decided(context, guessing))
         guesses = dict(zip(guessing, self._guesses(kept), strict=True))
         return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
+
+    def _ahead(self, context: Context) -> Draft | None:
+        """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
+        chain, [slot, *others] = self.model.chain, context.slots
+        if chain is None or self._followers is None or others or slot not in self._kept or self.model.row_count > 1:
+            return None
+        longest = len(self.plan.widths)
+        roots, limit = pending(context), min(longest, context.max_nodes.get(slot, longest))
+        room = 1 + context.room.get(slot, 0)
+        if roots is None or room == 1 or limit == 0:
+            return None
+        steps = self._pace.count(context, tokens=2)
+        plan = ChainPlan(weights=self.plan.weights, steps=steps, room=min(room, steps * (limit + 1)))
+        root, left = Root(slot, roots[slot], limit), (self._kept[slot], self._final.get(slot))
+        followers = self._followers
+
+        def decide() -> Draft:
+            draft, self.climb.entering = chain.follow(root, followers, left, context.cache, plan, context.ends)
+            return draft
+
+        return self._pace.timed(context, decide)
 
     def _decided(self, context: Context, slots: Sequence[int]) -> Decided | None:
         if not self.has_feedback:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas, Site
 from vivace.core.model import Decoder
+from vivace.core.seams import Followers
 from vivace.kernels.reference import linear
 from vivace.multistream.config import MultistreamConfig
 from vivace.multistream.rotation import ValueRotation
@@ -116,6 +117,14 @@ class Streams(nn.Module):
         down, up = self._by_site
         deltas = Deltas(which, down, up)
         return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
+
+    def followers(self, count: int) -> Followers | None:
+        """The first ``count`` streams as data; None where values are rotated."""
+        if self.rotation is not None:
+            return None
+        deltas = self.terms(torch.zeros(count, dtype=torch.int64), count)
+        feedback = self._feedback() if self.config.feedback else None
+        return Followers(self.config.insertion, deltas, self.embeddings[:count], feedback)
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:

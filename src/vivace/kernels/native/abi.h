@@ -182,8 +182,22 @@ struct Chain {
     float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };
 
+// Streams that follow the last kept row through the upper layers and guess in place of a chain (speculate.h).
+struct Streams {
+    const Plan* plan;     // of the layers they go through
+    const bf16* marks;    // (count, E) added where they start, or null
+    const bf16* ones;     // (E,)
+    Matrix feedback;      // (count E or more, 2 E) of the normed final residual and the root's normed embedding; or none
+    const Term* terms;    // of all their rows; `which` is not read
+    const bf16* final;    // (E,) of the last kept row after all layers
+    bf16* entering;       // (E,) of the last kept row where they start; of the new one afterwards
+    int64_t num_terms, insertion, count, has_feedback;
+    float mark_eps;       // of the root's norm
+};
+
 // Several steps of drafting and verification for the one sequence of a chain (speculate.h).
 struct Speculation {
+    Streams* streams;  // null where chains are drafted
     Matrix head;      // of the model, while the chain may have a rough one
     Matrix feedback;  // (num_offsets E, E): offsets of the next chain from the normed last kept residual; or none
     int64_t has_feedback, steps, room;  // at most so many steps, and so many rows kept in all

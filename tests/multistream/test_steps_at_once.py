@@ -1,0 +1,106 @@
+"""Steps of streams in one native call: the text, log p and counts of the steps one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.decode.runs import Result, finish
+from tests.decode.tiny_decoders import build, prompts
+from vivace.core.model import Decoder
+from vivace.core.packed import pack_decoder
+from vivace.core.seams import Context, Draft, Drafter
+from vivace.decode.plain import NoDrafts, Pace
+from vivace.decode.request import Request, StopRule
+from vivace.decode.session import Session
+from vivace.kernels.native import NativeBody
+from vivace.multistream.config import StreamPlan
+from vivace.multistream.drafter import StreamDrafter
+
+CHAINS = {
+    "two": (StreamPlan((1, 1), "kept"), {}),
+    "feedback": (StreamPlan((1, 1), "kept"), {"feedback": True}),
+    "fewer than trained, rough": (StreamPlan((1,), "kept", weights="q4"), {"feedback": True}),
+    "eight bits": (StreamPlan((1, 1), "kept", weights="int8"), {}),
+}
+
+
+@pytest.fixture(params=["plain", "scaled"])
+def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
+    fields = {"embedding_scale": 3.7, "norm_offset": 1.0} if request.param == "scaled" else {}
+    made = build(torch.bfloat16, num_layers=6, seed=3, **fields).requires_grad_(False)
+    pack_decoder(made, body)
+    return made
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of each call from now on that made some."""
+    made: list[int] = []
+    ahead = StreamDrafter._ahead
+
+    def noting(self: StreamDrafter, context: Context) -> Draft | None:
+        draft = ahead(self, context)
+        made.extend([] if draft is None else [len(draft.passes[0].kept)])
+        return draft
+
+    monkeypatch.setattr(StreamDrafter, "_ahead", noting)
+    return made
+
+
+def run(model: Decoder, drafter: Drafter, **fields: object) -> list[Result]:
+    requests = [Request(prompt, 9 + 3 * i, drafter, **fields) for i, prompt in enumerate(prompts(6, seed=2))]
+    return finish(Session(model, num_slots=1, capacity=64, chunk=8), requests)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_steps_in_one_call_are_the_steps_one_by_one(
+    model: Decoder, streams, steps: list[int], monkeypatch: pytest.MonkeyPatch, name: str, logprobs: bool
+) -> None:
+    """Guesses too, but for the last bits of where streams start."""
+    plan, fields = CHAINS[name]
+    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02, **fields), plan)
+    drafter._pace = Pace(lambda: 0.0)
+    found = run(model, drafter, logprobs=logprobs)
+    assert max(steps) > 1
+    steps.clear()
+    monkeypatch.setattr(StreamDrafter, "_ahead", lambda self, context: None)
+    alone = run(model, drafter, logprobs=logprobs)
+    assert not steps
+    for mine, yours in zip(found, alone, strict=True):
+        assert (mine.tokens, mine.logprobs, mine.reason) == (yours.tokens, yours.logprobs, yours.reason)
+    counts = [[r.stats.num_accepted_draft_tokens for r in results] for results in (found, alone)]
+    assert 0 < sum(counts[1])
+    assert abs(sum(counts[0]) - sum(counts[1])) <= 0.1 * sum(counts[1])
+    assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]
+
+
+def test_every_end_stops_the_steps(model: Decoder, streams, steps: list[int]) -> None:
+    prompt = prompts(6, seed=2)[1]
+    made = streams(torch.bfloat16, insertion=4, noise=0.02, feedback=True)
+    drafter = StreamDrafter(model, made, StreamPlan((1, 1), "kept"))
+    drafter._pace = Pace(lambda: 0.0)
+    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
+    for end in set(plain.tokens):
+        upto = plain.tokens[: plain.tokens.index(end) + 1]
+        for stop in (
+            StopRule(end_tokens=frozenset([end])),
+            StopRule(stop_strings=(chr(end + 40),), detokenize=lambda ids: "".join(chr(i + 40) for i in ids)),
+        ):
+            [result] = finish(session, [Request(prompt, 21, drafter, stop=stop)])
+            assert (result.tokens, result.reason) == (upto, "stop")
+            assert not session.cache.lengths[0]
+    [result] = finish(session, [Request(prompt, 21, drafter)])
+    assert result.tokens == plain.tokens
+    assert max(steps) > 1
+
+
+@pytest.mark.parametrize(
+    "plan", [StreamPlan((2, 1), "kept"), StreamPlan((1, 1)), StreamPlan((1, 1), "kept", threshold=0.01)], ids=str
+)
+def test_trees_and_pruned_drafts_go_step_by_step(model: Decoder, streams, steps: list[int], plan: StreamPlan) -> None:
+    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02), plan)
+    assert [r.tokens for r in run(model, drafter)] == [r.tokens for r in run(model, NoDrafts())]
+    assert not steps
