@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pass_tables, plots, rivals_table, speed_law, stream_tables
+from benchmarks import flash_tables, pass_tables, plots, rivals_table, speed_law, stream_tables
 from tools.blocks import fill_file, settle, table
 from vivace.evaluate.speed_law import Shape, head_share
 
@@ -251,6 +251,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "results": stream_tables.beside_paper(rivals_table.titled_runs(rivals)),
             "weights": stream_tables.weights(),
         },
+        docs / "techniques" / "flash.md": {"results": flash_tables.tables(RESULTS / "flash")},
         docs / "techniques" / "multirate.md": {"law": law(results), "results": technique(results, "multirate")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}

@@ -228,6 +228,21 @@ def test_a_drafter_that_becomes_dear_in_mid_run_is_switched_off(models, setting)
     assert set(later[12 : 12 + PROBE_EVERY // 2]) <= {0}
 
 
+def test_a_busy_moment_at_the_start_is_forgotten(models, setting) -> None:
+    """What was measured then ages while nothing is drafted; the next look decides."""
+    _, priced, request = setting(100, cost=30.0)
+    session = Session(models(BF16), num_slots=1, capacity=128)
+    session.admit(request)
+    while sum(n > 0 for n in priced.asked) < 5:
+        session.step()
+    priced.cost, later = 0.01, []
+    while not session.is_idle:
+        session.step()
+        later.append(request.drafter.choice.guesses)
+    assert set(later[2 : PROBE_EVERY // 2]) == {0}
+    assert later[-4] == LONGEST
+
+
 def test_the_text_is_plain_decoding_whatever_is_chosen(models, setting) -> None:
     _, priced, request = setting(60, cost=0.01, right=1)
     session = Session(models(BF16), num_slots=1, capacity=128)

@@ -22,6 +22,8 @@ from vivace.decode.plain import NoDrafts
 
 FORGET = 0.97
 """Weight that a measurement keeps after each further step."""
+FORGET_IDLE = 0.8
+"""The same for steps in which a choice was left alone: what was seen in a busy moment must not bar it for long."""
 PROBE_EVERY = 32
 """Steps after which a choice that was not taken is tried again; twice as many after each time it was not the best."""
 LONGEST_WAIT = 512
@@ -59,11 +61,12 @@ class Measured:
 
     def record(self, guesses: float, seconds: float, allowed: int, accepted: Sequence[int]) -> None:
         """Add a step: mean guesses per slot, its wall time, guesses allowed, guesses kept per slot."""
+        kept = FORGET if self.idle <= 1 else FORGET_IDLE**self.idle  # the other depths are forgotten as well
         for name, value in (("weight", 1.0), ("n", guesses), ("nn", guesses**2), ("t", seconds)):
-            setattr(self, name, FORGET * getattr(self, name) + value)
-        self.nt = FORGET * self.nt + guesses * seconds
-        self.tried = [FORGET * count for count in self.tried]  # a depth left alone is forgotten as well
-        self.kept = [FORGET * count for count in self.kept]
+            setattr(self, name, kept * getattr(self, name) + value)
+        self.nt = kept * self.nt + guesses * seconds
+        self.tried = [kept * count for count in self.tried]
+        self.kept = [kept * count for count in self.kept]
         for depth in range(allowed):
             self.tried[depth] += 1
             self.kept[depth] += sum(count > depth for count in accepted) / len(accepted)
