@@ -52,8 +52,10 @@ class Result:
 
     @property
     def prompt_set(self) -> str:
-        """File of prompts without its ending."""
-        return str(self.setting["prompts"]).removesuffix(".jsonl")
+        """File of prompts without its ending, and how many of them where its name says another number."""
+        name, count = str(self.setting["prompts"]).removesuffix(".jsonl"), self.setting["num_prompts"]
+        says = name.rpartition("-")[2]
+        return f"{name}, the first {count}" if says.isdigit() and int(says) != count else name
 
     @property
     def is_twin(self) -> bool:

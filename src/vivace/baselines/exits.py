@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from vivace.baselines.trained import Trained
 from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas, Site
+from vivace.core.guessers import Companion
 from vivace.core.model import Decoder
-from vivace.core.seams import Companion, Draft, TargetPass, Verdict
+from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.core.step import Step
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
 from vivace.errors import ConfigError

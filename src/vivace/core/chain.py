@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.seams import ChainPlan, Companion, DeepRead, Draft, Followers, Passes, Root
+from vivace.core.guessers import ChainPlan, Companion, DeepRead, Followers, Root
+from vivace.core.seams import Draft, Passes
 from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers, rounded
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache, LayerSpec
 from vivace.core.config import ModelConfig
+from vivace.core.guessers import Chain
 from vivace.core.layers import Linear, RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
-from vivace.core.seams import Chain, SlotState, Span
+from vivace.core.seams import SlotState, Span
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from vivace.core.guessers import Root
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Root, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
 
 

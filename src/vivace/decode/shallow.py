@@ -20,9 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vivace.core.guessers import ChainPlan, Companion, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import sample
-from vivace.core.seams import ChainPlan, Companion, Context, Draft, Root, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vivace.core.guessers import Companion
 from vivace.core.model import Decoder
-from vivace.core.seams import Companion, Draft, TargetPass, Verdict
+from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.core.step import Step
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.shallow import DraftPlan, ShallowDrafter

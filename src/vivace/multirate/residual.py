@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
+from vivace.core.guessers import Companion
 from vivace.core.model import Decoder
-from vivace.core.seams import Companion
 from vivace.core.step import Step
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.reach import Reach, far_step

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vivace.core.guessers import ChainPlan, Root
 from vivace.core.model import Decoder
-from vivace.core.seams import ChainPlan, Context, Draft, Root, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.plain import Forgetful, Pace, pending
 from vivace.multistream.climb import Decided, StreamClimb, StreamPass
 from vivace.multistream.config import StreamPlan

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas, Site
+from vivace.core.guessers import Followers
 from vivace.core.model import Decoder
-from vivace.core.seams import Followers
 from vivace.kernels.reference import linear
 from vivace.multistream.config import MultistreamConfig
 from vivace.multistream.rotation import ValueRotation
