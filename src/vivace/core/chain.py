@@ -107,10 +107,7 @@ class NativeChain:
             The draft; with residuals at the gate unless it is rough.
         """
         fixed, is_rough = self._of(companion, weights), weights != "bf16"
-        call = CChain.from_buffer_copy(fixed.call)
-        call.offsets = None if offsets is None else offsets.data_ptr()
-        call.num_offsets = 0 if offsets is None else offsets.shape[1]
-        call.min_confidence = min_confidence
+        call = _begun(fixed, offsets, min_confidence)
         (tokens, slot, node, parent), hidden = self._run(call, fixed.plan, roots, cache, hands_over=not is_rough)
         slots, given = tuple(root.slot for root in roots), (1,) * len(roots)
         if hidden is None:
@@ -161,10 +158,7 @@ class NativeChain:
             A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
         """
         fixed = self._of(companion, plan.weights)
-        call = CChain.from_buffer_copy(fixed.call)
-        call.offsets = None if offsets is None else offsets.data_ptr()
-        call.num_offsets = 0 if offsets is None else offsets.shape[1]
-        call.min_confidence = plan.min_confidence
+        call = _begun(fixed, offsets, plan.min_confidence)
         into = CSpeculation(feedback=_struct(fixed.feedback), has_feedback=fixed.feedback is not None)
         return self._speculate(call, fixed.plan, into, root, cache, plan, ends, hands_over=plan.weights == "bf16")
 
@@ -218,7 +212,7 @@ class NativeChain:
         into.kept, into.guessed, into.steps, into.room = kept, guessed, plan.steps, plan.room
         last = cache.lengths[root.slot] + plan.room
         cache.reserve([root.slot], [last - 1])
-        call = self._placed(call, [root], cache, last)
+        self._place(call, [root], cache, last)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
         call.hidden = hidden.data_ptr() if hands_over else None  # whether chains hand over what they did
         steps = self._span.body.speculate(drafting, self._span.plan, call, into)
@@ -271,9 +265,8 @@ class NativeChain:
         """The model's own."""
         return rounded(self._decoder.lm_head, "bf16")
 
-    def _placed(self, fixed: CChain, roots: Sequence[Root], cache: KVCache, positions: int) -> CChain:
-        """A call for these roots, in a cache whose entries are below ``positions``."""
-        call = CChain.from_buffer_copy(fixed)
+    def _place(self, call: CChain, roots: Sequence[Root], cache: KVCache, positions: int) -> None:
+        """Tell a call its roots, in a cache whose entries are below ``positions``."""
         slots, tokens, limits = zip(*roots, strict=True)
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * len(roots)
@@ -282,7 +275,6 @@ class NativeChain:
         call.slot, call.length = numbers(*slots), numbers(*(cache.lengths[slot] for slot in slots))
         call.root, call.limit = numbers(*tokens), numbers(*limits)
         call.sequences, call.capacity = len(roots), cache.capacity
-        return call
 
     def _run(
         self, call: CChain, plan: CPlan, roots: Sequence[Root], cache: KVCache, *, hands_over: bool
@@ -292,7 +284,7 @@ class NativeChain:
         cache.reserve([root.slot for root in roots], deepest)
         made = torch.empty(4, len(roots) + sum(root.limit for root in roots), dtype=torch.int64)
         hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16) if hands_over else None
-        call = self._placed(call, roots, cache, max(deepest) + 1)
+        self._place(call, roots, cache, max(deepest) + 1)
         call.tokens, call.slots, call.nodes, call.parents = (line.data_ptr() for line in made)
         call.hidden = None if hidden is None else hidden.data_ptr()
         rows = self._span.body.chain(plan, call)
@@ -333,6 +325,15 @@ class NativeChain:
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
         return _Fixed(call, plan, feedback, kept)
+
+
+def _begun(fixed: _Fixed, offsets: Tensor | None, min_confidence: float) -> CChain:
+    """A call of its own, whose companions start from these offsets (n, depths, E)."""
+    call = CChain.from_buffer_copy(fixed.call)
+    call.offsets = None if offsets is None else offsets.data_ptr()
+    call.num_offsets = 0 if offsets is None else offsets.shape[1]
+    call.min_confidence = min_confidence
+    return call
 
 
 def _packed(weight: Tensor) -> Matrix:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from vivace.core.guessers import Root
+from vivace.core.guessers import ChainPlan, Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
+from vivace.kernels.low_bit import Weights
 
 
 class Stateless:
@@ -85,6 +86,16 @@ class Pace:
         if pass_s is None or is_first:
             return 1
         return max(1, int(min(MOST / tokens, BLOCK_S / max(pass_s, 1e-9))))
+
+    def steps(
+        self, context: Context, slot: int, longest: int, weights: Weights, min_confidence: float = 0.0
+    ) -> tuple[int, ChainPlan] | None:
+        """How many guesses a draft of one sequence may have, and how many drafts to verify at once; None for none."""
+        limit, room = min(longest, context.max_nodes.get(slot, longest)), 1 + context.room.get(slot, 0)
+        if room == 1 or limit == 0:
+            return None
+        steps = self.count(context, tokens=2)
+        return limit, ChainPlan(min_confidence, weights, steps, min(room, steps * (limit + 1)))
 
     def timed(self, context: Context, decide: Callable[[], Draft]) -> Draft:
         """What was decided; its passes are timed."""

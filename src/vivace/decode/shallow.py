@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vivace.core.guessers import ChainPlan, Companion, Root
+from vivace.core.guessers import Companion, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
@@ -149,13 +149,11 @@ class ShallowDrafter(Forgetful):
         if roots is None or chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
         [(slot, token)] = roots.items()
-        steps = self._pace.count(context, tokens=2)
-        limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
-        room = 1 + context.room.get(slot, 0)
-        if room == 1 or limit == 0:
+        found = self._pace.steps(context, slot, len(self.plan.widths), self.plan.weights, self.plan.min_confidence)
+        if found is None:
             return None
+        limit, plan = found
         root, offsets = Root(slot, token, limit), self.guess.offsets(context.slots)
-        plan = ChainPlan(self.plan.min_confidence, self.plan.weights, steps, min(room, steps * (limit + 1)))
         return self._pace.timed(
             context, lambda: chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vivace.core.guessers import ChainPlan, Root
+from vivace.core.guessers import Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.plain import Forgetful, Pace, pending
@@ -76,13 +76,10 @@ class StreamDrafter(Forgetful):
         chain, [slot, *others] = self.model.chain, context.slots
         if chain is None or self._followers is None or others or slot not in self._kept or self.model.row_count > 1:
             return None
-        longest = len(self.plan.widths)
-        roots, limit = pending(context), min(longest, context.max_nodes.get(slot, longest))
-        room = 1 + context.room.get(slot, 0)
-        if roots is None or room == 1 or limit == 0:
+        roots, found = pending(context), self._pace.steps(context, slot, len(self.plan.widths), self.plan.weights)
+        if roots is None or found is None:
             return None
-        steps = self._pace.count(context, tokens=2)
-        plan = ChainPlan(weights=self.plan.weights, steps=steps, room=min(room, steps * (limit + 1)))
+        limit, plan = found
         root, left = Root(slot, roots[slot], limit), (self._kept[slot], self._final.get(slot))
         followers = self._followers
 
