@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,31 +40,11 @@ from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
-from vivace.storage.readers import Reader, device_bytes, open_reader, probe
+from vivace.storage.readers import device_bytes, open_reader, probe
 from vivace.storage.simulator import Machine, simulate
 from vivace.storage.store import Store, open_store
 
 CAPACITY = 512
-
-
-class PacedReader:
-    """A reader on a slower device: reads end no sooner than their bytes would take one after the other."""
-
-    def __init__(self, reader: Reader, bytes_per_s: float = inf) -> None:
-        self.reader, self.bytes_per_s, self.name = reader, bytes_per_s, reader.name
-        self._lock = threading.Lock()
-        self._free = 0.0
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """As the reader does, later."""
-        with self._lock:
-            self._free = end = max(self._free, time.perf_counter()) + len(into) / self.bytes_per_s
-        self.reader.read(offset, into)
-        time.sleep(max(0.0, end - time.perf_counter()))
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self.reader.close()
 
 
 @dataclass
@@ -116,9 +95,8 @@ class Bench:
         self.options = options
         self.store = open_store(options.store)
         self.stack = ExitStack()
-        self.plain_reader = open_reader(self.store.path, options.reader).reader
-        self.device_gb_per_s = probe(self.plain_reader, self.store.path)
-        self.reader = PacedReader(self.plain_reader)
+        self.reader = open_reader(self.store.path, options.reader).reader
+        self.device_gb_per_s = probe(self.reader, self.store.path)
         self.gb_per_s = self.device_gb_per_s
         self.body = choose("auto").body if self.store.is_tiled else None
         self.shelf = StoreShelf(self.store, self.reader, self.body)
@@ -132,7 +110,7 @@ class Bench:
         layers = self.store.config.num_layers
         cache = self.stack.enter_context(ExpertCache(self.shelf, policy, layers, num_slots))
         cache.trace = Trace(layers)
-        return Entrant(name, cache, load_around(self.store, self.plain_reader, cache, self.body), traversal)
+        return Entrant(name, cache, load_around(self.store, self.reader, cache, self.body), traversal)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -169,7 +147,7 @@ class Bench:
                 print(
                     f"loads of a token take longer than its compute: {pace:.2f} GB/s would make them equal", flush=True
                 )
-        self.reader.bytes_per_s = inf if pace is None else pace * 1e9
+        self.shelf.bytes_per_s = 0.0 if pace is None else pace * 1e9
         self.gb_per_s = self.device_gb_per_s if pace is None else min(pace, self.device_gb_per_s)
         return pace  # type: ignore[no-any-return]
 

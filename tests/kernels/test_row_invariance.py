@@ -183,3 +183,14 @@ def test_hidden_entries_may_hold_anything(softcap: float | None, dtype: torch.dt
     for stored in (keys, values):
         stored[0, :, 70:], stored[1, :, 100:] = worst
     assert torch.equal(kernels.attend_rows(q, keys, values, visible, scale=0.2, softcap=softcap), clean)
+
+
+def test_training_gives_up_a_rows_bits_for_whole_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = normal(70, 48, dtype=torch.float32), normal(96, 48, dtype=torch.float32, seed=1)
+    sizes: list[int] = []
+    monkeypatch.setattr(F, "linear", lambda x, *_: sizes.append(len(x)) or x @ weight.T)
+    with kernels.any_order():
+        together = kernels.linear(x, weight)
+    assert sizes == [70]
+    torch.testing.assert_close(together, kernels.linear(x, weight))
+    assert set(sizes[1:]) == {kernels.FLOAT_ROWS}, "and outside of it rows have their own bits again"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from tests.parity.families import VOCAB, make
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts, likeliest
+from vivace.core.packed import pack_decoder
 from vivace.core.seams import Batch, Draft
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, UnsupportedError
+from vivace.kernels.native import NativeBody
 from vivace.multirate.foresight import (
     Foresight,
     ForesightClimb,
@@ -212,3 +216,21 @@ def test_refusals(model: Decoder) -> None:
 
     with pytest.raises(UnsupportedError, match="is for mixtures of experts"):
         Foresight(ForesightConfig(), replace(model.config, moe=None))
+
+
+def test_native_routers_say_what_torch_says_of_one_row(model: Decoder, body: NativeBody) -> None:
+    rounded = copy.deepcopy(model).to(torch.bfloat16).eval()
+    pack_decoder(rounded, body)
+    seen, layers = foresight(rounded, 0.3), tuple(filter(model.config.is_moe, range(model.config.num_layers)))
+    native = Routers.of(rounded, seen, layers[1:], layers[:1])
+    assert native.body is body
+    draw = torch.Generator().manual_seed(4)
+    for _ in range(20):
+        p, slow = torch.randn(2, 1, model.config.width, generator=draw).bfloat16().unbind()
+        alone = native.likeliest(p, slow, 3)
+        assert alone == replace(native, body=None).likeliest(p, slow, 3)
+        again = slow.float() @ native.weight[-1]
+        assert alone[-1] == again[0].topk(3)[1].tolist(), (
+            "the layer after the next is asked about the slow residual alone"
+        )
+    assert native.likeliest(p, slow, 99) == replace(native, body=None).likeliest(p, slow, 99)

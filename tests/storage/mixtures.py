@@ -21,6 +21,7 @@ from vivace.core.seams import Traversal
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.storage.channel import ThreadChannel
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import feed_forward_over
@@ -41,15 +42,26 @@ class MemoryShelf:
         self.bundle_bytes = 3 * width * model.config.width * model.dtype.itemsize
         self.delay_s = delay_s
         self.broken: set[Key] = set()
+        self.asked: list[Key] = []
         self.reads: list[tuple[Key, int, int]] = []
         self.lock = threading.Lock()
         self.bundles: dict[Key, bytes] = {}
+        """In the order of their places."""
         for index, layer in enumerate(model.layers):
             if isinstance(layer.feed_forward, MixtureOfExperts):
                 for number, expert in enumerate(layer.feed_forward.experts):  # type: ignore[arg-type]
                     self.bundles[index, number] = _bytes(expert)
 
-    def read(self, key: Key, first: int, into: memoryview) -> None:
+    def place(self, key: Key) -> int:
+        return list(self.bundles).index(key) * self.bundle_bytes
+
+    def channel(self, slots: Sequence[memoryview], *, num_threads: int, chunk_bytes: int) -> ThreadChannel:
+        return ThreadChannel(self.read, slots, num_threads=num_threads, chunk_bytes=chunk_bytes)
+
+    def read(self, place: int, into: memoryview) -> None:
+        number, first = divmod(place, self.bundle_bytes)
+        key = list(self.bundles)[number]
+        self.asked.append(key)
         if self.delay_s is not None:
             time.sleep(self.delay_s())
         with self.lock:

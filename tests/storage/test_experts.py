@@ -178,8 +178,7 @@ def test_guesses_are_counted(mixture: Mixture) -> None:
     with ExpertCache(MemoryShelf(mixture.resident), NextUse(mixture.num_layers), mixture.num_layers, 8) as cache:
         list(cache.serve(0, [0]))
         cache.expect(2, [1, 2])
-        wait_until(lambda: cache.counts.loads == 3 and not cache._chunks)
-        threading.Event().wait(0.02)
+        wait_until(lambda: cache.counts.loads == 3 and cache.is_idle)
         list(cache.serve(2, [1, 3]))
     assert (cache.counts.ahead, cache.counts.missed, cache.counts.wasted) == (1, 2, 1)
 
@@ -189,11 +188,11 @@ def test_a_demand_overtakes_guesses(mixture: Mixture) -> None:
     shelf = MemoryShelf(mixture.resident, lambda: float(not gate.wait(5)))
     with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, 8, num_threads=1) as cache:
         cache.expect(2, [0, 1, 2])
-        wait_until(lambda: cache.counts.loads == 1)
+        wait_until(lambda: len(shelf.asked) == 1)
         serving = cache.serve(0, [3])
         threading.Timer(0.02, gate.set).start()
         list(serving)
-        wait_until(lambda: cache.counts.loads == 4 and not cache._chunks)
+        wait_until(lambda: cache.is_idle and cache.counts.loads == 4)
     order = list(dict.fromkeys(key for key, *_ in shelf.reads))
     assert order[:2] == [(2, 0), (0, 3)]
 

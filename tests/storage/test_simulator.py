@@ -143,3 +143,30 @@ def test_impossible_machines() -> None:
         replace(MACHINE, num_slots=0)
     with pytest.raises(ConfigError, match="times must be >= 0"):
         replace(MACHINE, layer_s=-1.0)
+
+
+def test_next_use_is_what_five_lines_say() -> None:
+    """A share that fades by .05 a pass, and the layer's next turn after as many passes as it says."""
+    draw, policy = random.Random(3), NextUse(LAYERS)
+    used: dict[tuple[int, int], list[int]] = {}
+    due: dict[tuple[int, int], int] = {}
+    for clock in range(30 * LAYERS):
+        for _ in range(2):
+            key = clock % LAYERS, draw.randrange(40)
+            policy.used(key, clock)
+            used.setdefault(key, []).append(clock // LAYERS)
+            ahead = clock + draw.randrange(1, 4)
+            policy.expected((ahead % LAYERS, key[1]), ahead)
+            due[ahead % LAYERS, key[1]] = ahead
+        keys = [*used, (3, 99)]
+        found = policy.next_uses(keys, clock)
+        for key, use in zip(keys, found, strict=True):
+            assert policy.next_use(key, clock) == use
+            share, here = 0.02, clock // LAYERS
+            for turn in range(here + 1):
+                share = 0.02 + (share - 0.02) * 0.95 if turn else share
+                for _ in range(used.get(key, []).count(turn)):
+                    share += 0.05 * (1 - share)
+            turn = next(c for c in range(clock + 1, clock + 1 + LAYERS) if c % LAYERS == key[0])
+            expected = due.get(key, -1)
+            assert use == (expected if expected > clock else pytest.approx(turn + LAYERS * (1 / share - 1) + 0.5))

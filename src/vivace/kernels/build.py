@@ -26,6 +26,8 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx51
 UNITS: dict[str, tuple[str, ...]] = {
     "entry.cpp": (),
     "pool.cpp": (),
+    "channel.cpp": (),
+    "routers.cpp": (),
     "body_avx2.cpp": AVX2,
     "body_avx2vnni.cpp": (*AVX2, "-mavxvnni"),
     "body_avx512.cpp": AVX512,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -159,6 +159,28 @@ class CCall(Structure):
     ]
 
 
+class CRouters(Structure):
+    """``Routers``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("fast", "slow", "scale", "slow_scale", "weight", "out")),
+        *((name, c_int64) for name in ("count", "width", "experts", "chosen")),
+    ]
+
+
+class CRead(Structure):
+    """``Read``."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("number", "offset", "bytes")),
+        ("into", c_void_p),
+        *((name, c_int64) for name in ("due", "rank")),
+    ]
+
+
+ENDED = -1
+"""A read's error where the file is shorter."""
+
 SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_linear": (c_int64, c_int64, POINTER(CLinear)),
     "vivace_gated": (c_int64, c_int64, POINTER(CGated)),
@@ -170,6 +192,10 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_rows": (POINTER(CMatrix), c_void_p, c_int64, c_void_p),
     "vivace_quantise": (c_int64, c_int64, POINTER(CQuantised)),
     "vivace_span": (c_int64, c_int64, POINTER(CPlan), POINTER(CCall)),
+    "vivace_foresee": (POINTER(CRouters),),
+    "vivace_channel_close": (c_void_p,),
+    "vivace_channel_submit": (c_void_p, POINTER(CRead)),
+    "vivace_channel_postpone": (c_void_p, c_int64, c_int64),
 }
 
 
@@ -200,6 +226,10 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     for counting in returning:
         counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
+    library.vivace_channel_open.argtypes = (c_int64, c_int64, c_int64, c_double)
+    library.vivace_channel_open.restype = c_void_p
+    library.vivace_channel_finished.argtypes = (c_void_p, POINTER(c_int64), c_int64, c_int64)
+    library.vivace_channel_finished.restype = c_int64
     return library
 
 

@@ -32,6 +32,7 @@ from vivace.kernels.library import (
     CNeurons,
     CNorm,
     CPlan,
+    CRouters,
 )
 from vivace.kernels.low_bit import TABLE, Rounded
 from vivace.kernels.threads import num_threads
@@ -158,6 +159,13 @@ class NativeBody:
             *(len(x), len(gate), x.shape[1], stride, ACTIVATIONS[activation]),
         )
         self._library.vivace_neurons(self._index, num_threads(), byref(call))
+
+    def foresee(self, routers: CRouters, fast: Tensor, slow: Tensor) -> None:
+        """Write what routers would choose for one row of two residuals, each (1, E)."""
+        assert fast.dtype == slow.dtype == torch.bfloat16
+        fast, slow = fast.contiguous(), slow.contiguous()
+        routers.fast, routers.slow = fast.data_ptr(), slow.data_ptr()
+        self._library.vivace_foresee(byref(routers))
 
     def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Index of the largest rounded output of each row, the smallest of equals, (T, in) -> (T,)."""

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -50,6 +52,23 @@ SMALL_PRODUCT = 16**3
 SMALL_INPUT = 64
 """And, on some processors, those with rows x in below this."""
 
+_ANY_ORDER: ContextVar[bool] = ContextVar("any_order", default=False)
+
+
+@contextmanager
+def any_order() -> Iterator[None]:
+    """Within it, products may sum rows in any order: training needs speed, not a row's bits alone."""
+    token = _ANY_ORDER.set(True)
+    try:
+        yield
+    finally:
+        _ANY_ORDER.reset(token)
+
+
+def _is_free(x: Tensor) -> bool:
+    """Whether nobody asks for a row's bits alone: on other devices, under gradients, within ``any_order``."""
+    return x.device.type != "cpu" or torch.is_grad_enabled() or _ANY_ORDER.get()
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` with each row's bits independent of the others.
@@ -62,7 +81,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (T, out).
     """
-    if x.device.type != "cpu" or torch.is_grad_enabled():
+    if _is_free(x):
         return F.linear(x, weight, bias)
     rows, block = x.shape[0], _block(weight)
     if rows > block:
@@ -115,7 +134,7 @@ def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         As x.
     """
     width = x.shape[-1]
-    if x.device.type != "cpu" or torch.is_grad_enabled() or x.numel() == width:
+    if _is_free(x) or x.numel() == width:
         return function(x)
     x = x.contiguous()  # strided numbers take yet another path
     is_even = width % VECTOR == 0

@@ -20,6 +20,7 @@ and that one p speaks for R layers are ours.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import addressof, c_int64
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +37,8 @@ from vivace.core.packed import NativeNorm, PackedLinear
 from vivace.core.seams import Batch, Draft, TargetPass
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
+from vivace.kernels.library import CRouters
+from vivace.kernels.native import NativeBody
 from vivace.multirate.terms import AcceleratorTerms
 
 
@@ -137,7 +140,7 @@ class ForesightClimb:
         if chunk or start:
             return TargetPass(hidden=model.run(slow, step, start), rows=rows)
         slow, start = self._ahead(model, slow, step, rows)
-        watch = (lambda index, h: self._look_again(model, index + 1, h)) if self.refine else None
+        watch = (lambda index, h: self._tell(model, index + 1, h, h)) if self.refine else None
         return TargetPass(hidden=model.run(slow, step, start, watch=watch), rows=rows)
 
     def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, int]:
@@ -153,25 +156,17 @@ class ForesightClimb:
             out = model.run(torch.cat((slow, p)), both, index, index + 1)
             slow, p = out[:count], out[count:]
             self._tell(model, index + 1, p, slow)
-            if self.refine:
-                self._look_again(model, index + 1, slow)
         return slow, depth
 
-    def _look_again(self, model: Decoder, depth: int, slow: Tensor) -> None:
-        """The layer after the next, by the slow residual."""
-        if depth + 1 < model.config.num_layers and model.config.is_moe(depth + 1):
-            layer = model.layers[depth + 1]
-            assert isinstance(layer, Layer)
-            layer.expect(slow, self.count)
-
     def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
+        """What p says of later layers and, to refine, what the slow residual says of the layer after the next."""
         if depth not in self._asked:
-            self._asked[depth] = Routers.of(model, self.foresight, tuple(self.foresight.targets(depth)))
+            ahead, c = tuple(self.foresight.targets(depth)), model.config
+            again = self.refine and 0 < depth < c.num_layers - 1 and c.is_moe(depth + 1)
+            self._asked[depth] = Routers.of(model, self.foresight, ahead, (depth + 1,) * again)
         routers = self._asked[depth]
-        if routers.mixtures:
-            guesses = likeliest(routers.logits(p, slow), self.count)
-            for mixture, experts in zip(routers.mixtures, guesses, strict=True):
-                mixture.experts.expect(experts)
+        for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow, self.count), strict=True):
+            mixture.experts.expect(experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,21 +186,51 @@ class Routers:
     eps: float | None
     """Of the norm before routers; None where there is none."""
 
+    body: NativeBody | None = None
+    """What the routers themselves run on."""
+
     @staticmethod
-    def of(model: Decoder, foresight: Foresight, layers: tuple[int, ...]) -> Routers:
-        """Those of some mixtures of a model, which stays as it is."""
-        c, mixtures, weights = model.config, [], []
-        for index in layers:
+    def of(model: Decoder, foresight: Foresight, ahead: tuple[int, ...], again: tuple[int, ...] = ()) -> Routers:
+        """Those of some mixtures of a model, which stays as it is.
+
+        Args:
+            model: whose routers are asked.
+            foresight: how p and the slow residual are mixed for each.
+            ahead: layers asked about that mixture.
+            again: layers asked about the slow residual as it stands.
+        """
+        c, mixtures, weights, body = model.config, [], [], None
+        for index in ahead + again:
             layer = model.layers[index]
             assert isinstance(layer, Layer)
             assert isinstance(layer.feed_forward, MixtureOfExperts)
             mixtures.append(layer.feed_forward)
             weights.append(_router_rows(layer))
-        which = list(layers)
+            router = layer.feed_forward.router
+            body = router.body if isinstance(router, PackedLinear) else None
         weight = torch.stack(weights).float().mT.contiguous() if weights else torch.empty(0)
-        scale, slow_scale = (each[which, None].float() for each in (foresight.scale, foresight.slow_scale))
+        scale, slow_scale = (each[list(ahead), None].float() for each in (foresight.scale, foresight.slow_scale))
+        rest = scale.new_ones(len(again), 1, c.width)
+        scale, slow_scale = torch.cat((scale, 0 * rest)), torch.cat((slow_scale, rest))
         eps = None if c.norm_placement == "post" else c.norm_eps
-        return Routers(tuple(mixtures), scale, slow_scale, weight, eps)
+        return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body)
+
+    def likeliest(self, p: Tensor, slow: Tensor, count: int) -> list[list[int]]:
+        """The ``count`` most likely experts of each row (T, E), together, the likeliest first, for each router."""
+        if not self.mixtures:
+            return []
+        if self.body is not None and len(p) == 1:
+            return self._alone(self.body, p, slow, min(count, self.weight.shape[-1]))
+        return likeliest(self.logits(p, slow), count)
+
+    def _alone(self, body: NativeBody, p: Tensor, slow: Tensor, count: int) -> list[list[int]]:
+        """For one row: the norm is a positive factor there, which changes no order."""
+        num, width, experts = self.weight.shape
+        out = (c_int64 * (num * count))()
+        parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
+        body.foresee(CRouters(None, None, *parts, addressof(out), num, width, experts, count), p, slow)
+        found = out[:]
+        return [found[first : first + count] for first in range(0, len(found), count)]
 
     def logits(self, p: Tensor, slow: Tensor) -> Tensor:
         """(T, E) twice -> (n, T, X)."""

@@ -3,21 +3,19 @@
 A mixture's router always decides and its experts always run, summed in the router's order (``core/moe.py``), so
 answers are those of the resident model, bit for bit, whatever this file does. What it decides is when bytes move.
 
-A load is cut into chunks, and a few threads take the most urgent chunk each: those of a layer that waits first, then
-what is expected, by when it is due. So a demand overtakes a guess at the next chunk. An expert that is being executed
-or loaded is never evicted; a guess never evicts what is needed before it, a demand evicts whatever is needed last.
-A layer that chooses more experts than there are slots (a prompt chunk) runs in waves, each expert read once. Where
-gradients go back through an expert it is asked for once more, since its slot may hold another by then.
+A channel (``channel.py``) fills slots, the most urgent first: those of a layer that waits, then what is expected, by
+when it is due. It is given little more than it can read at once, so that a guess can be thought better of until then.
+An expert that is being executed or loaded is never evicted; a guess never evicts what is needed before it, a demand
+evicts whatever is needed last. A layer that chooses more experts than there are slots (a prompt chunk) runs in waves,
+each expert read once. Where gradients go back through an expert it is asked for once more, since its slot may hold
+another by then.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +24,12 @@ from torch import Tensor
 from vivace.core.seams import Expert
 from vivace.core.step import Step
 from vivace.errors import CapacityError, CheckpointError, VivaceError
+from vivace.storage.channel import CHUNK_BYTES, NUM_THREADS, Channel
 from vivace.storage.policies import Hint, Key, Policy, Trace, Visit
 from vivace.storage.readers import PAGE, aligned
+
+SORTS = 4
+"""How often a pass slots are sorted by who goes first."""
 
 
 class Shelf(Protocol):
@@ -35,8 +37,12 @@ class Shelf(Protocol):
 
     bundle_bytes: int
 
-    def read(self, key: Key, first: int, into: memoryview) -> None:
-        """Bytes ``first ..`` of an expert's bundle, as many as ``into`` holds; called from several threads."""
+    def place(self, key: Key) -> int:
+        """Where an expert's bundle begins."""
+        ...
+
+    def channel(self, slots: Sequence[memoryview], *, num_threads: int, chunk_bytes: int) -> Channel:
+        """What brings bundles into slots."""
         ...
 
     def expert(self, layer_bytes: Tensor) -> Expert:
@@ -70,27 +76,19 @@ class Counts:
 
 @dataclass(eq=False)
 class _Slot:
-    view: memoryview
+    number: int
     expert: Expert
     key: Key | None = None
     is_ready: bool = False
     is_guess: bool = False
     """Brought by a guess and not used yet."""
-    chunks_left: int = 0
+    due: int = 0
+    """Clock it is loaded for, while it is being loaded."""
     error: Exception | None = None
 
 
-@dataclass(order=True)
-class _Chunk:
-    urgency: tuple[int, int, int]
-    slot: _Slot = field(compare=False)
-    key: Key = field(compare=False)
-    first: int = field(compare=False)
-    stop: int = field(compare=False)
-
-
 class ExpertCache:
-    """Slots for experts of all layers, and the threads that fill them."""
+    """Slots for experts of all layers; used by one thread at a time."""
 
     def __init__(
         self,
@@ -99,10 +97,10 @@ class ExpertCache:
         num_layers: int,
         num_slots: int,
         *,
-        num_threads: int = 4,
-        chunk_bytes: int = 512 * 1024,
+        num_threads: int = NUM_THREADS,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Allocate the slots and start the threads; ``close`` stops them.
+        """Allocate the slots and open a channel to the shelf; ``close`` closes it.
 
         Args:
             shelf: where experts lie.
@@ -117,48 +115,48 @@ class ExpertCache:
         """
         if num_slots < 1:
             raise CapacityError(f"{num_slots} slots hold no expert of {shelf.bundle_bytes} bytes; give more memory")
-        assert chunk_bytes % PAGE == 0, chunk_bytes
         self.shelf = shelf
         self.policy = policy
         self.num_layers = num_layers
         self.counts = Counts()
         self.trace: Trace | None = None
         """Filled when it is there."""
-        self._chunk_bytes = chunk_bytes
-        self._slots = _slots(shelf, num_slots)
+        memory = _memory(shelf, num_slots)
+        experts = (shelf.expert(torch.frombuffer(each, dtype=torch.uint8)) for each in memory)
+        self._slots = [_Slot(number, expert) for number, expert in enumerate(experts)]
+        self._channel = shelf.channel(memory, num_threads=num_threads, chunk_bytes=chunk_bytes)
+        self._most_under_way = 2 * num_threads
+        """Guesses wait here, where they can be thought better of, until the channel has this much to do or less."""
         self._empty = self._slots[::-1]
         self._at: dict[Key, _Slot] = {}
+        self._loading: dict[int, _Slot] = {}
         self._likely: dict[Key, tuple[int, int]] = {}
-        self._chunks: list[_Chunk] = []
         self._held: set[Key] = set()
         self._clock = -1
-        self._number = itertools.count()
+        self._failed: list[Key] = []
+        """Held experts that could not be read."""
         self._victims: list[tuple[float, int, _Slot]] = []
-        """Whom to evict at this clock, the best last."""
+        """Whom to evict, the best last."""
         self._sorted_at = -1
-        lock = threading.Lock()
-        self._asked, self._arrived = threading.Condition(lock), threading.Condition(lock)
-        self._is_closed = False
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def num_slots(self) -> int:
         """Experts in memory at once."""
         return len(self._slots)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being loaded and nothing that is expected could be."""
+        self._go_on()
+        return not self._loading
+
     def layer(self, index: int) -> LayerExperts:
         """The experts of one layer, for its mixture."""
         return LayerExperts(self, index)
 
     def close(self) -> None:
-        """Stop the threads."""
-        with self._asked:
-            self._is_closed = True
-            self._asked.notify_all()
-        for thread in self._threads:
-            thread.join()
+        """Stop loading; no expert can be served any more."""
+        self._channel.close()
 
     def __enter__(self) -> ExpertCache:
         return self
@@ -168,16 +166,14 @@ class ExpertCache:
 
     def expect(self, layer: int, likely: Sequence[int]) -> None:
         """Load these before their layer runs, if there is time and room; the likeliest first."""
-        with self._asked:
-            turn = self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
-            due = turn * self.num_layers + layer
-            if self.trace is not None:
-                self.trace.hints.append(Hint(self._clock, due, tuple(likely)))
-            for rank, expert in enumerate(likely):
-                self.policy.expected((layer, expert), due)
-                self._want((layer, expert), due, rank)
-            if self._likely:
-                self._asked.notify()
+        turn = self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
+        due = turn * self.num_layers + layer
+        if self.trace is not None:
+            self.trace.hints.append(Hint(self._clock, due, tuple(likely)))
+        for rank, expert in enumerate(likely):
+            self.policy.expected((layer, expert), due)
+            self._want((layer, expert), due, rank)
+        self._go_on()
 
     def serve(self, layer: int, chosen: Sequence[int], num_rows: int = 1) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready.
@@ -186,27 +182,24 @@ class ExpertCache:
             CheckpointError: one could not be read; the cache stays usable.
         """
         left = {(layer, expert): None for expert in chosen}
-        held = set(left)
-        with self._asked:
-            self._begin(layer, chosen, num_rows)
-            self._held = held
-            self._count(left)
+        self._begin(layer, chosen, num_rows)
+        self._held = held = set(left)
+        self._settle(waits=False)
+        self._count(left)
         try:
             while left:
                 slot = self._wait_for(left)
                 assert slot.key is not None
                 yield slot.key[1], slot.expert
-                with self._asked:
-                    del left[slot.key]
-                    held.discard(slot.key)
+                del left[slot.key]
+                held.discard(slot.key)
         finally:
-            with self._asked:
-                held.clear()
-                self._forget([key for key, slot in self._at.items() if slot.error is not None])
-                if not self.policy.keeps:
-                    self._forget([(layer, expert) for expert in chosen])
-                if self._likely:
-                    self._asked.notify()
+            held.clear()
+            self._forget(self._failed)
+            self._failed.clear()
+            if not self.policy.keeps:
+                self._forget([(layer, expert) for expert in chosen])
+            self._go_on()
 
     def _begin(self, layer: int, chosen: Sequence[int], num_rows: int) -> None:
         """Turn the clock to this layer."""
@@ -223,11 +216,10 @@ class ExpertCache:
 
     def _postpone(self, chosen: set[Key]) -> None:
         """Guesses whose layer runs without them wait until it runs again."""
-        late = [c for c in self._chunks if c.urgency[0] <= self._clock and c.key not in chosen]
-        for chunk in late:
-            chunk.urgency = (self._clock + self.num_layers, *chunk.urgency[1:])
-        if late:
-            heapq.heapify(self._chunks)
+        for slot in self._loading.values():
+            if slot.due <= self._clock and slot.key not in chosen:
+                slot.due = self._clock + self.num_layers
+                self._channel.postpone(slot.number, slot.due)
 
     def _count(self, chosen: dict[Key, None]) -> None:
         for key in chosen:
@@ -246,39 +238,66 @@ class ExpertCache:
 
     def _wait_for(self, left: dict[Key, None]) -> _Slot:
         """Ask for what is missing and give the first that is there."""
-        with self._arrived:
-            while True:
-                for key in left:
-                    slot = self._at.get(key)
-                    if slot is None:
-                        if (slot := self._room(None)) is not None:
-                            self._load(key, slot, (self._clock, -1), is_guess=False)
-                    elif slot.error is not None:
-                        error = _unreadable(key, slot.error)
-                        self._forget([key])
-                        raise error
-                ready = next((self._at[key] for key in left if key in self._at and self._at[key].is_ready), None)
-                if ready is not None:
-                    return ready
-                begun = time.perf_counter()
-                self._arrived.wait()
-                self.counts.wait_s += time.perf_counter() - begun
+        while True:
+            for key in left:
+                slot = self._at.get(key)
+                if slot is None:
+                    if (slot := self._room(None)) is not None:
+                        self._load(key, slot, self._clock, -1, is_guess=False)
+                elif slot.error is not None:
+                    error = _unreadable(key, slot.error)
+                    self._forget([key])
+                    raise error
+            ready = next((self._at[key] for key in left if key in self._at and self._at[key].is_ready), None)
+            if ready is not None:
+                return ready
+            begun = time.perf_counter()
+            self._settle(waits=True)
+            self.counts.wait_s += time.perf_counter() - begun
 
     def _want(self, key: Key, due: int, rank: int) -> None:
         if key not in self._at and due > self._clock:
             self._likely[key] = min(self._likely.get(key, (due, rank)), (due, rank))
 
+    def _go_on(self) -> None:
+        """Begin what is expected, the most urgent first, while the channel has little to do."""
+        if not self._loading and not self._likely:
+            return
+        self._settle(waits=False)
+        while self._likely and len(self._loading) < self._most_under_way:
+            key = min(self._likely, key=self._likely.__getitem__)
+            due, rank = self._likely[key]
+            if (slot := self._room(due)) is None:
+                return
+            self._load(key, slot, due, rank, is_guess=True)
+
+    def _settle(self, *, waits: bool) -> None:
+        """Take notice of what the channel has brought."""
+        if not self._loading:
+            return
+        for number, error in self._channel.finished(waits=waits):
+            slot = self._loading.pop(number)
+            assert slot.key is not None
+            slot.error = error
+            if error is None:
+                slot.is_ready = True
+            elif slot.key in self._held:
+                self._failed.append(slot.key)
+            else:  # nobody waits: whoever asks will read it again, and hear of it
+                self._forget([slot.key])
+
     def _room(self, due: int | None) -> _Slot | None:
         """A slot for a load: an empty one, or that of the expert which is needed last, after ``due`` at any rate."""
         if self._empty:
             return self._empty.pop()
-        if self._sorted_at != self._clock:
+        since = self._clock - self._sorted_at
+        if since and (not self._victims or since > self.num_layers // SORTS):
             self._sort_victims()
         while self._victims:
             use, _, slot = self._victims[-1]
             key = slot.key
             if key is None or key in self._held or not slot.is_ready or self.policy.next_use(key, self._clock) < use:
-                self._victims.pop()  # it has moved since: seen again when the clock has turned
+                self._victims.pop()  # it has moved since: seen again when they are sorted again
             elif due is not None and use <= due:
                 return None
             else:
@@ -288,11 +307,11 @@ class ExpertCache:
         return self._any_room() if due is None else None
 
     def _sort_victims(self) -> None:
-        """Once a layer: asking about every slot for every load would cost more than it gives."""
-        next_use, clock = self.policy.next_use, self._clock
-        ready = ((n, slot, slot.key) for n, slot in enumerate(self._slots) if slot.is_ready)
-        self._victims = sorted((next_use(key, clock), -n, slot) for n, slot, key in ready if key is not None)
-        self._sorted_at = clock
+        """A few times a pass: asking about every slot for every load would cost more than it gives."""
+        ready = [(slot, slot.key) for slot in self._slots if slot.is_ready and slot.key is not None]
+        uses = self.policy.next_uses([key for _, key in ready], self._clock)
+        self._victims = sorted((use, -slot.number, slot) for use, (slot, _) in zip(uses, ready, strict=True))
+        self._sorted_at = self._clock
 
     def _any_room(self) -> _Slot | None:
         """For a layer that waits: whoever may go, those that came since victims were sorted included."""
@@ -302,64 +321,21 @@ class ExpertCache:
                 return slot
         return None
 
-    def _load(self, key: Key, slot: _Slot, urgency: tuple[int, int], *, is_guess: bool) -> None:
-        starts = range(0, self.shelf.bundle_bytes, self._chunk_bytes)
-        slot.key, slot.is_ready, slot.is_guess, slot.error = key, False, is_guess, None
-        slot.chunks_left = len(starts)
-        self._at[key] = slot
+    def _load(self, key: Key, slot: _Slot, due: int, rank: int, *, is_guess: bool) -> None:
+        slot.key, slot.is_ready, slot.is_guess, slot.due, slot.error = key, False, is_guess, due, None
+        self._at[key] = self._loading[slot.number] = slot
         self._likely.pop(key, None)
         self.counts.loads += 1
         self.counts.wasted += is_guess
-        for first in starts:
-            stop = min(first + self._chunk_bytes, self.shelf.bundle_bytes)
-            heapq.heappush(self._chunks, _Chunk((*urgency, next(self._number)), slot, key, first, stop))
-        self._asked.notify(len(starts))
+        self._channel.submit(slot.number, self.shelf.place(key), due, rank)
 
     def _forget(self, keys: Sequence[Key]) -> None:
         for key in keys:
             slot = self._at.get(key)
-            if slot is not None and slot.chunks_left == 0:
+            if slot is not None and slot.number not in self._loading:
                 del self._at[key]
                 slot.key, slot.is_ready, slot.error = None, False, None
                 self._empty.append(slot)
-
-    def _work(self) -> None:
-        """A thread's life: the most urgent chunk, again and again."""
-        while True:
-            with self._asked:
-                chunk = self._next()
-                while chunk is None and not self._is_closed:
-                    self._asked.wait()
-                    chunk = self._next()
-                if chunk is None or self._is_closed:
-                    return
-            error: Exception | None = None
-            try:
-                self.shelf.read(chunk.key, chunk.first, chunk.slot.view[chunk.first : chunk.stop])
-            except (OSError, VivaceError) as exc:
-                error = exc
-            with self._arrived:
-                self._finish(chunk.slot, error)
-
-    def _next(self) -> _Chunk | None:
-        if not self._chunks and self._likely:
-            key = min(self._likely, key=self._likely.__getitem__)
-            due = self._likely[key]
-            if (slot := self._room(due[0])) is not None:
-                self._load(key, slot, due, is_guess=True)
-        return heapq.heappop(self._chunks) if self._chunks else None
-
-    def _finish(self, slot: _Slot, error: Exception | None) -> None:
-        slot.chunks_left -= 1
-        slot.error = slot.error or error
-        if slot.chunks_left:
-            return
-        assert slot.key is not None
-        if slot.error is None:
-            slot.is_ready = True
-        elif slot.key not in self._held:  # nobody waits: whoever asks will read it again, and hear of it
-            self._forget([slot.key])
-        self._arrived.notify_all()
 
 
 class LayerExperts:
@@ -416,16 +392,11 @@ class _Again(torch.autograd.Function):
         return x.grad, None, None
 
 
-def _slots(shelf: Shelf, count: int) -> list[_Slot]:
+def _memory(shelf: Shelf, count: int) -> list[memoryview]:
     """Page-aligned memory of ``count`` bundles."""
     stride = -(-shelf.bundle_bytes // PAGE) * PAGE
     whole = aligned(count * stride)
-    every = torch.frombuffer(whole, dtype=torch.uint8)
-    slots = []
-    for first in range(0, count * stride, stride):
-        stop = first + shelf.bundle_bytes
-        slots.append(_Slot(whole[first:stop], shelf.expert(every[first:stop])))
-    return slots
+    return [whole[first : first + shelf.bundle_bytes] for first in range(0, count * stride, stride)]
 
 
 def _unreadable(key: Key, error: Exception) -> VivaceError:

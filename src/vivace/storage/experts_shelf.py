@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from vivace.core.packed import PackedFeedForward, PackedLinear
 from vivace.core.seams import Expert
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
+from vivace.storage.channel import Channel, NativeChannel, ThreadChannel, native_library
 from vivace.storage.policies import Key
 from vivace.storage.readers import Reader
 from vivace.storage.store import Store, view
@@ -37,6 +40,8 @@ class StoreShelf:
         self.store = store
         self.reader = reader
         self.body = body
+        self.bytes_per_s = 0.0
+        """Of a slower device that native channels stand for; 0 is this one."""
         self.moe: MoeConfig = moe
         layers = [index for index in range(store.config.num_layers) if store.config.is_moe(index)]
         self._bundles = {(i, x): store[f"layers.{i}.experts.{x}"] for i in layers for x in range(moe.num_experts)}
@@ -48,9 +53,17 @@ class StoreShelf:
         """Of all layers."""
         return len(self._bundles)
 
-    def read(self, key: Key, first: int, into: memoryview) -> None:
-        """Bytes ``first ..`` of an expert's pages; raises as ``Reader``."""
-        self.reader.read(self._bundles[key].offset + first, into)
+    def place(self, key: Key) -> int:
+        """Where an expert's pages begin."""
+        return self._bundles[key].offset
+
+    def channel(self, slots: Sequence[memoryview], *, num_threads: int, chunk_bytes: int) -> Channel:
+        """Native where the reader is of a file and the kernels are built; else threads of Python."""
+        library, file = native_library(), self.reader.file
+        if library is None or file is None:
+            return ThreadChannel(self.reader.read, slots, num_threads=num_threads, chunk_bytes=chunk_bytes)
+        size = {"num_threads": num_threads, "chunk_bytes": chunk_bytes}
+        return NativeChannel(library, file, self.store.path, slots, bytes_per_s=self.bytes_per_s, **size)
 
     def expert(self, layer_bytes: Tensor) -> Expert:
         """The feed-forward over a slot's bytes."""

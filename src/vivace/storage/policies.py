@@ -21,11 +21,17 @@ from math import inf
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vivace.errors import CorruptError, NotFoundError
 from vivace.files import write_text
 
+FloatArray = NDArray[np.float64]
 Key = tuple[int, int]
 """(layer, expert)."""
+
+EVERY = slice(None)
 
 
 class Policy(Protocol):
@@ -45,6 +51,10 @@ class Policy(Protocol):
 
     def next_use(self, key: Key, clock: int) -> float:
         """Clock at which it is needed next, as far as one can tell."""
+        ...
+
+    def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
+        """``next_use`` of each."""
         ...
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
@@ -72,6 +82,10 @@ class LeastRecent:
     def next_use(self, key: Key, clock: int) -> float:
         """As far ahead as its last use lies behind; of those used together, the first goes first."""
         return 2 * clock - self.last.get(key, -1) - key[1] * 1e-6
+
+    def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
+        """One by one."""
+        return [self.next_use(key, clock) for key in keys]
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Nothing."""
@@ -130,34 +144,54 @@ class NextUse:
         """
         self.name = name
         self.num_layers = num_layers
-        self.share: dict[Key, tuple[float, int]] = {}
-        """Share of passes that used an expert, and the pass after which that was true."""
-        self.due: dict[Key, int] = {}
+        self._rows: dict[Key, int] = {}
+        """Of an expert in the table."""
+        self._layer, self._share, self._then, self._due = np.zeros((4, 0))
+        """By row: the layer; the share of passes that used it, after the pass ``then``; when it is expected."""
+
+    def _row(self, key: Key) -> int:
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = len(self._rows)
+            if row == len(self._layer):
+                new = np.outer([0, self.RARE, 0, -1], np.ones(max(64, row)))
+                old = self._layer, self._share, self._then, self._due
+                self._layer, self._share, self._then, self._due = np.concatenate((old, new), axis=1)
+            self._layer[row] = key[0]
+        return row
 
     def used(self, key: Key, clock: int) -> None:
         """One more pass that used it."""
-        here = clock // self.num_layers
-        share = self._share(key, here)
-        self.share[key] = (share + self.FRESH * (1 - share), here)
+        row, here = self._row(key), clock // self.num_layers
+        share = self._shares(here, row)
+        self._share[row], self._then[row] = share + self.FRESH * (1 - share), here
 
-    def _share(self, key: Key, here: int) -> float:
-        """As of a pass: it fades while others are used."""
-        share, then = self.share.get(key, (self.RARE, here))
-        return self.RARE + (share - self.RARE) * (1 - self.FRESH) ** (here - then)
+    def _shares(self, here: int, rows: int | slice = EVERY) -> FloatArray:
+        """As of a pass: they fade while others are used."""
+        fading: FloatArray = (1 - self.FRESH) ** (here - self._then[rows])
+        return self.RARE + (self._share[rows] - self.RARE) * fading
 
     def expected(self, key: Key, due: int) -> None:
         """Remember for when."""
-        self.due[key] = due
+        row = self._row(key)  # may make room
+        self._due[row] = due
 
     def next_use(self, key: Key, clock: int) -> float:
         """The clock it is due; else its layer's next turn and as many passes more as its share says."""
-        due = self.due.get(key, -1)
-        if due > clock:
-            return due
-        layers = self.num_layers
-        turn = clock + 1 + (key[0] - clock - 1) % layers
-        between = 1 / self._share(key, clock // layers) - 1
-        return turn + layers * between + 0.5  # what is expected goes before what merely was there
+        return float(self._next_uses(clock, self._row(key)))
+
+    def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
+        """All in a few operations: the cache asks about every expert it holds."""
+        rows = [self._row(key) for key in keys]
+        uses = self._next_uses(clock).tolist()
+        return [uses[row] for row in rows]
+
+    def _next_uses(self, clock: int, rows: int | slice = EVERY) -> FloatArray:
+        layers, due = self.num_layers, self._due[rows]
+        turn = clock + 1 + (self._layer[rows] - clock - 1) % layers
+        between = 1 / self._shares(clock // layers, rows) - 1
+        later = turn + layers * between + 0.5  # what is expected goes before what merely was there
+        return np.where(due > clock, due, later)
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Whatever is expected is asked for by the cache itself."""
@@ -189,6 +223,10 @@ class Oracle:
         uses = self._uses.get(key, [])
         place = bisect_right(uses, clock)
         return uses[place] if place < len(uses) else inf
+
+    def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
+        """One by one."""
+        return [self.next_use(key, clock) for key in keys]
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Everything of the next pass's worth of layers, in order."""

@@ -38,6 +38,11 @@ class Reader(Protocol):
 
     name: Kind
 
+    @property
+    def file(self) -> int | None:
+        """Descriptor that plain reads of whole pages may go to; None where bytes come another way."""
+        ...
+
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` on.
 
@@ -59,15 +64,15 @@ class BufferedReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDONLY)
+        self.file = os.open(path, os.O_RDONLY)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` on; raises as ``Reader``."""
-        _read(self._file, self.path, offset, into)
+        _read(self.file, self.path, offset, into)
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._file)
+        os.close(self.file)
 
 
 class DirectReader:
@@ -86,21 +91,21 @@ class DirectReader:
             raise UnsupportedError("this system has no O_DIRECT")
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY | flag)
-            os.preadv(self._file, [aligned(PAGE)], 0)
+            self.file = os.open(path, os.O_RDONLY | flag)
+            os.preadv(self.file, [aligned(PAGE)], 0)
         except OSError as exc:
             raise UnsupportedError(f"the file system of {path} refuses O_DIRECT ({exc.strerror})") from exc
         self._own = threading.local()
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` on; raises as ``Reader``."""
-        if not (offset % PAGE or len(into) % PAGE or _address(into) % PAGE):
-            _read(self._file, self.path, offset, into)
+        if not (offset % PAGE or len(into) % PAGE or address(into) % PAGE):
+            _read(self.file, self.path, offset, into)
             return
         first = offset - offset % PAGE
         stop = -(-(offset + len(into)) // PAGE) * PAGE
         buffer = self._buffer(stop - first)
-        _read(self._file, self.path, first, buffer, least=offset - first + len(into))
+        _read(self.file, self.path, first, buffer, least=offset - first + len(into))
         into[:] = buffer[offset - first : offset - first + len(into)]
 
     def _buffer(self, size: int) -> memoryview:
@@ -111,13 +116,14 @@ class DirectReader:
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._file)
+        os.close(self.file)
 
 
 class MapReader:
     """Copies from a map of the file. A device that fails while a map is read ends the process: no error can be told."""
 
     name: Kind = "mmap"
+    file = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +136,7 @@ class MapReader:
         """Fill ``into`` from ``offset`` on; raises as ``Reader``."""
         size = min(len(self._map), os.fstat(self._file).st_size)
         if offset + len(into) > size:
-            raise _truncated(self.path, offset, len(into), max(0, size - offset))
+            raise truncated(self.path, offset, len(into), max(0, size - offset))
         first = offset - offset % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             self._map.madvise(mmap.MADV_WILLNEED, first, offset + len(into) - first)
@@ -159,7 +165,8 @@ def aligned(num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))[:num_bytes]
 
 
-def _address(memory: memoryview) -> int:
+def address(memory: memoryview) -> int:
+    """Where it lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
 
 
@@ -173,11 +180,12 @@ def _read(file: int, path: Path, offset: int, into: memoryview, least: int | Non
             where = f"{path} could not be read at byte {offset + done}"
             raise CheckpointError(f"{where}: {exc.strerror}; check the disk, then ask again") from exc
         if got == 0:
-            raise _truncated(path, offset, needed, done)
+            raise truncated(path, offset, needed, done)
         done += got
 
 
-def _truncated(path: Path, offset: int, wanted: int, found: int) -> CorruptError:
+def truncated(path: Path, offset: int, wanted: int, found: int) -> CorruptError:
+    """A file has fewer bytes than were wanted."""
     return CorruptError(
         f"{path} ends early: {wanted} bytes were wanted at byte {offset}, {found} are there; convert the model again"
     )

@@ -247,8 +247,8 @@ class _Run:
         if len(state.slots) < self.machine.num_slots:
             return True
         best, latest = None, -1.0 if due is None else float(due)
-        for key in self._evictable():
-            use = self.policy.next_use(key, state.clock)
+        keys = list(self._evictable())
+        for key, use in zip(keys, self.policy.next_uses(keys, state.clock), strict=True):
             if use > latest:
                 best, latest = key, use
         if best is None:

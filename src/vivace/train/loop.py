@@ -19,6 +19,7 @@ import torch
 from vivace.core.model import Decoder
 from vivace.core.seams import Batch, Objective
 from vivace.errors import UsageError
+from vivace.kernels.reference import any_order
 from vivace.train.config import LoopConfig
 from vivace.train.data import Batches
 from vivace.train.optim import Optimiser, OptimiserConfig
@@ -150,7 +151,7 @@ class _Run:
     def _learn(self, batch: Batch) -> None:
         """Gradients of one batch."""
         metrics: defaultdict[str, float] = defaultdict(float)
-        with self._arithmetic():
+        with self._arithmetic(), any_order():
             for loss, seen in self.objective.losses(self.model, batch):
                 loss.backward()
                 for name, value in seen.items():

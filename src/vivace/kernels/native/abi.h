@@ -208,5 +208,23 @@ struct Speculation {
 };
 }
 
+// Routers of mixtures, asked about a mix of two residuals of one row (routers.cpp).
+struct Routers {
+    const bf16 *fast, *slow;           // (E,)
+    const float *scale, *slow_scale;   // (count, E), of each
+    const float* weight;               // (count, E, X)
+    int64_t* out;                      // (count, chosen), the likeliest first
+    int64_t count, width, experts, chosen;
+};
+
+// Bytes of a file that are wanted (channel.cpp).
+struct Read {
+    int64_t number, offset, bytes;
+    void* into;
+    int64_t due, rank;  // the most urgent is the earliest, then the lowest
+};
+
+constexpr int64_t ENDED = -1;  // in place of an error number: the file is shorter
+
 enum Site : int64_t { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_MLP };
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU };
