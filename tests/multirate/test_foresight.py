@@ -100,7 +100,7 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
     p, slow = torch.randn(2, 5, model.config.width, generator=torch.Generator().manual_seed(2)).unbind()
     layers = tuple(index for index in range(1, model.config.num_layers) if model.config.is_moe(index))
     with torch.no_grad():
-        together = Routers.of(model, seen, layers).logits(p, slow)
+        together = Routers.of(model, layers, seen).logits(p, slow)
         for index, logits in zip(layers, together, strict=True):
             alone = model.layers[index].route(seen.at(index, p, slow))  # type: ignore[operator]
             torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
@@ -222,15 +222,15 @@ def test_native_routers_say_what_torch_says_of_one_row(model: Decoder, body: Nat
     rounded = copy.deepcopy(model).to(torch.bfloat16).eval()
     pack_decoder(rounded, body)
     seen, layers = foresight(rounded, 0.3), tuple(filter(model.config.is_moe, range(model.config.num_layers)))
-    native = Routers.of(rounded, seen, layers[1:], layers[:1])
-    assert native.body is body
+    native, again = Routers.of(rounded, layers, seen), Routers.of(rounded, layers[:1])
+    assert native.body is again.body is body
     draw = torch.Generator().manual_seed(4)
     for _ in range(20):
         p, slow = torch.randn(2, 1, model.config.width, generator=draw).bfloat16().unbind()
         alone = native.likeliest(p, slow, 3)
         assert alone == replace(native, body=None).likeliest(p, slow, 3)
-        again = slow.float() @ native.weight[-1]
-        assert alone[-1] == again[0].topk(3)[1].tolist(), (
+        logits = slow.float() @ native.weight[0]
+        assert again.likeliest(p, slow, 3) == logits.topk(3)[1].tolist(), (
             "the layer after the next is asked about the slow residual alone"
         )
     assert native.likeliest(p, slow, 99) == replace(native, body=None).likeliest(p, slow, 99)

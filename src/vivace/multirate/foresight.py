@@ -73,9 +73,10 @@ class ForesightPlan:
     """How to decode with it."""
 
     count: int | None = None
-    """Experts expected for each row and layer, k'; None is as many as the router takes."""
+    """Experts that p expects for each row and layer, k'; None is as many as the router takes."""
     refine: bool = False
-    """Ask each router once more a layer before it runs, about the slow residual: what p missed may still come."""
+    """Ask each router once more a layer before it runs, about the slow residual, for as many as it takes: what p
+    missed may still come."""
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
@@ -120,15 +121,15 @@ class ForesightClimb:
 
         Args:
             foresight: trained on the model.
-            count: experts expected for each row and layer, k'; None is as many as the router takes.
-            refine: ask each router again a layer before it runs, about the slow residual.
+            count: experts that p expects for each row and layer, k'; None is as many as the router takes.
+            refine: ask each router again a layer before it runs, about the slow residual, for as many as it takes.
         """
         assert foresight.model.moe is not None
         self.foresight = foresight
         self.count = foresight.model.moe.top_k if count is None else count
         self.refine = refine
-        self._asked: dict[int, Routers] = {}
-        """By depth."""
+        self._asked: dict[int, list[tuple[Routers, int]]] = {}
+        """By depth: routers, and how many experts each says."""
         self._terms: dict[int, Deltas] = {}
         """By rows of a call, so that whoever lays them out does so once."""
 
@@ -161,12 +162,18 @@ class ForesightClimb:
     def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
         """What p says of later layers and, to refine, what the slow residual says of the layer after the next."""
         if depth not in self._asked:
-            ahead, c = tuple(self.foresight.targets(depth)), model.config
-            again = self.refine and 0 < depth < c.num_layers - 1 and c.is_moe(depth + 1)
-            self._asked[depth] = Routers.of(model, self.foresight, ahead, (depth + 1,) * again)
-        routers = self._asked[depth]
-        for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow, self.count), strict=True):
-            mixture.experts.expect(experts)
+            self._asked[depth] = self._routers(model, depth)
+        for routers, count in self._asked[depth]:
+            for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow, count), strict=True):
+                mixture.experts.expect(experts)
+
+    def _routers(self, model: Decoder, depth: int) -> list[tuple[Routers, int]]:
+        c, ahead = model.config, tuple(self.foresight.targets(depth))
+        assert c.moe is not None
+        found = [(Routers.of(model, ahead, self.foresight), self.count)] if ahead else []
+        if self.refine and 0 < depth < c.num_layers - 1 and c.is_moe(depth + 1):
+            found.append((Routers.of(model, (depth + 1,)), c.moe.top_k))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,22 +192,20 @@ class Routers:
     """(n, E, X), what the norms multiply by folded in."""
     eps: float | None
     """Of the norm before routers; None where there is none."""
-
     body: NativeBody | None = None
     """What the routers themselves run on."""
 
     @staticmethod
-    def of(model: Decoder, foresight: Foresight, ahead: tuple[int, ...], again: tuple[int, ...] = ()) -> Routers:
+    def of(model: Decoder, layers: tuple[int, ...], foresight: Foresight | None = None) -> Routers:
         """Those of some mixtures of a model, which stays as it is.
 
         Args:
             model: whose routers are asked.
-            foresight: how p and the slow residual are mixed for each.
-            ahead: layers asked about that mixture.
-            again: layers asked about the slow residual as it stands.
+            layers: which, one at least.
+            foresight: how p and the slow residual are mixed for each; None is the slow one as it stands.
         """
         c, mixtures, weights, body = model.config, [], [], None
-        for index in ahead + again:
+        for index in layers:
             layer = model.layers[index]
             assert isinstance(layer, Layer)
             assert isinstance(layer.feed_forward, MixtureOfExperts)
@@ -208,17 +213,16 @@ class Routers:
             weights.append(_router_rows(layer))
             router = layer.feed_forward.router
             body = router.body if isinstance(router, PackedLinear) else None
-        weight = torch.stack(weights).float().mT.contiguous() if weights else torch.empty(0)
-        scale, slow_scale = (each[list(ahead), None].float() for each in (foresight.scale, foresight.slow_scale))
-        rest = scale.new_ones(len(again), 1, c.width)
-        scale, slow_scale = torch.cat((scale, 0 * rest)), torch.cat((slow_scale, rest))
+        weight = torch.stack(weights).float().mT.contiguous()
+        slow_scale = weight.new_ones(len(layers), 1, c.width)
+        scale = torch.zeros_like(slow_scale)
+        if foresight is not None:
+            scale, slow_scale = (s[list(layers), None].float() for s in (foresight.scale, foresight.slow_scale))
         eps = None if c.norm_placement == "post" else c.norm_eps
         return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body)
 
     def likeliest(self, p: Tensor, slow: Tensor, count: int) -> list[list[int]]:
         """The ``count`` most likely experts of each row (T, E), together, the likeliest first, for each router."""
-        if not self.mixtures:
-            return []
         if self.body is not None and len(p) == 1:
             return self._alone(self.body, p, slow, min(count, self.weight.shape[-1]))
         return likeliest(self.logits(p, slow), count)
