@@ -1,7 +1,7 @@
 """Experts from disk in figures: ``python -m benchmarks.experts --store DIR --foresight DIR --out DIR``.
 
 Policies take turns on every prompt, each over a cache of its own, with direct reads from the store. Writes
-``experts.json`` (tokens per second, hits by kind, recall, wasted and device bytes, the bound, and what the simulator
+``experts.json`` (medians over answers, hits by kind, recall, wasted and device bytes, the bound, and what the simulator
 says of the same traces) and ``trace.json``; ``benchmarks.expert_sweep`` draws the sweep from the latter.
 
 ``--pace`` slows reads down to a stated bandwidth, and ``--pace equal`` to the one at which LRU's loads of a token take
@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ class Entrant:
     cache: ExpertCache
     model: Decoder
     traversal: Traversal | None
-    decode_s: float = 0.0
-    num_tokens: int = 0
+    token_s: list[float] = field(default_factory=list)
+    """Seconds a token took, answer by answer."""
     from_device: int = 0
     before: Counts = field(default_factory=Counts)
     texts: list[tuple[int, ...]] = field(default_factory=list)
@@ -77,8 +78,7 @@ class Entrant:
         self.texts.append(tokens)
         self.from_device += (device_bytes() or 0) - read
         if counts:
-            self.decode_s += stats.decode_s
-            self.num_tokens += len(tokens) - 1
+            self.token_s.append(stats.decode_s / (len(tokens) - 1))
 
 
 @contextmanager
@@ -176,7 +176,7 @@ class Bench:
                 for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
                     for entrant in entrants:
                         entrant.answer(prompt, self.options.tokens, counts=turn == 1)
-            return {e.name: e.decode_s / e.num_tokens for e in entrants}
+            return {e.name: median(e.token_s) for e in entrants}
 
     def held(self, share: float, trace: Trace) -> list[Entrant]:
         """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
@@ -256,8 +256,9 @@ def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: f
     passes = len({visit.clock // trace.num_layers for visit in trace.visits})
     return {
         "policy": entrant.name,
-        "tokens_per_s": entrant.num_tokens / entrant.decode_s,
-        "ms_per_token": 1e3 * entrant.decode_s / entrant.num_tokens,
+        "tokens_per_s": 1 / median(entrant.token_s),
+        "ms_per_token": 1e3 * median(entrant.token_s),
+        "ms_by_answer": [1e3 * seconds for seconds in entrant.token_s],
         "simulated_ms_per_token": 1e3 * simulated,
         "compute_ms_per_token": 1e3 * compute_s[kind],
         "load_ms_per_pass": 1e3 * counts.loads * size / passes / (bench.gb_per_s * 1e9),
@@ -271,13 +272,17 @@ def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: f
 
 
 def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each policy beside the baselines, and how much faster than "lru" any order of its loads could be."""
-    speeds = {each["policy"]: each["tokens_per_s"] for each in rows}
+    """Each policy beside the baselines, answer by answer: the median, the least and the greatest gain; and how much
+    faster than LRU any order of its loads could be.
+    """
+    times = {each["policy"]: each["ms_by_answer"] for each in rows}
     lru = next(each for each in rows if each["policy"] == "lru")
     longest = lru["load_ms_per_pass"] + lru["compute_ms_per_token"]
     for each in rows:
         for base in ("on_demand", "lru", "oracle"):
-            each[f"over_{base}"] = each["tokens_per_s"] / speeds[base]
+            gains = [theirs / ours for theirs, ours in zip(times[base], each["ms_by_answer"], strict=True)]
+            each[f"over_{base}"] = median(gains)
+            each[f"over_{base}_range"] = [min(gains), max(gains)]
         each["bound_over_lru"] = longest / max(each["load_ms_per_pass"], each["compute_ms_per_token"])
     return rows
 
@@ -315,8 +320,15 @@ def main() -> None:
         rows = with_gains([row(entrant, bench, compute_s, expert_s) for entrant in bench.held(share, trace)])
         runs.append({"share": share, "pace_gb_per_s": paced, "gb_per_s": bench.gb_per_s, "policies": rows})
         for each in rows:
-            told = ("policy", "tokens_per_s", "ms_per_token", "simulated_ms_per_token", "over_lru", "bound_over_lru")
-            print(share, *(f"{each[k]:.2f}" if isinstance(each[k], float) else each[k] for k in told), flush=True)
+            told = (
+                "tokens_per_s",
+                "ms_per_token",
+                "simulated_ms_per_token",
+                "over_lru",
+                "over_oracle",
+                "bound_over_lru",
+            )
+            print(share, each["policy"], *(f"{each[k]:.2f}" for k in told), flush=True)
     report = {
         "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
         "expert_bytes": bench.shelf.bundle_bytes,

@@ -1,10 +1,16 @@
-"""The benchmark of experts from disk: reads that are slowed down, and how far."""
+"""The benchmark of experts from disk: how far reads are slowed down, gains, and what is told of them."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
 import pytest
 
-from benchmarks.experts import equal_pace, pace
+from benchmarks.expert_tables import tables
+from benchmarks.experts import equal_pace, pace, with_gains
 from tests.benchmarks.test_expert_sweep import LAYERS, trace
 
 SIZE, COMPUTE_S = 1_000_000, 0.004
@@ -18,3 +24,42 @@ def test_the_pace_at_which_loads_take_the_compute_time() -> None:
     assert equal_pace(trace(), 12, SIZE, 2 * COMPUTE_S) == some / 2
     assert pace("equal") == "equal"
     assert pace("0.5") == 0.5
+
+
+def policy(name: str, times: list[float]) -> dict[str, Any]:
+    counts = {"loads": 400, "wasted": 100, "loaded_bytes": 400 * SIZE, "device_bytes": 404 * SIZE}
+    return {
+        "policy": name,
+        "ms_per_token": median(times),
+        "ms_by_answer": times,
+        "compute_ms_per_token": 10.0,
+        "load_ms_per_pass": 30.0 if name == "lru" else 20.0,
+        **counts,
+    }
+
+
+def test_gains_are_of_answer_beside_answer(tmp_path: Path) -> None:
+    rows = [
+        policy("on_demand", [90.0, 60.0, 100.0]),
+        policy("lru", [40.0, 20.0, 80.0]),
+        policy("ahead", [20.0, 20.0, 32.0]),
+        policy("oracle", [10.0, 20.0, 16.0]),
+    ]
+    ahead = with_gains(rows)[2]
+    assert (ahead["over_lru"], ahead["over_lru_range"]) == (2.0, [1.0, 2.5])
+    assert ahead["over_oracle"] == 0.5
+    assert ahead["over_on_demand"] == 3.125
+    assert ahead["bound_over_lru"] == (30 + 10) / 20
+
+    settings = {"reader": "direct", "prompts": 2, "tokens": 8, "count": 1, "refine": True, "threads": 1}
+    run = {"share": 0.25, "pace_gb_per_s": 0.5, "gb_per_s": 0.5, "policies": rows}
+    report = {
+        **{"num_experts": 384, "expert_bytes": SIZE, "device_gb_per_s": 1.5, "settings": settings, "runs": [run]},
+        "provenance": {"cpu": "a processor", "commit": None},
+    }
+    assert tables(tmp_path) == "No run is committed yet."
+    (tmp_path / "some.json").write_text(json.dumps(report))
+    text = tables(tmp_path)
+    assert "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens" in text
+    assert "at a stated 0.50 GB/s; LRU loads for 30.0 ms a pass and computes for 10.0." in text
+    assert "| ahead | 20.0 | 2.00x (1.00 to 2.50) | 0.50 | 3.12x | 2.00x | 100 | 25% | 1.010 |" in text
