@@ -21,7 +21,7 @@ def tables(folder: Path) -> str:
         p, settings = report["provenance"], report["settings"]
         parts.append(
             f"**{path.stem}**: {report['num_experts']} experts of {report['expert_bytes'] / 1e6:.2f} MB, "
-            f"{settings['reader']} reads from a disk of {report['device_gb_per_s']:.2f} GB/s, "
+            f"{_device(settings['reader'], report['device_gb_per_s'])}, "
             f"{2 * settings['prompts'] - 1} answers of {settings['tokens']} tokens, "
             f"{settings['count']} expected by the accelerated residual for a layer"
             f"{' and what the next router says' if settings['refine'] else ''}; {p['cpu']}, "
@@ -29,6 +29,12 @@ def tables(folder: Path) -> str:
         )
         parts += [_of_share(run) for run in report["runs"]]
     return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _device(reader: str, gb_per_s: float) -> str:
+    if reader == "buffered":
+        return "buffered reads of a file in memory, for a device that is not here"
+    return f"{reader} reads from a disk of {gb_per_s:.2f} GB/s"
 
 
 def _of_share(run: dict[str, Any]) -> str:
@@ -60,3 +66,19 @@ def _row(row: dict[str, Any]) -> str:
         f"{told:.3f}",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def sweep(path: Path) -> str:
+    """What ``benchmarks.expert_sweep`` found: a row for each cache, a column for each bandwidth."""
+    if not path.is_file():
+        return "No sweep is committed yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rows = report["rows"]
+    speeds = sorted({row["gb_per_s"] for row in rows})
+    lines = [f"| experts in memory | {' | '.join(f'{speed:g} GB/s' for speed in speeds)} |"]
+    lines.append(f"|{' --- |' * (len(speeds) + 1)}")
+    for share in sorted({row["share"] for row in rows}):
+        of = {row["gb_per_s"]: row for row in rows if row["share"] == share}
+        cells = (f"{of[s]['over_on_demand']:.1f}x, {of[s]['over_lru']:.2f}x, {of[s]['of_oracle']:.2f}" for s in speeds)
+        lines.append(f"| {share:.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)

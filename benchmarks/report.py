@@ -254,7 +254,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "weights": stream_tables.weights(),
         },
         docs / "techniques" / "flash.md": {"results": flash_tables.tables(RESULTS / "flash")},
-        docs / "techniques" / "experts.md": {"results": expert_tables.tables(RESULTS / "experts")},
+        docs / "techniques" / "experts.md": {
+            "results": expert_tables.tables(RESULTS / "experts"),
+            "sweep": expert_tables.sweep(RESULTS / "sweep" / "experts.json"),
+        },
         docs / "techniques" / "multirate.md": {"law": law(results), "results": technique(results, "multirate")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}

@@ -151,13 +151,14 @@ class ForesightClimb:
             which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
             self._terms[count] = self.foresight.terms(which)
         both = step.readers(rows, self._terms[count], fed=False)
-        p = slow
-        self._tell(model, 0, p, slow)
-        for index in range(depth):
-            out = model.run(torch.cat((slow, p)), both, index, index + 1)
-            slow, p = out[:count], out[count:]
-            self._tell(model, index + 1, p, slow)
-        return slow, depth
+        self._tell(model, 0, slow, slow)
+        out = model.run(
+            torch.cat((slow, slow)),
+            both,
+            stop=depth,
+            watch=lambda index, h: self._tell(model, index + 1, h[count:], h[:count]),
+        )
+        return out[:count], depth
 
     def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
         """What p says of later layers and, to refine, what the slow residual says of the layer after the next."""

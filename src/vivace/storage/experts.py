@@ -84,6 +84,8 @@ class _Slot:
     """Brought by a guess and not used yet."""
     due: int = 0
     """Clock it is loaded for, while it is being loaded."""
+    used: int = -1
+    """Clock at which its expert was chosen last, or asked for."""
     error: Exception | None = None
 
 
@@ -224,6 +226,8 @@ class ExpertCache:
     def _count(self, chosen: dict[Key, None]) -> None:
         for key in chosen:
             slot = self._at.get(key)
+            if slot is not None:
+                slot.used = self._clock
             if slot is None:
                 self.counts.missed += 1
             elif not slot.is_ready:
@@ -290,14 +294,16 @@ class ExpertCache:
         """A slot for a load: an empty one, or that of the expert which is needed last, after ``due`` at any rate."""
         if self._empty:
             return self._empty.pop()
-        since = self._clock - self._sorted_at
-        if since and (not self._victims or since > self.num_layers // SORTS):
+        if self._clock - self._sorted_at > self.num_layers // SORTS:
             self._sort_victims()
-        while self._victims:
+        while self._victims or self._sorted_at < self._clock:
+            if not self._victims:
+                self._sort_victims()
+                continue
             use, _, slot = self._victims[-1]
             key = slot.key
-            if key is None or key in self._held or not slot.is_ready or self.policy.next_use(key, self._clock) < use:
-                self._victims.pop()  # it has moved since: seen again when they are sorted again
+            if key is None or not slot.is_ready or key in self._held or self._has_moved(slot, key, use):
+                self._victims.pop()  # seen again when they are sorted again
             elif due is not None and use <= due:
                 return None
             else:
@@ -305,6 +311,10 @@ class ExpertCache:
                 del self._at[key]
                 return slot
         return self._any_room() if due is None else None
+
+    def _has_moved(self, slot: _Slot, key: Key, use: float) -> bool:
+        """Whether it is needed sooner than was thought when victims were sorted."""
+        return slot.used >= self._sorted_at or self.policy.next_use(key, self._clock) < use
 
     def _sort_victims(self) -> None:
         """A few times a pass: asking about every slot for every load would cost more than it gives."""
@@ -322,7 +332,8 @@ class ExpertCache:
         return None
 
     def _load(self, key: Key, slot: _Slot, due: int, rank: int, *, is_guess: bool) -> None:
-        slot.key, slot.is_ready, slot.is_guess, slot.due, slot.error = key, False, is_guess, due, None
+        slot.key, slot.is_ready, slot.is_guess, slot.error = key, False, is_guess, None
+        slot.due, slot.used = due, self._clock
         self._at[key] = self._loading[slot.number] = slot
         self._likely.pop(key, None)
         self.counts.loads += 1
