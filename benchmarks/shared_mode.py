@@ -1,0 +1,97 @@
+"""The shared mode beside a plain fine-tune: ``python -m benchmarks.shared_mode --shared A --plain B --prompts FILE``.
+
+Both models were trained for as many steps on the same rows, the second without its streams' loss. Their plain answers
+are judged by the task's metric, with a paired bootstrap of the ratio over prompts; the shared model's streams decode in
+turns with its own plain decoding, whose text they have to give. Writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import vivace
+from benchmarks.rivals import Named
+from vivace.cli.asking import questions_of, read_prompts
+from vivace.engine import Engine
+from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
+from vivace.evaluate.contest import Record, hold, summarise
+from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.provenance import provenance
+from vivace.evaluate.tradeoff import Judgement, judge_texts
+from vivace.prompts import Prompt
+
+STREAMS = "multistream"
+
+
+def compare(shared: Engine, plain: Engine, prompts: Sequence[Prompt], limit: int | None, most: int) -> dict[str, Any]:
+    """Quality of both on all prompts; speed of the streams on the first ``limit``."""
+    asked = questions_of(shared, list(prompts), raw=False)
+    sides = [Named("shared", Entrant("plain", shared, most)), Named("plain", Entrant("plain", plain, most))]
+    records = hold(sides, asked, repeats=1)
+    ours, theirs = (_judge(engine, prompts, record) for engine, record in zip((shared, plain), records, strict=True))
+    ratio = paired_bootstrap(ours.values, theirs.values, statistic=ratio_of_sums)
+    entrants = [Entrant(name, shared, most) for name in ("plain", STREAMS)]
+    _, streams = summarise(hold(entrants, asked[:limit], repeats=1), "plain")
+    return {
+        "num_prompts": len(prompts),
+        "metrics": {"shared": ours.metrics, "plain": theirs.metrics},
+        "quality": {"shared": _mean(ours.values), "plain": _mean(theirs.values)},
+        "ratio": [ratio.estimate, ratio.low, ratio.high],
+        "agreement_with_plain_fine_tune": sum(a == b for a, b in zip(*map(_answers, records), strict=True))
+        / len(asked),
+        "streams": {"num_prompts": len(asked[:limit]), **asdict(streams)},
+        "kernels": shared.kernels.name,
+        "provenance": asdict(provenance(shared.model.device)),
+    }
+
+
+def _judge(engine: Engine, prompts: Sequence[Prompt], record: Record) -> Judgement:
+    answers = _answers(record)
+    texts = [engine.tokenizer.decode(ids) for ids in answers]
+    asked = [question.token_ids for question in questions_of(engine, list(prompts), raw=False)]
+    return judge_texts(engine, prompts, asked, answers, texts)
+
+
+def _answers(record: Record) -> list[tuple[int, ...]]:
+    return [ids for takes in record.takes for ids in takes[0].token_ids]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", required=True)
+    parser.add_argument("--plain", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True, help="files or packaged sets, one task each")
+    parser.add_argument("--limit", type=int, help="prompts of each that are judged")
+    parser.add_argument("--timed", type=int, default=40, help="prompts of each that the streams answer")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    shared, plain = vivace.load(given.shared), vivace.load(given.plain)
+    found = {}
+    for name in given.prompts:
+        told = compare(shared, plain, read_prompts(name, given.limit), given.timed, given.max_new_tokens)
+        found[Path(name).stem] = told
+        streams, quality = told["streams"], told["quality"]
+        print(
+            f"{Path(name).stem}: {told['num_prompts']} prompts, shared {quality['shared']:.4f}, plain "
+            f"{quality['plain']:.4f}, ratio {told['ratio'][0]:.4f} [{told['ratio'][1]:.4f}, {told['ratio'][2]:.4f}]; "
+            f"streams {streams['tokens_per_target_pass']:.2f} tokens a pass, {streams['speedup']:.2f}x, "
+            f"identical {'yes' if streams['identical'] else 'NO'}",
+            flush=True,
+        )
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
