@@ -226,17 +226,17 @@ class ExpertCache:
     def _count(self, chosen: dict[Key, None]) -> None:
         for key in chosen:
             slot = self._at.get(key)
-            if slot is not None:
-                slot.used = self._clock
             if slot is None:
                 self.counts.missed += 1
-            elif not slot.is_ready:
+                continue
+            slot.used = self._clock
+            if not slot.is_ready:
                 self.counts.awaited += 1
             elif slot.is_guess:
                 self.counts.ahead += 1
             else:
                 self.counts.resident += 1
-            if slot is not None and slot.is_guess:
+            if slot.is_guess:
                 slot.is_guess = False
                 self.counts.wasted -= 1
 
