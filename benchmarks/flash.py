@@ -275,7 +275,7 @@ class ApartReader(DirectReader):
             for start in range(0, count, 512):  # buffers that one call takes
                 some = parts[start : start + 512]
                 at = bundle.offset + (place * bundle.count + first + start) * size
-                assert os.preadv(self._file, some, at) == len(some) * size
+                assert os.preadv(self.file, some, at) == len(some) * size
 
 
 class Forgetful(NeuronCache):
