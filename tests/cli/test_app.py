@@ -29,7 +29,7 @@ def test_help_is_quick_and_loads_no_torch() -> None:
         times[code].append(_seconds_of_children() - before)
         assert done.returncode == 0, done.stderr
         assert ("generate" in done.stdout) == (code == ours)
-    assert min(times[ours]) < 1.9 * min(times[least]), "help costs little more than an app that says nothing"
+    assert min(times[ours]) < 2.2 * min(times[least]), "help costs little more than an app that says nothing"
 
 
 def _seconds_of_children() -> float:
