@@ -149,8 +149,9 @@ class Bench:
         return ForesightClimb(self.foresight, self.options.count, refine=self.options.refine)
 
     def guess(self) -> Traversal:
-        """The next layer's guess."""
-        return GuessingClimb(self.options.count)
+        """The next layer's guess, of as many as the router takes."""
+        assert self.store.config.moe is not None
+        return GuessingClimb(self.store.config.moe.top_k)
 
     def set_pace(self, share: float, trace: Trace, compute_s: float) -> float | None:
         """GB/s that reads are slowed down to for a share of the experts; None where they are not."""
@@ -301,7 +302,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reader", default="direct")
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--count", type=int, help="experts expected for each layer; the router's own number")
+    parser.add_argument("--count", type=int, help="experts that foresight expects for a layer; the router's own number")
     parser.add_argument("--refine", action="store_true", help="foresight asks again a layer before each router")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
