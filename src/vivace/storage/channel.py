@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from vivace.errors import CheckpointError, DependencyError, VivaceError
+from vivace.errors import DependencyError, VivaceError
 from vivace.kernels.library import ENDED, CRead, open_library
-from vivace.storage.readers import PAGE, address, truncated
+from vivace.storage.readers import PAGE, address, truncated, unreadable
 
 NUM_THREADS = 4
 CHUNK_BYTES = 512 * 1024
@@ -223,9 +223,7 @@ class NativeChannel:
         place, size = self._places[slot], self._slots[slot][1]
         if number == ENDED:
             return truncated(self._path, place, size, max(0, self._path.stat().st_size - place))
-        return CheckpointError(
-            f"{self._path} could not be read at byte {place}: {os.strerror(number)}; check the disk, then ask again"
-        )
+        return unreadable(self._path, place, os.strerror(number))
 
 
 def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _slots: Sequence[memoryview]) -> None:

@@ -177,11 +177,15 @@ def _read(file: int, path: Path, offset: int, into: memoryview, least: int | Non
         try:
             got = os.preadv(file, [into[done:]], offset + done)
         except OSError as exc:
-            where = f"{path} could not be read at byte {offset + done}"
-            raise CheckpointError(f"{where}: {exc.strerror}; check the disk, then ask again") from exc
+            raise unreadable(path, offset + done, exc.strerror) from exc
         if got == 0:
             raise truncated(path, offset, needed, done)
         done += got
+
+
+def unreadable(path: Path, offset: int, why: str | None) -> CheckpointError:
+    """The device failed."""
+    return CheckpointError(f"{path} could not be read at byte {offset}: {why}; check the disk, then ask again")
 
 
 def truncated(path: Path, offset: int, wanted: int, found: int) -> CorruptError:
