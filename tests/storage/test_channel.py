@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from vivace.errors import CheckpointError, CorruptError, VivaceError
-from vivace.storage.channel import Channel, NativeChannel, ThreadChannel, native_library
+from vivace.kernels.library import found_library
+from vivace.storage.channel import Channel, NativeChannel, ThreadChannel
 from vivace.storage.readers import PAGE, BufferedReader, DirectReader, Reader, aligned
 
 SIZE = 5 * PAGE
@@ -44,7 +45,7 @@ def opened(kind: str, path: Path, slots: list[memoryview]) -> Iterator[Channel]:
         channel.close()
         reader.close()
         return
-    library = native_library()
+    library = found_library()
     if library is None or reader.file is None:
         pytest.skip("the native channel is not built")
     channel = NativeChannel(library, reader.file, path, slots, chunk_bytes=PAGE)
@@ -90,7 +91,7 @@ def test_a_file_that_ends_early_is_an_error_of_that_load(kind: str, path: Path) 
 
 
 def test_an_error_of_the_system_says_where() -> None:
-    library = native_library()
+    library = found_library()
     if library is None:
         pytest.skip("the native channel is not built")
     folder = os.open(os.sep, os.O_RDONLY)  # can be opened, not read
@@ -105,7 +106,7 @@ def test_an_error_of_the_system_says_where() -> None:
 
 
 def paced(path: Path, slots: list[memoryview], num_bytes_per_s: float) -> NativeChannel:
-    library = native_library()
+    library = found_library()
     if library is None:
         pytest.skip("the native channel is not built")
     reader = BufferedReader(path)

@@ -233,6 +233,15 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     return library
 
 
+@cache
+def found_library() -> ctypes.CDLL | None:
+    """The same for those who do without; None where it cannot be opened."""
+    try:
+        return open_library()
+    except DependencyError:
+        return None
+
+
 def runnable(library: ctypes.CDLL) -> frozenset[str]:
     """Bodies whose instructions this processor and its system have."""
     bits = library.vivace_features()

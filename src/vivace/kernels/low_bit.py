@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.errors import ConfigError, DependencyError, nearest
+from vivace.errors import ConfigError, nearest
 from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
-from vivace.kernels.library import LANES, CQuantised, open_library, runnable
+from vivace.kernels.library import LANES, CQuantised, found_library, runnable
 from vivace.kernels.palette import Palette
 from vivace.kernels.threads import num_threads
 
@@ -187,12 +187,10 @@ def _round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _round_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (n, in) uint8 and scales (n, groups) bfloat16."""
     weight = weight.bfloat16()
-    try:
-        library = open_library()
-    except DependencyError:
+    library = found_library()
+    if library is None or not (bodies := runnable(library)):
         return search_q4(weight)
-    bodies = runnable(library)
-    return native_q4(library, 1 if "avx512" in bodies else 0, weight) if bodies else search_q4(weight)
+    return native_q4(library, 1 if "avx512" in bodies else 0, weight)
 
 
 def native_q4(library: ctypes.CDLL, body: int, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,12 +17,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int64
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from vivace.errors import DependencyError, VivaceError
-from vivace.kernels.library import ENDED, CRead, open_library
+from vivace.errors import VivaceError
+from vivace.kernels.library import ENDED, CRead
 from vivace.storage.readers import PAGE, address, truncated, unreadable
 
 NUM_THREADS = 4
@@ -228,12 +227,3 @@ class NativeChannel:
 
 def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _slots: Sequence[memoryview]) -> None:
     library.vivace_channel_close(handle)
-
-
-@cache
-def native_library() -> ctypes.CDLL | None:
-    """What native channels run on; None where it was not built."""
-    try:
-        return open_library()
-    except DependencyError:
-        return None

@@ -265,8 +265,6 @@ class ExpertCache:
 
     def _go_on(self) -> None:
         """Begin what is expected, the most urgent first, while the channel has little to do."""
-        if not self._loading and not self._likely:
-            return
         self._settle(waits=False)
         while self._likely and len(self._loading) < self._most_under_way:
             key = min(self._likely, key=self._likely.__getitem__)

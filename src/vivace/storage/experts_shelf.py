@@ -12,8 +12,9 @@ from vivace.core.layers import FeedForward, Linear
 from vivace.core.packed import PackedFeedForward, PackedLinear
 from vivace.core.seams import Expert
 from vivace.errors import UnsupportedError
+from vivace.kernels.library import found_library
 from vivace.kernels.native import NativeBody
-from vivace.storage.channel import Channel, NativeChannel, ThreadChannel, native_library
+from vivace.storage.channel import Channel, NativeChannel, ThreadChannel
 from vivace.storage.policies import Key
 from vivace.storage.readers import Reader
 from vivace.storage.store import Store, view
@@ -59,7 +60,7 @@ class StoreShelf:
 
     def channel(self, slots: Sequence[memoryview], *, num_threads: int, chunk_bytes: int) -> Channel:
         """Native where the reader is of a file and the kernels are built; else threads of Python."""
-        library, file = native_library(), self.reader.file
+        library, file = found_library(), self.reader.file
         if library is None or file is None:
             return ThreadChannel(self.reader.read, slots, num_threads=num_threads, chunk_bytes=chunk_bytes)
         size = {"num_threads": num_threads, "chunk_bytes": chunk_bytes}
