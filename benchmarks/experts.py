@@ -42,7 +42,7 @@ from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
-from vivace.storage.readers import device_bytes, open_reader, probe
+from vivace.storage.probing import device_bytes, open_reader, probe
 from vivace.storage.simulator import Machine, simulate
 from vivace.storage.store import Store, open_store
 

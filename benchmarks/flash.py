@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,14 @@ from vivace.prompts import load_prompts, packaged_prompts
 from vivace.storage.budget import plan_memory
 from vivace.storage.calibrate import calibrate
 from vivace.storage.convert import write_store
-from vivace.storage.loading import Storage, load_stored, read_bundle
-from vivace.storage.neuron_cache import NeuronCache, Run
+from vivace.storage.loading import SCATTERED_THREADS, Storage, load_stored, read_bundle
+from vivace.storage.neuron_cache import NeuronCache, Runs
 from vivace.storage.neurons import NeuronCounts
 from vivace.storage.ordering import find_orders
+from vivace.storage.pools import CHUNK_BYTES, ThreadPool
 from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors, split_held
-from vivace.storage.readers import CHUNK_BYTES, Choice, DirectReader, ReadPool, device_bytes, probe
+from vivace.storage.probing import Choice, device_bytes, probe
+from vivace.storage.readers import DirectReader
 from vivace.storage.store import PAGE, Store, is_store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 
@@ -281,7 +283,7 @@ class ApartReader(DirectReader):
 class Forgetful(NeuronCache):
     """No window: every token reads all it needs."""
 
-    def turn(self, active: Tensor) -> list[Run]:
+    def turn(self, active: Tensor) -> Runs:
         """Begin with nothing."""
         self.forget()
         return super().turn(active)
@@ -299,7 +301,7 @@ def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Dec
         size = num_buffers * max(store[unit].num_pages_bytes for unit in units)
         fixed = store["resident"].num_bytes
         plan = replace(plan, resident=(), streamed=units, resident_bytes=fixed, buffer_bytes=size)
-    with ReadPool(reader) as pool:
+    with closing(ThreadPool(reader)) as pool:
         stream = Stream(store, pool, plan.streamed, num_buffers)
         with torch.device("meta"):
             decoder = Decoder(store.config, StreamedParts(store.config, stream))
@@ -313,22 +315,27 @@ def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Dec
 
 @contextmanager
 def sparse(
-    store: Store, share: float, window: int, *, is_bundled: bool, is_native: bool = False
+    store: Store, share: float, window: int, *, is_bundled: bool = True, computes: bool = False, reads: bool = False
 ) -> Iterator[tuple[Decoder, Storage]]:
-    """The neurons that predictors ask for; window 0 keeps none of them."""
+    """The neurons that predictors ask for; window 0 keeps none of them. Native code ``computes`` and ``reads``."""
     budget = int(share * plan_memory(store, None, TOKENS).total_bytes)
     keep = max(1, window)
-    body = choose("auto").body if is_native else None
+    body = choose("auto").body if computes else None
     model, storage = load_stored(store.folder, budget, reader="direct", num_tokens=TOKENS, window=keep, body=body)
     assert storage.neurons is not None
     if not window:
         old = storage.neurons.caches
         storage.neurons.caches = [Forgetful(len(c.row_of), c.room, c.stride, 1) for c in old]
         del old
-    if not is_bundled:
-        apart = ApartReader(store)
-        storage.pool.reader, storage.pool.chunk_bytes = apart, apart.chunk_bytes
-    yield model, storage
+    if reads:
+        yield model, storage
+    else:
+        apart = None if is_bundled else ApartReader(store)
+        cut = CHUNK_BYTES if apart is None else apart.chunk_bytes
+        pool = ThreadPool(apart or storage.reader.reader, num_threads=SCATTERED_THREADS, chunk_bytes=cut)
+        with closing(pool):
+            storage.neurons.pool = pool
+            yield model, storage
     storage.close()
 
 
@@ -344,8 +351,9 @@ def rows(folder: Path, share: float) -> dict[str, Opening]:
         "hybrid, read ahead": lambda: streamed(dense, share, 2),
         "+ predictor": lambda: sparse(neurons, share, 0, is_bundled=False),
         "+ window": lambda: sparse(neurons, share, 4, is_bundled=False),
-        "+ bundling": lambda: sparse(neurons, share, 4, is_bundled=True),
-        "+ native kernels": lambda: sparse(neurons, share, 4, is_bundled=True, is_native=True),
+        "+ bundling": lambda: sparse(neurons, share, 4),
+        "+ native kernels": lambda: sparse(neurons, share, 4, computes=True),
+        "+ native reads": lambda: sparse(neurons, share, 4, computes=True, reads=True),
     }
 
 
@@ -396,7 +404,7 @@ def agree(folder: Path, num_prompts: int, new_tokens: int, share: float) -> dict
     storage.close()
     del model, storage
     found = {}
-    with sparse(neurons, share, 4, is_bundled=True) as (model, storage):
+    with sparse(neurons, share, 4) as (model, storage):
         for name, prompts in sets.items():
             before, agreed, surprise = _counters(storage), 0, 0.0
             for prompt, (tokens, logprobs) in zip(prompts, texts[name], strict=True):
@@ -482,7 +490,7 @@ def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row
 
 
 def _counters(storage: Storage) -> dict[str, float]:
-    traffic = storage.pool.traffic
+    traffic = (storage.pool if storage.neurons is None else storage.neurons.pool).traffic
     counts = NeuronCounts() if storage.neurons is None else storage.neurons.counts
     return {
         "wait": traffic.wait_s,

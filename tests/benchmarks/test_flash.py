@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import transformers
 from benchmarks.flash import ApartReader, _same, _split
 from vivace.errors import UnsupportedError
 from vivace.storage.convert import write_store
-from vivace.storage.readers import BufferedReader, ReadPool, aligned
+from vivace.storage.pools import ThreadPool, open_pool, whole
+from vivace.storage.readers import BufferedReader, aligned
 
 
 def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
@@ -29,10 +31,10 @@ def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
     except UnsupportedError as error:
         pytest.skip(str(error))
     found, expected = aligned(bundle.num_bytes), aligned(bundle.num_bytes)
-    with ReadPool(reader, chunk_bytes=reader.chunk_bytes) as pool:
-        pool.submit([(bundle.offset, found)]).wait()
-    with ReadPool(BufferedReader(store.path)) as pool:
-        pool.submit([(bundle.offset, expected)]).wait()
+    with closing(ThreadPool(reader, chunk_bytes=reader.chunk_bytes)) as pool:
+        pool.submit(*whole(bundle.offset, found)).wait()
+    with closing(open_pool(BufferedReader(store.path))) as bundled:
+        bundled.submit(*whole(bundle.offset, expected)).wait()
     assert bundle.num_bytes > reader.chunk_bytes
     assert torch.equal(*(torch.frombuffer(each, dtype=torch.uint8) for each in (found, expected)))
 

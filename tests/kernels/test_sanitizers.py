@@ -21,7 +21,7 @@ TESTS = (
     *(f"kernels/test_{name}.py" for name in ("native", "low_bit", "palette", "exact", "native_bits", "pool")),
     *("kernels/test_single_rows.py", "kernels/test_neurons.py", "core/test_packed.py", "multirate/test_chain.py"),
     *("multirate/test_low_bit.py", "decode/test_running_ahead.py", "multistream/test_steps_at_once.py"),
-    *("multirate/test_foresight.py", "storage/test_channel.py"),
+    *("multirate/test_foresight.py", "storage/test_channel.py", "storage/test_pools.py"),
 )
 
 

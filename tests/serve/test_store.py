@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 import vivace
 from tests.serve.conftest import local
+from tests.storage.stored import broken as failing
 from vivace.engine import Engine
 from vivace.errors import CapacityError
 from vivace.serve.app import Server
@@ -46,23 +46,14 @@ def test_a_server_keeps_to_its_budget(stored: Engine) -> None:
 
 
 def test_a_disk_that_fails_is_told_and_the_next_answer_is_right(
-    stored: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stored: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, left = os.preadv, [0]
-
-    def failing(file: int, into: list[memoryview], at: int) -> int:
-        if left[0]:
-            left[0] -= 1
-            raise OSError(5, "Input/output error")
-        return whole(file, into, at)
-
-    monkeypatch.setattr(os, "preadv", failing)
+    assert stored.storage is not None
     with local(stored, CONFIG) as server:
         plain = server.http().post("/v1/completions", json=ASK).json()["choices"][0]["text"]
-        left[0] = 1
-        broken = server.http().post("/v1/completions", json=ASK)
-        assert left[0] == 0
+        with failing(stored.storage.reader.reader, tmp_path):
+            broken = server.http().post("/v1/completions", json=ASK)
         assert broken.status_code == 500
         assert broken.json()["error"]["message"] == "decoding failed; the log says why"
-        assert "Input/output error; check the disk" in caplog.text
+        assert "Is a directory; check the disk" in caplog.text
         assert server.http().post("/v1/completions", json=ASK).json()["choices"][0]["text"] == plain

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.storage.budget import plan_memory
 from vivace.storage.loading import Storage, load_stored
+from vivace.storage.readers import Reader
 from vivace.storage.store import Store
 
 PROMPTS = (tuple(range(3, 40)), (5, 17, 42, 8, 23))
@@ -53,3 +56,17 @@ def distance(a: list[Result], b: list[Result]) -> float:
     """Largest difference of log-probabilities; the tokens are the same."""
     assert [r.tokens for r in a] == [r.tokens for r in b]
     return max(abs(x - y) for r, s in zip(a, b, strict=True) for x, y in zip(r.logprobs, s.logprobs, strict=True))
+
+
+@contextmanager
+def broken(reader: Reader, folder: Path) -> Iterator[None]:
+    """Its descriptor is that of a folder for a while, so that every read fails, whoever makes it."""
+    assert reader.file is not None
+    kept, other = os.dup(reader.file), os.open(folder, os.O_RDONLY)
+    os.dup2(other, reader.file)
+    try:
+        yield
+    finally:
+        os.dup2(kept, reader.file)
+        os.close(kept)
+        os.close(other)

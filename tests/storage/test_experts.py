@@ -28,7 +28,7 @@ from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.loading import load_stored
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Trace
-from vivace.storage.readers import open_reader
+from vivace.storage.probing import open_reader
 
 POLICIES = 5
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vivace.storage.convert import write_store
-from vivace.storage.readers import device_bytes
+from vivace.storage.probing import device_bytes
 from vivace.storage.store import Layout
 
 SLACK = 64 << 20
@@ -23,7 +23,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.choice import choose
 from vivace.storage.loading import load_stored
-from vivace.storage.readers import device_bytes
+from vivace.storage.probing import device_bytes
 from vivace.storage.store import open_store
 
 torch.set_num_threads(1)

@@ -17,7 +17,8 @@ COUNT = 200
 def filled(cache: NeuronCache, active: list[int]) -> int:
     """Turn the cache and put each neuron's own bytes into its row; returns how many were read."""
     read = 0
-    for neuron, row, length in cache.turn(torch.tensor(active, dtype=torch.int64)):
+    wanted = cache.turn(torch.tensor(active, dtype=torch.int64))
+    for neuron, row, length in zip(*(each.tolist() for each in wanted), strict=True):
         for place in range(length):
             cache.rows[row + place] = torch.full((STRIDE,), (neuron + place) % 256, dtype=torch.uint8)
         read += length
@@ -80,8 +81,11 @@ def test_forgetting() -> None:
 
 def test_neighbours_are_read_together() -> None:
     found = runs(torch.tensor([3, 4, 5, 9, 11, 12]), 7)
-    assert [tuple(run) for run in found] == [(3, 7, 3), (9, 10, 1), (11, 11, 2)]
-    assert runs(torch.tensor([], dtype=torch.int64), 0) == []
+    assert [each.tolist() for each in found] == [[3, 9, 11], [7, 10, 11], [3, 1, 2]]
+    assert found.extents(1000, 16).tolist() == [[1048, 112, 48], [1144, 160, 16], [1176, 176, 32]]
+    nothing = runs(torch.tensor([], dtype=torch.int64), 0)
+    assert [each.tolist() for each in nothing] == [[], [], []]
+    assert nothing.extents(1000, 16).shape == (0, 3)
 
 
 def test_memory_is_taken_once() -> None:

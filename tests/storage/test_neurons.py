@@ -12,7 +12,7 @@ import torch
 
 from tests.decode.runs import Result
 from tests.parity.families import CONFIGS, make, randomise
-from tests.storage.stored import PROMPTS, TOKENS, answers, distance, opened, same
+from tests.storage.stored import PROMPTS, TOKENS, answers, broken, distance, opened, same
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
 from vivace.core.packed import PackedLinear
@@ -333,19 +333,17 @@ def test_native_kernels_compute_with_neurons(neurons: Store, body: NativeBody, t
     assert logprobs[0].argmax() == logprobs[1].argmax()
 
 
-def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, tmp_path: Path) -> None:
     """Neurons that did not come are not taken for those that did."""
     calibrate(case.folder / "model", case.selected, TEXTS, 0.3)
-    with opened(case.selected, 0.9) as (model, _):
+    with opened(case.selected, 0.9) as (model, storage):
         plain = answers(model, PROMPTS[:1])[0]
         session = Session(model, num_slots=1, capacity=TOKENS, chunk=16)
         session.admit(Request(PROMPTS[0], 8, NoDrafts(), logprobs=True))
         with torch.inference_mode():
             tokens = [token for _ in range(5) for token in _stepped(session)]
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "preadv", _broken)
-                with pytest.raises(CheckpointError, match="Input/output error"):
-                    tokens.extend(token for _ in range(3) for token in _stepped(session))
+            with broken(storage.reader.reader, tmp_path), pytest.raises(CheckpointError, match="Is a directory"):
+                tokens.extend(token for _ in range(3) for token in _stepped(session))
             while not session.is_idle:
                 tokens += _stepped(session)
     (case.selected.folder / thresholds.FILE).unlink()
@@ -354,7 +352,3 @@ def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, monkeypatc
 
 def _stepped(session: Session) -> list[int]:
     return [token for emitted in session.step() for token in emitted.tokens]
-
-
-def _broken(file: int, into: list[memoryview], at: int) -> int:
-    raise OSError(5, "Input/output error")

@@ -11,7 +11,8 @@ import pytest
 
 from vivace.errors import CheckpointError, ConfigError, CorruptError, UnsupportedError
 from vivace.storage import readers
-from vivace.storage.readers import PAGE, READERS, Reader, ReadPool, aligned, device_bytes, drop_cached, open_reader
+from vivace.storage.probing import device_bytes, drop_cached, open_reader
+from vivace.storage.readers import PAGE, READERS, Reader, aligned
 
 SIZE = 40 * PAGE
 
@@ -55,28 +56,6 @@ def test_whole_pages(reader: Reader, content: bytes) -> None:
     assert bytes(memory) == content[3 * PAGE : 11 * PAGE]
 
 
-def test_a_pool_reads_scattered_extents(reader: Reader, content: bytes) -> None:
-    places = random.Random(2).sample(range(40), 20)
-    memory = aligned(20 * PAGE)
-    with ReadPool(reader, num_threads=3, chunk_bytes=2 * PAGE) as pool:
-        pool.submit([(place * PAGE, memory[n * PAGE : (n + 1) * PAGE]) for n, place in enumerate(places)]).wait()
-        assert bytes(memory) == b"".join(content[place * PAGE : (place + 1) * PAGE] for place in places)
-        assert (pool.traffic.num_reads, pool.traffic.num_bytes) == (20, 20 * PAGE)
-        pool.submit([(0, memory[: 5 * PAGE])]).wait()
-        assert pool.traffic.num_reads == 23
-        assert 0 < pool.traffic.busy_s < 5
-
-
-def test_a_file_that_ends_early(reader: Reader, path: Path, content: bytes) -> None:
-    os.truncate(path, 10 * PAGE + 7)
-    memory = aligned(4 * PAGE)
-    with ReadPool(reader, chunk_bytes=PAGE) as pool:
-        with pytest.raises(CorruptError, match=f"ends early: {PAGE} bytes were wanted at byte {10 * PAGE}, 7 are"):
-            pool.submit([(9 * PAGE, memory)]).wait()
-        pool.submit([(0, memory)]).wait()
-    assert bytes(memory) == content[: 4 * PAGE]
-
-
 def test_short_reads_are_asked_again(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, into, at: whole(file, [into[0][:1000]], at))
@@ -93,8 +72,14 @@ def test_a_broken_device(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    with ReadPool(reader) as pool, pytest.raises(CheckpointError, match="at byte 4096: Input/output error; check"):
-        pool.submit([(PAGE, aligned(PAGE))]).wait()
+    with pytest.raises(CheckpointError, match="at byte 4096: Input/output error; check"):
+        reader.read(PAGE, aligned(PAGE))
+
+
+def test_a_file_that_ends_early(reader: Reader, path: Path) -> None:
+    os.truncate(path, 10 * PAGE + 7)
+    with pytest.raises(CorruptError, match=f"ends early: {PAGE} bytes were wanted at byte {10 * PAGE}, 7 are"):
+        reader.read(10 * PAGE, aligned(PAGE))
 
 
 def test_auto_measures_and_says_so(path: Path) -> None:

@@ -11,12 +11,13 @@ import torch
 
 from tests.decode.runs import Result
 from tests.parity.families import CONFIGS, make
-from tests.storage.stored import PROMPTS, TOKENS, answers, opened, same
+from tests.storage.stored import PROMPTS, TOKENS, answers, broken, opened, same
 from vivace.checkpoint.load import load_decoder
 from vivace.core.packed import pack_decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.errors import CapacityError, CheckpointError, CorruptError
 from vivace.kernels.native import NativeBody
+from vivace.storage import pools
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.loading import load_stored
@@ -139,6 +140,7 @@ def test_a_disk_that_fails_now_and_then(llama: Store, failures: int, monkeypatch
             raise OSError(5, "Input/output error")
         return whole(file, into, at)
 
+    monkeypatch.setattr(pools, "found_library", lambda: None)  # threads of Python, whose reads can be made to fail
     with opened(llama, 0.8) as (model, _):
         plain = answers(model)
         monkeypatch.setattr(os, "preadv", failing)
@@ -153,6 +155,14 @@ def test_a_disk_that_fails_now_and_then(llama: Store, failures: int, monkeypatch
         assert left[0] == 0
         assert 1 <= errors <= failures
         assert same(found, plain)
+
+
+def test_a_disk_that_fails_for_a_while(llama: Store, tmp_path: Path) -> None:
+    with opened(llama, 0.8) as (model, storage):
+        plain = answers(model)
+        with broken(storage.reader.reader, tmp_path), pytest.raises(CheckpointError, match="Is a directory; check"):
+            answers(model)
+        assert same(answers(model), plain)
 
 
 def test_too_little_memory(llama: Store) -> None:

@@ -27,6 +27,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "entry.cpp": (),
     "pool.cpp": (),
     "channel.cpp": (),
+    "scatter.cpp": (),
     "routers.cpp": (),
     "body_avx2.cpp": AVX2,
     "body_avx2vnni.cpp": (*AVX2, "-mavxvnni"),

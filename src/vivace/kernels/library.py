@@ -196,6 +196,9 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_channel_close": (c_void_p,),
     "vivace_channel_submit": (c_void_p, POINTER(CRead)),
     "vivace_channel_postpone": (c_void_p, c_int64, c_int64),
+    "vivace_scatter_close": (c_void_p,),
+    "vivace_scatter_wait": (c_void_p, c_int64, c_void_p),
+    "vivace_scatter_counts": (c_void_p, c_void_p),
 }
 
 
@@ -230,6 +233,10 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     library.vivace_channel_open.restype = c_void_p
     library.vivace_channel_finished.argtypes = (c_void_p, POINTER(c_int64), c_int64, c_int64)
     library.vivace_channel_finished.restype = c_int64
+    library.vivace_scatter_open.argtypes = (c_int64, c_int64, c_int64, c_int64)
+    library.vivace_scatter_open.restype = c_void_p
+    library.vivace_scatter_submit.argtypes = (c_void_p, c_void_p, c_void_p, c_int64)
+    library.vivace_scatter_submit.restype = c_int64
     return library
 
 

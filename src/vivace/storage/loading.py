@@ -25,7 +25,9 @@ from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.neurons import WINDOW, NeuronParts, Neurons
 from vivace.storage.policies import NextUse
-from vivace.storage.readers import NUM_THREADS, Choice, ReadPool, aligned, device_bytes, open_reader
+from vivace.storage.pools import Pool, open_pool, whole
+from vivace.storage.probing import Choice, device_bytes, open_reader
+from vivace.storage.readers import NUM_THREADS, aligned
 from vivace.storage.store import Store, in_rows, open_store
 from vivace.storage.streaming import Stream, StreamedParts, put_tiles
 from vivace.units import format_bytes
@@ -43,7 +45,7 @@ class Storage:
     store: Store
     plan: MemoryPlan
     reader: Choice
-    pool: ReadPool
+    pool: Pool
     read_gb_per_s: float | None
     stream: Stream | None = None
     neurons: Neurons | None = None
@@ -152,7 +154,7 @@ def load_stored(
     has_neurons = plan.neurons_per_layer > 0 and store.dtype == torch.bfloat16
     used = body if store.is_tiled or has_neurons else None
     choice = open_reader(store.path, reader)
-    pool = ReadPool(choice.reader, num_threads=SCATTERED_THREADS if plan.neurons_per_layer else NUM_THREADS)
+    pool = open_pool(choice.reader, num_threads=SCATTERED_THREADS if plan.neurons_per_layer else NUM_THREADS)
     stream, neurons, experts = None, None, None
     parts: DenseParts = DenseParts(store.config)
     if plan.num_experts:
@@ -214,7 +216,7 @@ def _give_back() -> None:
             trim(0)
 
 
-def read_bundle(store: Store, pool: ReadPool, name: str) -> dict[str, nn.Parameter]:
+def read_bundle(store: Store, pool: Pool, name: str) -> dict[str, nn.Parameter]:
     """The tensors of a bundle, in memory of their own.
 
     Raises:
@@ -222,12 +224,12 @@ def read_bundle(store: Store, pool: ReadPool, name: str) -> dict[str, nn.Paramet
     """
     bundle = store[name]
     memory = aligned(bundle.num_pages_bytes)
-    pool.submit([(bundle.offset, memory)]).wait()
+    pool.submit(*whole(bundle.offset, memory)).wait()
     checksum = zlib.crc32(memory[: bundle.num_bytes])
     if checksum != bundle.checksum:
         raise CorruptError(
             f"{store.path}: bundle {name} has checksum {checksum:08x}, its index says {bundle.checksum:08x}; "
             "convert the model again"
         )
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return {part: nn.Parameter(values, requires_grad=False) for part, values in store.tensors(name, whole).items()}
+    content = torch.frombuffer(memory, dtype=torch.uint8)
+    return {part: nn.Parameter(values, requires_grad=False) for part, values in store.tensors(name, content).items()}

@@ -10,8 +10,6 @@ fit even so is for the caller to read and to forget.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,12 +18,20 @@ from torch import Tensor
 from vivace.storage.readers import aligned
 
 
-class Run(NamedTuple):
-    """Neighbouring records of the file that belong into neighbouring rows."""
+class Runs(NamedTuple):
+    """Neighbouring records of the file that belong into neighbouring rows: (n,) each."""
 
-    neuron: int
-    row: int
-    length: int
+    neurons: Tensor
+    """The first of each run."""
+    rows: Tensor
+    """Where it goes."""
+    lengths: Tensor
+
+    def extents(self, offset: int, stride: int) -> Tensor:
+        """(n, 3): places in the file, places in memory and bytes, of records of ``stride`` bytes from ``offset`` on."""
+        places = torch.stack([self.neurons, self.rows, self.lengths], dim=1) * stride
+        places[:, 0] += offset
+        return places
 
 
 class NeuronCache:
@@ -64,7 +70,7 @@ class NeuronCache:
         """The active sets of the window, the oldest first, without what left early."""
         return tuple(self._recent)
 
-    def turn(self, active: Tensor) -> list[Run]:
+    def turn(self, active: Tensor) -> Runs:
         """Move the window on.
 
         Args:
@@ -117,9 +123,10 @@ class NeuronCache:
         self.row_of[self.pointer[: self.num_used][~alive]] = -1
         holes = (~alive[:kept]).nonzero()[:, 0]
         movers = alive[kept:].nonzero()[:, 0] + kept
-        for hole, mover, length in _together(holes, movers):
-            first, source = hole * self.stride, mover * self.stride
-            self.memory[first : first + length * self.stride] = self.memory[source : source + length * self.stride]
+        firsts, lengths = _together(holes, movers)
+        moves = torch.stack([holes[firsts], movers[firsts], lengths], dim=1) * self.stride
+        for target, source, size in moves.tolist():
+            self.memory[target : target + size] = self.memory[source : source + size]
         self.pointer[holes] = self.pointer[movers]
         self.row_of[self.pointer[holes]] = holes
         self.num_moved += len(holes)
@@ -133,18 +140,17 @@ class NeuronCache:
         self.num_used = 0
 
 
-def _together(*places: Tensor) -> Iterator[tuple[int, ...]]:
-    """Ascending places (n,) side by side: where stretches of neighbours begin in each, and how long they are."""
+def _together(*places: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending places (n,) side by side: which of them begin a stretch of neighbours in all, and its length."""
     count = len(places[0])
-    if not count:
-        return iter(())
-    breaks = torch.stack([each.diff() != 1 for each in places]).any(0).nonzero()[:, 0] + 1
-    edges = [0, *breaks.tolist(), count]
-    starts = [each[edges[:-1]].tolist() for each in places]
-    return zip(*starts, (b - a for a, b in pairwise(edges)), strict=True)
+    is_first = torch.ones(count, dtype=torch.bool)
+    if count:
+        is_first[1:] = torch.stack([each.diff() != 1 for each in places]).any(0)
+    firsts = is_first.nonzero()[:, 0]
+    return firsts, torch.diff(firsts, append=torch.tensor([count]))
 
 
-def runs(neurons: Tensor, first_row: int) -> list[Run]:
+def runs(neurons: Tensor, first_row: int) -> Runs:
     """Ascending neurons (n,) that go into rows from ``first_row`` on, neighbours together."""
-    rows = torch.arange(first_row, first_row + len(neurons))
-    return [Run(*run) for run in _together(neurons, rows)]
+    firsts, lengths = _together(neurons)
+    return Runs(neurons[firsts], first_row + firsts, lengths)

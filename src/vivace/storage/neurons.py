@@ -34,9 +34,10 @@ from vivace.errors import UnsupportedError, VivaceError
 from vivace.kernels import reference as kernels
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, block_of
-from vivace.storage.neuron_cache import NeuronCache, Run, runs
+from vivace.storage.neuron_cache import NeuronCache, runs
+from vivace.storage.pools import Pool, Ticket, whole
 from vivace.storage.predictors import Predictor, load_predictors
-from vivace.storage.readers import ReadPool, Ticket, aligned
+from vivace.storage.readers import aligned
 from vivace.storage.store import Bundle, Store
 from vivace.storage.thresholds import load_thresholds
 
@@ -87,7 +88,7 @@ class Neurons:
     def __init__(
         self,
         store: Store,
-        pool: ReadPool,
+        pool: Pool,
         room: int,
         *,
         thresholds: Sequence[float],
@@ -121,7 +122,7 @@ class Neurons:
         self._live: set[int] = set()
 
     @staticmethod
-    def of(store: Store, pool: ReadPool, plan: MemoryPlan, window: int = WINDOW) -> Neurons:
+    def of(store: Store, pool: Pool, plan: MemoryPlan, window: int = WINDOW) -> Neurons:
         """For a plan, with the predictors or thresholds of the store.
 
         Raises:
@@ -159,16 +160,17 @@ class Neurons:
         begun = time.perf_counter()
         wanted = cache.turn(active)
         excess = list(cache.excess.split(self.block)) if len(cache.excess) else []
-        tickets = [self.pool.submit(self._extents(bundle, wanted, cache.memory))]
+        tickets = [self.pool.submit(cache.memory, wanted.extents(bundle.offset, bundle.stride))]
         tickets += [self._begin(bundle, excess, place) for place in range(min(2, len(excess)))]
         self.counts.passes += 1
         self.counts.active += len(active)
-        self.counts.read += sum(run.length for run in wanted) + len(cache.excess)
+        num_wanted = int(wanted.lengths.sum())
+        self.counts.read += num_wanted + len(cache.excess)
         self.counts.excess += len(cache.excess)
         self.counts.manage_s += time.perf_counter() - begun
         try:
             records = self.store.records(bundle.name, cache.rows)
-            kept = cache.num_used - sum(run.length for run in wanted)
+            kept = cache.num_used - num_wanted
             yield Records(cache.pointer, records, 0, kept)
             tickets[0].wait()
             yield Records(cache.pointer, records, kept, cache.num_used)
@@ -188,12 +190,8 @@ class Neurons:
                 ticket.settle()
 
     def _begin(self, bundle: Bundle, excess: list[Tensor], place: int) -> Ticket:
-        return self.pool.submit(self._extents(bundle, runs(excess[place], 0), self._blocks[place % 2]))
-
-    @staticmethod
-    def _extents(bundle: Bundle, wanted: Sequence[Run], memory: memoryview) -> list[tuple[int, memoryview]]:
-        stride = bundle.stride
-        return [(bundle.start(neuron), memory[row * stride : (row + count) * stride]) for neuron, row, count in wanted]
+        extents = runs(excess[place], 0).extents(bundle.offset, bundle.stride)
+        return self.pool.submit(self._blocks[place % 2], extents)
 
     def every(self, layer: int) -> NeuronBlocks:
         """All records of a layer, block by block."""
@@ -225,7 +223,7 @@ class Neurons:
 class NeuronBlocks:
     """Iterates over (first neuron, parts (n, E)) of a layer; a block is good until the next is asked for."""
 
-    def __init__(self, store: Store, pool: ReadPool, name: str, block: int, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, store: Store, pool: Pool, name: str, block: int, buffers: Sequence[memoryview]) -> None:
         self._store = store
         self._pool = pool
         self._name = name
@@ -261,7 +259,7 @@ class NeuronBlocks:
         return self._buffers[place % 2][: count * bundle.stride]
 
     def _begin(self, place: int) -> Ticket:
-        return self._pool.submit([(self._store[self._name].start(self._starts[place]), self._view(place))])
+        return self._pool.submit(*whole(self._store[self._name].start(self._starts[place]), self._view(place)))
 
 
 class Bias(nn.Module):

@@ -2,10 +2,7 @@
 
 Three readers give the same bytes. *direct* (O_DIRECT) takes them from the device past the page cache, so what is read
 counts against no other memory; *buffered* goes through the cache; *mmap* copies from a map of the file. Which is best
-is measured on the file itself (``open_reader``), and where one is missing the choice says why.
-
-A ``ReadPool`` cuts reads into chunks and hands them to a few threads: devices are only fast with several reads under
-way. All counters are ours; ``device_bytes`` asks the kernel what really came from the device.
+is measured on the file itself (``probing.py``); many reads are under way at once in a pool (``pools.py``).
 """
 
 from __future__ import annotations
@@ -14,29 +11,24 @@ import ctypes
 import mmap
 import os
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
-from vivace.errors import CheckpointError, ConfigError, CorruptError, UnsupportedError, nearest
+from vivace.errors import CheckpointError, CorruptError, UnsupportedError
 
 Kind = Literal["direct", "buffered", "mmap"]
 
 PAGE = 4096
-CHUNK_BYTES = 1 << 20
 NUM_THREADS = 4
-PROBE_BYTES = 32 << 20
-"""What is read to compare readers."""
+"""Reads of a MiB under way at once."""
 
 
 class Reader(Protocol):
     """Reads one file; called from several threads."""
 
     name: Kind
+    path: Path
 
     @property
     def file(self) -> int | None:
@@ -193,210 +185,3 @@ def truncated(path: Path, offset: int, wanted: int, found: int) -> CorruptError:
     return CorruptError(
         f"{path} ends early: {wanted} bytes were wanted at byte {offset}, {found} are there; convert the model again"
     )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A reader and why it was taken."""
-
-    reader: Reader
-    why: str
-    gb_per_s: float | None = None
-    """Of the probe, 10^9 bytes a second; None when nothing was measured."""
-
-
-def open_reader(path: Path, kind: str = "auto") -> Choice:
-    """The reader asked for; "auto" takes the fastest from a cold cache, measured on this file.
-
-    Raises:
-        ConfigError: there is no such reader.
-        UnsupportedError: it does not work here, and was asked for by name.
-    """
-    if kind != "auto":
-        if kind not in READERS:
-            raise ConfigError(f"there is no reader {kind!r}{nearest(kind, ('auto', *READERS))}")
-        return Choice(READERS[kind](path), "asked for")
-    speeds: dict[str, float] = {}
-    missing: list[str] = []
-    opened: dict[str, Reader] = {}
-    for name in get_args(Kind):
-        try:
-            opened[name] = READERS[name](path)
-        except UnsupportedError as exc:
-            missing.append(str(exc))
-            continue
-        speeds[name] = probe(opened[name], path)
-    best = max(speeds, key=speeds.__getitem__)
-    for name, reader in opened.items():
-        if name != best:
-            reader.close()
-    told = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
-    why = "; ".join([f"fastest of {told} GB/s from a cold cache", *missing])
-    return Choice(opened[best], why, speeds[best])
-
-
-def probe(reader: Reader, path: Path, num_bytes: int = PROBE_BYTES, num_threads: int = NUM_THREADS) -> float:
-    """GB/s (10^9 bytes) of a reader on the middle of its file, the page cache told to forget it before."""
-    size = path.stat().st_size
-    num_bytes = min(num_bytes, size - size % PAGE)
-    first = (size - num_bytes) // 2 // PAGE * PAGE
-    drop_cached(path, first, num_bytes)
-    memory = aligned(num_bytes)
-    with ReadPool(reader, num_threads=num_threads) as pool:
-        begun = time.perf_counter()
-        pool.submit([(first, memory)]).wait()
-        return num_bytes / (time.perf_counter() - begun) / 1e9
-
-
-def drop_cached(path: Path, first: int = 0, num_bytes: int = 0) -> bool:
-    """Ask the kernel to forget a part of a file (0 bytes: to its end); False where it cannot be asked."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(file, first, num_bytes, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
-    return True
-
-
-def device_bytes() -> int | None:
-    """Bytes this process has made the device read, as the kernel counts them; None where it does not say."""
-    try:
-        for line in Path("/proc/self/io").read_text().splitlines():
-            if line.startswith("read_bytes:"):
-                return int(line.split()[1])
-    except OSError:
-        return None
-    return None
-
-
-@dataclass
-class Traffic:
-    """What a pool has read."""
-
-    num_reads: int = 0
-    num_bytes: int = 0
-    busy_s: float = 0.0
-    """Seconds with at least one read under way."""
-    wait_s: float = 0.0
-    """Seconds somebody stood waiting for a ticket."""
-
-    @property
-    def gb_per_s(self) -> float:
-        """10^9 bytes a second while reading."""
-        return self.num_bytes / self.busy_s / 1e9 if self.busy_s else 0.0
-
-
-@dataclass
-class Chunks:
-    """What is read together, (place, offset, memory); threads take one after the other."""
-
-    left: deque[tuple[int, int, memoryview]]
-    failed: list[tuple[int, BaseException]] = field(default_factory=list)
-    """Places, and what went wrong there."""
-
-
-class Ticket:
-    """Reads that are under way together."""
-
-    def __init__(self, futures: Sequence[Future[None]], chunks: Chunks, traffic: Traffic) -> None:
-        self._futures = futures
-        self._chunks = chunks
-        self._traffic = traffic
-
-    @property
-    def is_done(self) -> bool:
-        """Nothing is left to wait for."""
-        return all(future.done() for future in self._futures)
-
-    def wait(self) -> None:
-        """Until every byte is there; no read touches the memory afterwards, whatever became of it.
-
-        Raises:
-            CorruptError: the file ends before.
-            CheckpointError: the device fails.
-        """
-        begun = time.perf_counter()
-        errors = self.settle()
-        self._traffic.wait_s += time.perf_counter() - begun
-        if errors:
-            raise errors[0]
-
-    def settle(self) -> list[BaseException]:
-        """Until nothing is under way any more; what went wrong is returned in the order of what was asked for."""
-        for future in self._futures:
-            future.exception()
-        return [error for _, error in sorted(self._chunks.failed, key=lambda each: each[0])]
-
-
-class ReadPool:
-    """A few threads that read chunks of one file."""
-
-    def __init__(self, reader: Reader, *, num_threads: int = NUM_THREADS, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Start the threads; ``close`` stops them and leaves the reader open.
-
-        Args:
-            reader: the file.
-            num_threads: reads under way at once.
-            chunk_bytes: of one read at most, a multiple of 4096.
-        """
-        assert chunk_bytes % PAGE == 0, chunk_bytes
-        self.reader = reader
-        self.chunk_bytes = chunk_bytes
-        self.num_threads = num_threads
-        self.traffic = Traffic()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vivace-read")
-        self._lock = threading.Lock()
-        self._running = 0
-        self._since = 0.0
-
-    def submit(self, extents: Sequence[tuple[int, memoryview]]) -> Ticket:
-        """Begin to read (offset, memory) pairs; the memory is good after ``wait``."""
-        cut = (chunk for offset, into in extents for chunk in self._cut(offset, into))
-        chunks = Chunks(deque((place, *chunk) for place, chunk in enumerate(cut)))
-        turns = range(min(self.num_threads, len(chunks.left)))
-        return Ticket([self._threads.submit(self._read, chunks) for _ in turns], chunks, self.traffic)
-
-    def _cut(self, offset: int, into: memoryview) -> list[tuple[int, memoryview]]:
-        starts = range(0, len(into), self.chunk_bytes)
-        return [(offset + first, into[first : first + self.chunk_bytes]) for first in starts]
-
-    def _read(self, chunks: Chunks) -> None:
-        with self._lock:
-            self._since = self._since if self._running else time.perf_counter()
-            self._running += 1
-        num_reads = num_bytes = 0
-        try:
-            while chunks.left:
-                try:
-                    place, offset, into = chunks.left.popleft()
-                except IndexError:  # another thread was faster
-                    break
-                num_reads += 1
-                num_bytes += len(into)
-                self._read_one(chunks, place, offset, into)
-        finally:
-            with self._lock:
-                self._running -= 1
-                self.traffic.num_reads += num_reads
-                self.traffic.num_bytes += num_bytes
-                if not self._running:
-                    self.traffic.busy_s += time.perf_counter() - self._since
-
-    def _read_one(self, chunks: Chunks, place: int, offset: int, into: memoryview) -> None:
-        try:
-            self.reader.read(offset, into)
-        except BaseException as error:
-            chunks.failed.append((place, error))
-            raise
-
-    def close(self) -> None:
-        """Stop the threads; reads that have not begun are given up."""
-        self._threads.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> ReadPool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

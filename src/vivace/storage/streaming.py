@@ -31,7 +31,8 @@ from vivace.core.parts import DenseParts
 from vivace.kernels import reference as kernels
 from vivace.kernels.library import LANES
 from vivace.kernels.native import Matrix, NativeBody
-from vivace.storage.readers import ReadPool, Ticket, aligned
+from vivace.storage.pools import Pool, Ticket, whole
+from vivace.storage.readers import aligned
 from vivace.storage.store import Store
 
 
@@ -49,7 +50,7 @@ class _Buffer:
 class Stream:
     """Bundles of a store, one after the other and round again, through a few buffers."""
 
-    def __init__(self, store: Store, pool: ReadPool, units: Collection[str], num_buffers: int = 2) -> None:
+    def __init__(self, store: Store, pool: Pool, units: Collection[str], num_buffers: int = 2) -> None:
         """Allocate the buffers; nothing is read yet.
 
         Args:
@@ -126,7 +127,7 @@ class Stream:
             buffer.ticket.settle()
         bundle = self.store[unit]
         buffer.unit = unit
-        buffer.ticket = self.pool.submit([(bundle.offset, buffer.memory[: bundle.num_pages_bytes])])
+        buffer.ticket = self.pool.submit(*whole(bundle.offset, buffer.memory[: bundle.num_pages_bytes]))
         buffer.tensors = self.store.tensors(unit, buffer.bytes)
 
     def close(self) -> None:

@@ -224,6 +224,11 @@ struct Read {
     int64_t due, rank;  // the most urgent is the earliest, then the lowest
 };
 
+// A part of a file and where in memory it belongs.
+struct Extent {
+    int64_t offset, place, bytes;
+};
+
 constexpr int64_t ENDED = -1;  // in place of an error number: the file is shorter
 
 enum Site : int64_t { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_MLP };

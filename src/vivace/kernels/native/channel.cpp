@@ -1,7 +1,6 @@
 // Reads of one file by threads of our own, the most urgent first. Between two reads no interpreter is asked, so that
 // the thread that computes is not held up by those that read.
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "reading.h"
 
 namespace {
 
@@ -32,18 +32,6 @@ struct Load {
 struct Finished {
     int64_t number, error;
 };
-
-// As much as is asked for, or an error number, or ENDED.
-int64_t read_all(int file, char* into, int64_t bytes, int64_t offset) {
-    for (bool is_begun = false; bytes > 0; is_begun = true) {
-        const ssize_t got = pread(file, into, bytes, offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return errno == EINVAL && is_begun ? ENDED : errno;  // a direct read that is no whole pages any more
-        if (got == 0) return ENDED;
-        into += got, offset += got, bytes -= got;
-    }
-    return 0;
-}
 
 class Channel {
 public:
@@ -103,7 +91,7 @@ private:
             if (load.begun == load.bytes) waiting_.erase(load.urgency);
             const Clock::time_point end = paced(bytes);
             held.unlock();
-            const int64_t error = read_all(file_, load.into + first, bytes, load.offset + first);
+            const int64_t error = read_all(file_, load.into + first, bytes, load.offset + first, bytes);
             std::this_thread::sleep_until(end);
             held.lock();
             if (error && !load.error) {
