@@ -18,17 +18,16 @@ activate many of the same. Predictors are the factors themselves and miss nothin
 much is read, how fast, and what it costs; not what predictors of a trained model miss.
 
 Every row reads directly from the device, past the page cache, decodes the same prompt for itself, and says what the
-kernel counted. All rows but the last run on PyTorch. naive reads all matrices for every token; hybrid keeps half of the
-model; the others keep what fits beside attention in half of the model. Rows take turns within a repeat, each in a
-process of its own. Tokens are sampled, nearly evenly: greedy decoding of random weights repeats itself, and would read
-nothing new.
+kernel counted. All rows but the last two run on PyTorch, and all but the last read with threads of Python. naive reads
+all matrices for every token; hybrid keeps half of the model; the others keep what fits beside attention in half of the
+model. Rows take turns within a repeat, each in a process of its own. Tokens are sampled, nearly evenly: greedy decoding
+of random weights repeats itself, and would read nothing new.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -43,7 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.load import load_decoder, put
+from benchmarks.flash_models import ApartReader, make, setting_of, take
+from vivace.checkpoint.load import put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
@@ -54,26 +54,18 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
-from vivace.prompts import load_prompts, packaged_prompts
+from vivace.prompts import packaged_prompts
 from vivace.storage.budget import plan_memory
-from vivace.storage.calibrate import calibrate
-from vivace.storage.convert import write_store
 from vivace.storage.loading import SCATTERED_THREADS, Storage, load_stored, read_bundle
 from vivace.storage.neuron_cache import NeuronCache, Runs
 from vivace.storage.neurons import NeuronCounts
-from vivace.storage.ordering import find_orders
 from vivace.storage.pools import CHUNK_BYTES, ThreadPool
-from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors, split_held
+from vivace.storage.predictors import PredictorConfig
 from vivace.storage.probing import Choice, device_bytes, probe
 from vivace.storage.readers import DirectReader
-from vivace.storage.store import PAGE, Store, is_store, open_store
+from vivace.storage.store import Store, is_store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 
-RANK = 64
-ACTIVE_SHARE = 0.1
-SHARED = 0.8
-"""Of the length of an embedding, what all have in common."""
-SETTING = "setting.json"
 PROMPT, TOKENS = 128, 256
 """Tokens of the prompt, and of prompt and answer that memory is planned for."""
 
@@ -160,124 +152,6 @@ def main() -> None:
         if unknown := set(names) - set(every):
             parser.error(f"no such rows: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
         run(options.model, names, options)
-
-
-def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int) -> None:
-    """The checkpoint, its store of layers, its store of neurons, and the latter with rows and columns apart."""
-    import transformers
-
-    config = transformers.OPTConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.OPTForCausalLM(config).to(torch.bfloat16)
-    decoder = model.model.decoder
-    below = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - ACTIVE_SHARE))
-    predictors = []
-    with torch.no_grad():
-        shared = torch.randn(width)
-        decoder.embed_tokens.weight.copy_(SHARED * shared + (1 - SHARED**2) ** 0.5 * torch.randn(vocab, width))
-        decoder.embed_positions.weight.zero_()
-        for layer in decoder.layers:
-            up, down = torch.randn(ffn, RANK) / RANK**0.5, torch.randn(RANK, width) / width**0.5
-            layer.fc1.weight.copy_(up @ down)
-            layer.fc1.bias.fill_(-below.item())
-            predictors.append(Predictor(down, up, torch.full((ffn,), -below.item() + 0.02)))
-    model.save_pretrained(folder / "model")
-    del model, decoder
-    write_store(folder / "model", folder / "layers", kernels="torch")
-    neurons = write_store(folder / "model", folder / "neurons", layout="neurons")
-    save_predictors(neurons, predictors)
-    _split(neurons, folder / "neurons" / "apart.store")
-    print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
-
-
-def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
-    """The stores of a checkpoint, as ``make`` has them, and a prompt for it."""
-    tokenizer = load_tokenizer(source)
-    texts = [
-        (*tokenizer.encode_prompt(row.request), *tokenizer.encode(row.references[0], special=False))
-        for row in load_prompts(prompts)
-    ]
-    write_store(source, folder / "layers", kernels="torch")
-    orders = find_orders(load_decoder(source), split_held(texts)[0]) if is_ordered else None
-    neurons = write_store(source, folder / "neurons", layout="neurons", orders=orders)
-    reports = [asdict(report) for report in calibrate(source, neurons, texts, predictors=predictors)]
-    _split(neurons, folder / "neurons" / "apart.store")
-    prompt = tokenizer.encode_prompt(packaged_prompts("e2e")[0].request)
-    setting = {
-        "sparsity": f"of {source.name}",
-        "prompt": prompt,
-        "order": "activity" if is_ordered else "file",
-        "training": asdict(predictors),
-        "predictors": reports,
-    }
-    (folder / SETTING).write_text(json.dumps(setting) + "\n", encoding="utf-8")
-    shares = [
-        f"{name} {statistics.mean(each[name] for each in reports):.3f}"
-        for name in ("active_share", "predicted_share", "recall")
-    ]
-    print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB, {', '.join(shares)}")
-
-
-def setting_of(folder: Path) -> dict[str, Any]:
-    """What ``take`` wrote; of a model that was made for measuring, that its sparsity is synthetic."""
-    path = folder / SETTING
-    return json.loads(path.read_text()) if path.is_file() else {"sparsity": "synthetic"}  # type: ignore[no-any-return]
-
-
-def _split(store: Store, path: Path) -> None:
-    """Copy a store, rows of gate and up and columns of down of each layer one after the other, not side by side."""
-    with store.path.open("rb") as source, path.open("wb") as target:
-        for bundle in store.bundles.values():
-            if bundle.count == 1:
-                continue
-            pieces = len(bundle.parts)
-            piece = bundle.stride // pieces
-            assert piece % PAGE == 0, f"rows of {piece} bytes are not whole pages; take a larger width"
-            source.seek(bundle.offset)
-            records = torch.frombuffer(bytearray(source.read(bundle.num_bytes)), dtype=torch.uint8)
-            target.seek(bundle.offset)
-            target.write(records.view(bundle.count, pieces, piece).transpose(0, 1).contiguous().numpy().data)
-
-
-class ApartReader(DirectReader):
-    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two or three reads for one.
-
-    It reads whole records, so a pool must cut there (``chunk_bytes``).
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store.folder / "apart.store")
-        self._bundles = [bundle for bundle in store.bundles.values() if bundle.count > 1]
-        self._whole = DirectReader(store.path)
-        stride = self._bundles[0].stride
-        self.chunk_bytes = max(1, CHUNK_BYTES // stride) * stride
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Whole records."""
-        bundle = next((b for b in self._bundles if b.offset <= offset < b.offset + b.num_bytes), None)
-        if bundle is None:
-            self._whole.read(offset, into)
-            return
-        pieces = len(bundle.parts)
-        size = bundle.stride // pieces
-        first, count = (offset - bundle.offset) // bundle.stride, len(into) // bundle.stride
-        assert not (offset - bundle.offset) % bundle.stride, "the pool cut through a record"
-        assert not len(into) % bundle.stride, "the pool cut through a record"
-        for place in range(pieces):
-            parts = [into[n * bundle.stride + place * size :][:size] for n in range(count)]
-            for start in range(0, count, 512):  # buffers that one call takes
-                some = parts[start : start + 512]
-                at = bundle.offset + (place * bundle.count + first + start) * size
-                assert os.preadv(self.file, some, at) == len(some) * size
 
 
 class Forgetful(NeuronCache):

@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.flash import ApartReader, _same, _split
+from benchmarks.flash import _same
+from benchmarks.flash_models import ApartReader, split
 from vivace.errors import UnsupportedError
 from vivace.storage.convert import write_store
 from vivace.storage.pools import ThreadPool, open_pool, whole
@@ -25,7 +26,7 @@ def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     store = write_store(tmp_path / "model", tmp_path / "store", layout="neurons")
     bundle = store["layers.1.neurons"]
-    _split(store, store.folder / "apart.store")
+    split(store, store.folder / "apart.store")
     try:
         reader = ApartReader(store)
     except UnsupportedError as error:
