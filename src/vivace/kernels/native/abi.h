@@ -182,7 +182,7 @@ struct Chain {
     float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
 };
 
-// Streams that follow the last kept row through the upper layers and guess in place of a chain (speculate.h).
+// Streams that follow the last kept row through the upper layers and guess in place of a chain (streams.h).
 struct Streams {
     const Plan* plan;     // of the layers they go through
     const bf16* marks;    // (count, E) added where they start, or null

@@ -5,59 +5,28 @@
 // the verified entries. The companion's residual at the gate, scaled, is read by the model's head. Without companions
 // the rows' own residuals are read: with the gate at the top that is plain decoding, several tokens in one call.
 #pragma once
-#include <algorithm>
-#include <cstring>
-#include <memory>
-#include <vector>
-
-#include "embed.h"
-#include "span.h"
-
-EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
-EXPORT void vivace_span(int64_t body, int64_t threads, const Plan*, const Call*);
-EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens);
-EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
-EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
+#include "rows.h"
 
 namespace {
-
-// The row of a token as it enters the first layer.
-inline void embed_row(const Chain& chain, int64_t token, int64_t width, bf16* h) {
-    embed_token(chain.rows, chain.embedding, token, width, h);
-    if (chain.embedding_scale != 1)
-        for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain.embedding_scale);
-}
-
-inline bool is_end(const Chain& chain, int64_t token) {
-    const int64_t* stop = chain.ends + chain.num_ends;
-    return std::find(chain.ends, stop, token) != stop;
-}
 
 // What one depth's call needs, sized for every sequence with a companion.
 class ChainRun {
 public:
-    ChainRun(const Body& body, int64_t index, int64_t threads, const Plan& plan, const Chain& chain)
-        : body_(body), index_(index), threads_(threads), plan_(plan), chain_(chain), most_(2 * chain.sequences) {
-        const int64_t width = plan.width;
-        for (auto* rows : {&h_, &out_}) rows->reset(new bf16[most_ * width]);
-        for (auto* rows : {&slot_, &seen_, &entry_, &which_}) rows->resize(most_);
-        for (int64_t rope = 0; rope < chain.num_ropes; ++rope) {
-            rotations_.emplace_back(new bf16[2 * most_ * plan.rotated]);
-            cosines_.push_back(rotations_.back().get());
-            sines_.push_back(rotations_.back().get() + most_ * plan.rotated);
-        }
+    ChainRun(const Worker& worker, const Plan& plan, const Chain& chain)
+        : worker_(worker), plan_(plan), chain_(chain), rows_(plan, chain, 2 * chain.sequences) {
+        const int64_t most = 2 * chain.sequences;
+        which_.resize(most);
         terms_.assign(chain.terms, chain.terms + chain.num_terms);
         for (Term& term : terms_) term.which = which_.data();
         if (chain.num_reads > 0) {
             const int64_t queries = plan.heads * plan.head_width;
             for (auto* rows : {&q_, &a_}) rows->reset(new bf16[chain.sequences * queries]);
-            x_.reset(new bf16[chain.sequences * width]);
+            x_.reset(new bf16[chain.sequences * plan.width]);
             sums_.reset(new float[chain.sequences * queries]);
             verified_.resize(chain.sequences);
         }
         if (chain.min_confidence > 0) logits_.reset(new bf16[chain.sequences * chain.head.out]);
-        const Call largest = call(most_, chain.sequences);
-        space_.reset(new uint8_t[vivace_span_bytes(&plan, &largest) + 64]);
+        rows_.make_room(plan, call(most, chain.sequences));
     }
 
     int64_t run() {
@@ -87,14 +56,10 @@ private:
 
     // Row `at` of the call: draft row `row` of some sequence, slow or its companion.
     void place(int64_t at, int64_t depth, int64_t row, bool is_companion) {
-        const int64_t i = sequence_[row], width = plan_.width, entry = chain_.length[i] + depth;
-        slot_[at] = chain_.slot[i], entry_[at] = entry, seen_[at] = entry + 1, which_[at] = is_companion ? 0 : -1;
-        for (int64_t rope = 0; rope < chain_.num_ropes; ++rope) {
-            const int64_t size = plan_.rotated, bytes = size * sizeof(bf16);
-            memcpy((bf16*)cosines_[rope] + at * size, chain_.cosines[rope] + entry * size, bytes);
-            memcpy((bf16*)sines_[rope] + at * size, chain_.sines[rope] + entry * size, bytes);
-        }
-        bf16* h = h_.get() + at * width;
+        const int64_t i = sequence_[row], width = plan_.width;
+        rows_.seat(at, i, chain_.length[i] + depth);
+        which_[at] = is_companion ? 0 : -1;
+        bf16* h = rows_.h.get() + at * width;
         embed_row(chain_, chain_.tokens[row], width, h);
         if (!is_companion || chain_.num_offsets == 0) return;
         const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
@@ -103,13 +68,10 @@ private:
     }
 
     Call call(int64_t rows, int64_t writing) const {
-        Call c{};
-        c.h = h_.get(), c.out = out_.get(), c.space = (uint8_t*)(((uintptr_t)space_.get() + 63) / 64 * 64);
-        c.slot = slot_.data(), c.seen = seen_.data(), c.entry = entry_.data();
-        c.keys = chain_.keys, c.values = chain_.values, c.cosines = cosines_.data(), c.sines = sines_.data();
+        Call c = rows_.call(rows, writing);
         c.terms = terms_.data(), c.num_terms = rows > writing ? chain_.num_terms : 0;
-        c.stop = chain_.gate, c.capacity = chain_.capacity;
-        c.rows = rows, c.num_write = writing, c.num_feed = chain_.is_fed ? rows : writing;
+        c.stop = chain_.gate;
+        c.num_feed = chain_.is_fed ? rows : writing;
         return c;
     }
 
@@ -117,27 +79,24 @@ private:
     void read_deep(const DeepRead& read, int64_t first, const std::vector<int64_t>& growing) {
         const int64_t count = (int64_t)growing.size(), width = plan_.width, queries = plan_.heads * plan_.head_width;
         const Layer& layer = plan_.layers[read.layer];
-        bf16* h = h_.get() + first * width;
+        bf16* h = rows_.h.get() + first * width;
         const Norm norm{h, read.gain, x_.get(), count, width, plan_.norm_eps, 0};
-        for (int64_t row = 0; row < count; ++row) body_.norm(&norm, 0, row);
-        const Linear query{read.query, x_.get(), nullptr, q_.get(), count};
-        vivace_linear(index_, threads_, &query);
+        for (int64_t row = 0; row < count; ++row) worker_.body.norm(&norm, 0, row);
+        worker_.linear({read.query, x_.get(), nullptr, q_.get(), count});
         for (int64_t row = 0; row < count; ++row) {
-            const int64_t at = (first + row) * plan_.rotated;
+            const bf16 *cosines = rows_.cosines(layer.rope, first + row), *sines = rows_.sines(layer.rope, first + row);
             for (int64_t head = 0; head < plan_.heads; ++head)
-                body_.rotate(q_.get() + row * queries + head * plan_.head_width, cosines_[layer.rope] + at,
-                             sines_[layer.rope] + at, plan_.rotated);
+                worker_.body.rotate(q_.get() + row * queries + head * plan_.head_width, cosines, sines, plan_.rotated);
             verified_[row] = chain_.length[sequence_[growing[row]]];
         }
-        const Attention attention{q_.get(), chain_.keys[read.layer], chain_.values[read.layer], slot_.data() + first,
+        const Attention attention{q_.get(), chain_.keys[read.layer], chain_.values[read.layer], rows_.slot.data() + first,
                                   verified_.data(), nullptr, a_.get(), sums_.get(), count, queries, plan_.heads,
                                   plan_.kv_heads, plan_.head_width, chain_.capacity, 0, layer.window, plan_.scale,
                                   plan_.softcap};
-        vivace_attention(index_, threads_, &attention);
+        vivace_attention(worker_.index, worker_.threads, &attention);
         for (int64_t row = 0; row < count; ++row)
             if (verified_[row] == 0) memset(a_.get() + row * queries, 0, queries * sizeof(bf16));
-        const Linear output{read.output, a_.get(), h, h, count};
-        vivace_linear(index_, threads_, &output);
+        worker_.linear({read.output, a_.get(), h, h, count});
     }
 
     // Rows of h through layers start..stop-1, into out.
@@ -146,7 +105,7 @@ private:
         c.start = start, c.stop = stop;
         while (c.num_terms > 0 && c.terms[0].layer < start) ++c.terms, --c.num_terms;
         while (c.num_terms > 0 && c.terms[c.num_terms - 1].layer >= stop) --c.num_terms;
-        vivace_span(index_, threads_, &plan_, &c);
+        worker_.span(plan_, c);
     }
 
     // Fresh rows to the gate, with companions behind the growing ones.
@@ -156,12 +115,12 @@ private:
         for (const int64_t row : fresh) place(rows++, depth, row, false);
         for (const int64_t row : growing) place(rows++, depth, row, true);
         for (; rows > writing && layer < chain_.num_reads; ++layer) {
-            if (layer > 0) pass(layer - 1, layer, rows, writing), std::swap(h_, out_);
+            if (layer > 0) pass(layer - 1, layer, rows, writing), std::swap(rows_.h, rows_.out);
             read_deep(chain_.reads[layer], writing, growing);
         }
         pass(layer > 0 ? layer - 1 : 0, chain_.gate, rows, writing);
         if (chain_.hidden != nullptr)
-            memcpy(chain_.hidden + fresh[0] * width, out_.get(), writing * width * sizeof(bf16));
+            memcpy(chain_.hidden + fresh[0] * width, rows_.out.get(), writing * width * sizeof(bf16));
     }
 
     // The next token below each growing row, from what stands for it in the last call's rows.
@@ -169,24 +128,23 @@ private:
         const int64_t count = (int64_t)growing.size(), width = plan_.width;
         std::vector<int64_t> children;
         if (count == 0) return children;
-        bf16* x = h_.get();
+        bf16* x = rows_.h.get();
         for (int64_t i = 0; i < count; ++i) {
             const int64_t at = is_alone() ? growing[i] - fresh[0] : (int64_t)fresh.size() + i;
-            bf16* p = out_.get() + at * width;
+            bf16* p = rows_.out.get() + at * width;
             if (!is_alone())
                 for (int64_t e = 0; e < width; ++e) p[e] = narrowed(widened(p[e]) * widened(chain_.scale[e]));
-            const Norm norm{p, chain_.final_norm, x + i * width, 1, width, plan_.norm_eps, plan_.norm_offset};
-            body_.norm(&norm, 0, 0);
+            worker_.norm(plan_, chain_.final_norm, p, x + i * width, 1);
         }
         std::vector<int64_t> tokens((size_t)count);
         const Linear head{chain_.head, x, nullptr, logits_.get(), count};
-        if (logits_ == nullptr) vivace_greedy(index_, threads_, &head, tokens.data());
-        else vivace_linear(index_, threads_, &head);
+        if (logits_ == nullptr) worker_.greedy(head, tokens.data());
+        else worker_.linear(head);
         for (int64_t i = 0; i < count; ++i) {
             bool is_sure = true;
             if (logits_ != nullptr) {
                 const bf16* logits = logits_.get() + i * chain_.head.out;
-                is_sure = body_.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
+                is_sure = worker_.body.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
             }
             is_sure = is_sure && !is_end(chain_, tokens[i]);
             children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
@@ -194,20 +152,16 @@ private:
         return children;
     }
 
-    const Body& body_;
-    const int64_t index_, threads_;
+    const Worker& worker_;
     const Plan& plan_;
     const Chain& chain_;
-    const int64_t most_;
+    Rows rows_;
     int64_t num_rows_ = 0;
     std::vector<int64_t> sequence_;  // of each draft row
     std::vector<bool> is_sure_;
-    std::unique_ptr<bf16[]> h_, out_, logits_, q_, a_, x_;
+    std::unique_ptr<bf16[]> logits_, q_, a_, x_;
     std::unique_ptr<float[]> sums_;
-    std::unique_ptr<uint8_t[]> space_;
-    std::vector<int64_t> slot_, seen_, entry_, which_, verified_;
-    std::vector<std::unique_ptr<bf16[]>> rotations_;
-    std::vector<const bf16*> cosines_, sines_;
+    std::vector<int64_t> which_, verified_;
     std::vector<Term> terms_;
 };
 

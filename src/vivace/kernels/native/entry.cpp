@@ -224,11 +224,11 @@ EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const C
 
 // Fills what the chain points to; returns how many rows the drafts have, in the order of their depths.
 EXPORT int64_t vivace_chain(int64_t body, int64_t threads, const Plan* plan, const Chain* chain) {
-    return ChainRun(*body_of(body), body, threads, *plan, *chain).run();
+    return ChainRun({*body_of(body), body, threads}, *plan, *chain).run();
 }
 
 // Drafts by one plan and verifies by another; returns how many steps were made.
 EXPORT int64_t vivace_speculate(int64_t body, int64_t threads, const Plan* drafting, const Plan* plan,
                                 const Chain* chain, Speculation* speculation) {
-    return SpeculationRun(*body_of(body), body, threads, *drafting, *plan, *chain, *speculation).run();
+    return SpeculationRun({*body_of(body), body, threads}, *drafting, *plan, *chain, *speculation).run();
 }

@@ -1,0 +1,102 @@
+// Rows that go through layers: what enters and leaves, which entry of which sequence each is, how its heads are turned
+// there, and the memory that a pass computes with.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "embed.h"
+#include "span.h"
+
+EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
+EXPORT void vivace_span(int64_t body, int64_t threads, const Plan*, const Call*);
+EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens);
+EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
+EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
+
+namespace {
+
+// The row of a token as it enters the first layer.
+inline void embed_row(const Chain& chain, int64_t token, int64_t width, bf16* h) {
+    embed_token(chain.rows, chain.embedding, token, width, h);
+    if (chain.embedding_scale != 1)
+        for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain.embedding_scale);
+}
+
+inline bool is_end(const Chain& chain, int64_t token) {
+    const int64_t* stop = chain.ends + chain.num_ends;
+    return std::find(chain.ends, stop, token) != stop;
+}
+
+// The body, and how many threads it has.
+struct Worker {
+    const Body& body;
+    int64_t index, threads;
+
+    // Norms rows as the model's head reads them.
+    void norm(const Plan& plan, const bf16* gain, const bf16* rows, bf16* x, int64_t count) const {
+        const Norm all{rows, gain, x, count, plan.width, plan.norm_eps, plan.norm_offset};
+        for (int64_t row = 0; row < count; ++row) body.norm(&all, 0, row);
+    }
+
+    void linear(const Linear& product) const { vivace_linear(index, threads, &product); }
+    void greedy(const Linear& head, int64_t* tokens) const { vivace_greedy(index, threads, &head, tokens); }
+    void span(const Plan& plan, const Call& call) const { vivace_span(index, threads, &plan, &call); }
+};
+
+class Rows {
+public:
+    Rows(const Plan& plan, const Chain& chain, int64_t most) : rotated_(plan.rotated), chain_(chain) {
+        for (auto* rows : {&h, &out}) rows->reset(new bf16[most * plan.width]);
+        for (auto* rows : {&slot, &seen, &entry}) rows->resize(most);
+        for (int64_t rope = 0; rope < chain.num_ropes; ++rope) {
+            rotations_.emplace_back(new bf16[2 * most * rotated_]);
+            cosines_.push_back(rotations_.back().get());
+            sines_.push_back(rotations_.back().get() + most * rotated_);
+        }
+    }
+
+    // Row `at` of the call is an entry of a sequence.
+    void seat(int64_t at, int64_t sequence, int64_t place) {
+        slot[at] = chain_.slot[sequence], entry[at] = place, seen[at] = place + 1;
+        const int64_t bytes = rotated_ * sizeof(bf16);
+        for (int64_t rope = 0; rope < chain_.num_ropes; ++rope) {
+            memcpy((bf16*)cosines_[rope] + at * rotated_, chain_.cosines[rope] + place * rotated_, bytes);
+            memcpy((bf16*)sines_[rope] + at * rotated_, chain_.sines[rope] + place * rotated_, bytes);
+        }
+    }
+
+    const bf16* cosines(int64_t rope, int64_t at) const { return cosines_[rope] + at * rotated_; }
+    const bf16* sines(int64_t rope, int64_t at) const { return sines_[rope] + at * rotated_; }
+
+    // From h to out, the first `writing` rows storing keys and values; whoever calls says through which layers.
+    Call call(int64_t rows, int64_t writing) const {
+        Call c{};
+        c.h = h.get(), c.out = out.get(), c.space = (uint8_t*)(((uintptr_t)space_.get() + 63) / 64 * 64);
+        c.slot = slot.data(), c.seen = seen.data(), c.entry = entry.data();
+        c.keys = chain_.keys, c.values = chain_.values, c.cosines = cosines_.data(), c.sines = sines_.data();
+        c.capacity = chain_.capacity;
+        c.rows = rows, c.num_write = c.num_feed = writing;
+        return c;
+    }
+
+    // Memory for calls of that size, and for those before.
+    void make_room(const Plan& plan, const Call& largest) {
+        const int64_t bytes = vivace_span_bytes(&plan, &largest) + 64;
+        if (bytes > num_bytes_) space_.reset(new uint8_t[num_bytes_ = bytes]);
+    }
+
+    std::unique_ptr<bf16[]> h, out;
+    std::vector<int64_t> slot, seen, entry;
+
+private:
+    const int64_t rotated_;
+    const Chain& chain_;
+    std::vector<std::unique_ptr<bf16[]>> rotations_;
+    std::vector<const bf16*> cosines_, sines_;
+    std::unique_ptr<uint8_t[]> space_;
+    int64_t num_bytes_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,97 @@
+// Streams that follow the last kept row: what multistream/drafter.py does for `attach: kept`, for one sequence in one call.
+#pragma once
+#include <cmath>
+
+#include "rows.h"
+
+namespace {
+
+class StreamRun {
+public:
+    // `rows` are lent: what they hold is written over by each draft.
+    StreamRun(const Worker& worker, const Plan& plan, const Chain& chain, const Matrix& head, Streams& streams,
+              Rows& rows, int64_t most)
+        : worker_(worker), plan_(plan), chain_(chain), head_(head), streams_(streams), rows_(rows),
+          final_(streams.final), which_(most) {
+        terms_.assign(streams.terms, streams.terms + streams.num_terms);
+        for (Term& term : terms_) term.which = which_.data();
+        x_.reset(new bf16[most * plan.width]);
+        known_.reset(new bf16[2 * plan.width]);
+        if (streams.has_feedback) offsets_.reset(new bf16[streams.feedback.out]);
+        rows.make_room(*streams.plan, call(most));
+    }
+
+    // Writes guesses below the root, `limit` at most and none below an end; returns how many.
+    int64_t guess(int64_t root, int64_t length, int64_t limit, int64_t* tokens) {
+        const int64_t count = std::min(limit, streams_.count);
+        if (count == 0) return 0;
+        if (streams_.has_feedback) tell(root);
+        const float unit = size();
+        for (int64_t row = 0; row < count; ++row) start(row, unit), rows_.seat(row, 0, length + row);
+        worker_.span(*streams_.plan, call(count));
+        worker_.norm(plan_, chain_.final_norm, rows_.out.get(), x_.get(), count);
+        worker_.greedy({head_, x_.get(), nullptr, nullptr, count}, tokens);
+        for (int64_t row = 0; row + 1 < count; ++row)
+            if (is_end(chain_, tokens[row])) return row + 1;
+        return count;
+    }
+
+    // The last kept row where streams start, and after all layers.
+    void follow(const bf16* entering, const bf16* final) {
+        memcpy(streams_.entering, entering, plan_.width * sizeof(bf16));
+        final_ = final;
+    }
+
+private:
+    // What is known when they start: the kept row's final residual and the root.
+    void tell(int64_t root) {
+        const int64_t width = plan_.width;
+        bf16 *known = known_.get(), *decided = rows_.out.get();
+        embed_row(chain_, root, width, decided);
+        worker_.norm(plan_, chain_.final_norm, final_, known, 1);
+        const Norm even{decided, streams_.ones, known + width, 1, width, streams_.mark_eps, 0};
+        worker_.body.norm(&even, 0, 0);
+        worker_.linear({streams_.feedback, known, nullptr, offsets_.get(), 1});
+    }
+
+    // Root mean square of the kept row where streams start: what feedback is measured in.
+    float size() const {
+        float sum = 0;
+        for (int64_t e = 0; e < plan_.width; ++e) sum += widened(streams_.entering[e]) * widened(streams_.entering[e]);
+        return widened(narrowed(std::sqrt(sum / (float)plan_.width)));
+    }
+
+    void start(int64_t row, float unit) {
+        const int64_t width = plan_.width;
+        bf16* h = rows_.h.get() + row * width;
+        memcpy(h, streams_.entering, width * sizeof(bf16));
+        if (streams_.marks != nullptr)
+            for (int64_t e = 0; e < width; ++e)
+                h[e] = narrowed(widened(h[e]) + widened(streams_.marks[row * width + e]));
+        if (!streams_.has_feedback) return;
+        for (int64_t e = 0; e < width; ++e) {
+            const bf16 offset = narrowed(widened(offsets_[row * width + e]) * unit);
+            h[e] = narrowed(widened(h[e]) + widened(offset));
+        }
+    }
+
+    Call call(int64_t rows) const {
+        Call c = rows_.call(rows, rows);
+        c.start = streams_.insertion, c.stop = plan_.num_layers;
+        c.terms = terms_.data(), c.num_terms = streams_.num_terms;
+        return c;
+    }
+
+    const Worker& worker_;
+    const Plan& plan_;
+    const Chain& chain_;
+    const Matrix& head_;
+    Streams& streams_;
+    Rows& rows_;
+    const bf16* final_;
+    std::vector<Term> terms_;
+    std::vector<int64_t> which_;  // zeros: their terms are for all of their rows
+    std::unique_ptr<bf16[]> x_, known_, offsets_;
+};
+
+}  // namespace
