@@ -88,8 +88,7 @@ class NativeChain:
         companion: Companion,
         offsets: Tensor | None,
         cache: KVCache,
-        min_confidence: float = 0.0,
-        weights: Weights = "bf16",
+        plan: ChainPlan,
     ) -> Draft:
         """One chain below each root.
 
@@ -99,15 +98,13 @@ class NativeChain:
             offsets: (n, depths, E) added to the embedding where a companion starts, the last one at all further
                 depths too; None for nothing.
             cache: holds the text before the roots; gets the lower layers' entries of all rows.
-            min_confidence: a guess less likely than this is the last of its chain; 0 stops none.
-            weights: what the layers below the gate, the head and the companion's readings are copied as for drafting.
-                A rough draft hands nothing over: what it stored is written again when it is verified.
+            plan: of the chains. A rough draft hands nothing over: what it stored is written again when it is verified.
 
         Returns:
             The draft; with residuals at the gate unless it is rough.
         """
-        fixed, is_rough = self._of(companion, weights), weights != "bf16"
-        call = _begun(fixed, offsets, min_confidence)
+        fixed, is_rough = self._of(companion, plan.weights), plan.weights != "bf16"
+        call = _begun(fixed, offsets, plan.min_confidence)
         (tokens, slot, node, parent), hidden = self._run(call, fixed.plan, roots, cache, hands_over=not is_rough)
         slots, given = tuple(root.slot for root in roots), (1,) * len(roots)
         if hidden is None:

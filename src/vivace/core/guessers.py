@@ -101,12 +101,11 @@ class Chain(Protocol):
         companion: Companion,
         offsets: Tensor | None,
         cache: KVCache,
-        min_confidence: float = 0.0,
-        weights: Weights = "bf16",
+        plan: ChainPlan,
     ) -> Draft:
         """One chain below each root; ``offsets`` (n, depths, E) start companions.
 
-        With residuals at the gate; without, and with copies in few bits, where ``weights`` says so.
+        With residuals at the gate; without, and with copies in few bits, where the plan's weights say so.
         """
         ...
 

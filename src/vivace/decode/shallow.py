@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vivace.core.guessers import Companion, Root
+from vivace.core.guessers import ChainPlan, Companion, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
@@ -174,8 +174,8 @@ class ShallowDrafter(Forgetful):
                 return None
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
             roots.append(Root(slot, tokens[-1], limit))
-        offsets, plan = self.guess.offsets(context.slots), self.plan
-        return chain.draft(roots, companion, offsets, cache, plan.min_confidence, plan.weights)
+        plan = ChainPlan(self.plan.min_confidence, self.plan.weights)
+        return chain.draft(roots, companion, self.guess.offsets(context.slots), cache, plan)
 
     def _in_steps(self, context: Context) -> Draft:
         draft = context.given()
