@@ -21,6 +21,7 @@ import vivace
 from benchmarks.rivals_table import tables
 from vivace.baselines.kinds import KINDS
 from vivace.baselines.lookahead import LookaheadPlan
+from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
 from vivace.cli.asking import questions_of, read_prompts
 from vivace.decode.draft_model import DraftModel
@@ -49,6 +50,12 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 TRAINED = ("medusa", "eagle", "deed", "uno", "draft")
 RATES = {"layerskip": (0.0001, 0.0003), "supervised": (0.0001, 0.0003), "skipdecode": (0.0002,), "mod": (0.0002,)}
 """Rates of AdamW that are tried, Muon's being five times as high; kinds beside the base have (0.001, 0.003)."""
+VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "draft-free": ("draft", ("shape.num_layers=4", "shape.width=256", "shape.ffn_width=768", "shape.num_heads=8")),
+    "multirate-brief": ("multirate", ()),
+}
+"""Others of a kind, beside the base too: the kind, and what its recipe changes. A draft model of four times the bytes,
+and the accelerated residual with no more training than its rivals."""
 PLANS = "plans.json"
 """In ``--runs``: tuned drafts of methods that have no folder there, by method."""
 FACTS = "training.json"
@@ -70,7 +77,7 @@ class Named:
 def train(given: argparse.Namespace) -> None:
     """Every rival at two rates; the faster stays as ``RUNS/<kind>``, what was tried in ``RUNS/tuning.json``."""
     tried: list[dict[str, Any]] = []
-    for kind in given.kinds or (*TRAINED, *WHOLE):
+    for kind in given.kinds or (*TRAINED, *VARIANTS, *WHOLE):
         speeds: dict[float, float] = {}
         for rate in given.rates or RATES.get(kind, (0.001, 0.003)):
             out = given.runs / "tried" / f"{kind}-{rate:g}"
@@ -116,6 +123,15 @@ def tune(given: argparse.Namespace) -> None:
             plans[method] = asdict(best)
         _write(given.runs / PLANS, plans)
         _write(given.runs / "tuning.json", tried)
+    for name in () if given.kinds else _variants(given.runs):
+        method = _kind_of(name)
+        engine = _loaded(given.model, {method: given.runs / name}, None)
+        best = _searched(engine, method, name, given, tried)
+        if method == "draft":
+            plans[name] = asdict(best)
+            _write(given.runs / PLANS, plans)
+        else:
+            keep_plan(engine, method, best)
     for kind in () if given.kinds else WHOLE:
         if (given.runs / kind / "config.json").is_file() and WHOLE[kind][0] in TUNED:
             engine = _loaded(None, {}, given.runs / kind)
@@ -133,6 +149,15 @@ def _searched(
     return trials[0].plan
 
 
+def _kind_of(name: str) -> str:
+    return VARIANTS[name][0] if name in VARIANTS else name
+
+
+def _variants(runs: Path) -> list[str]:
+    """Those of ``VARIANTS`` that were trained."""
+    return [name for name in VARIANTS if (runs / name / "config.json").is_file()]
+
+
 def _beside(runs: Path) -> dict[str, Path]:
     """Folders of kinds that lie beside the base."""
     return {kind: runs / kind for kind in (*ADAPTERS, "draft") if (runs / kind / "config.json").is_file()}
@@ -140,10 +165,11 @@ def _beside(runs: Path) -> dict[str, Path]:
 
 def _training(kind: str, rate: float, out: Path, given: argparse.Namespace) -> list[str]:
     """The command that trains a kind."""
-    words = ["train", kind, "--out", str(out), *(["--model", given.model] if given.model else [])]
+    recipe, changes = VARIANTS.get(kind, (kind, ()))
+    words = ["train", recipe, "--out", str(out), *(["--model", given.model] if given.model else [])]
     words += [word for path in given.data for word in ("--data", str(path))]
     if kind not in WHOLE:
-        return [*words, f"loop.minutes={given.minutes}", f"optimiser.adamw_rate={rate}"]
+        return [*words, f"loop.minutes={given.minutes}", f"optimiser.adamw_rate={rate}", *changes]
     loop = f"{{minutes: {given.minutes}, warmup_steps: 50, hold: 0.1, evaluate_steps: 200}}"
     optimiser = f"{{muon_rate: {rate * 5:g}, adamw_rate: {rate:g}}}"
     return [*words, f"decoder.stages=[{{loop: {loop}, optimiser: {optimiser}}}]"]
@@ -157,8 +183,8 @@ def _calibrating(model: Path, given: argparse.Namespace) -> list[str]:
 
 def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str, Any]]) -> float:
     """Tokens per second of the best draft; it is kept in the folder."""
-    method = WHOLE[kind][0] if kind in WHOLE else kind
-    engine = _loaded(given.model, {}, out) if kind in WHOLE else _loaded(given.model, {kind: out}, None)
+    method = WHOLE[kind][0] if kind in WHOLE else _kind_of(kind)
+    engine = _loaded(given.model, {}, out) if kind in WHOLE else _loaded(given.model, {method: out}, None)
     if method not in TUNED:
         asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
         return summarise(hold([Entrant(method, engine, 64)], asked, repeats=1), method)[0].tokens_per_s
@@ -189,6 +215,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         players.append(Named(name, Entrant(name, engine, given.max_new_tokens)))
         kind = METHODS[name].adapter or name
         facts[name] = _facts(engine, name, found.get(kind) or _shipped(base, kind)) | {"plain": "plain"}
+    for name in _variants(given.runs):
+        kind, folder = _kind_of(name), given.runs / name
+        engine = _loaded(given.model, {kind: folder}, None)
+        engine = planned(engine, _plan(kind, plans[name])) if name in plans else engine
+        players.append(Named(name, Entrant(kind, engine, given.max_new_tokens)))
+        facts[name] = _facts(engine, kind, folder) | {"plain": "plain"}
     for kind, methods in WHOLE.items():
         folder = given.runs / kind
         if not (folder / "config.json").is_file():
@@ -227,7 +259,7 @@ def _plan(method: str, values: Mapping[str, Any]) -> AnyPlan:
 
 
 def _shipped(engine: Engine, kind: str) -> Path | None:
-    folder = engine.methods.adapter_folder(kind)
+    folder = engine.folder / OWN_DRAFT if kind == "draft" else engine.methods.adapter_folder(kind)
     return folder if folder is not None and folder.is_dir() else None
 
 

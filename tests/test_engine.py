@@ -10,7 +10,7 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.errors import CapacityError, ConfigError, NotFoundError, UsageError
+from vivace.errors import CapacityError, ConfigError, MismatchError, NotFoundError, UsageError
 
 PROMPTS = ["abc", "the quick brown fox", "x", "aaaa bbbb aaaa"]
 
@@ -148,3 +148,36 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
         vivace.load(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="kernels"):
         vivace.load(tmp_path, kernels="cuda")
+
+
+def test_a_draft_model_in_the_checkpoint_is_used_by_its_method_alone(tmp_path: Path) -> None:
+    """It is read when it is first asked for, and ``auto`` does not ask."""
+    folder = make_checkpoint(tmp_path / "model", context=128, layers=4)
+    make_checkpoint(folder / "draft", context=128, layers=1)
+    engine = vivace.load(folder)
+    assert "draft" in engine.methods.ready()
+    assert engine.methods.second is not None
+    assert "decoder" not in vars(engine.methods.second)
+    plain, auto = (engine.generate(PROMPTS, max_new_tokens=20, method=method) for method in ("plain", "auto"))
+    assert "decoder" not in vars(engine.methods.second)
+    drafted = engine.generate(PROMPTS, max_new_tokens=20, method="draft")
+    assert engine.methods.second.decoder.config.num_layers == 1
+    assert [r.token_ids for r in plain] == [r.token_ids for r in drafted] == [r.token_ids for r in auto]
+    assert sum(r.stats.num_draft_tokens for r in drafted) > 0
+    named = vivace.load(folder, draft_model=make_checkpoint(tmp_path / "other", context=128, layers=2))
+    assert named.methods.second is not None
+    assert named.methods.second.decoder.config.num_layers == 2, "what was named goes before"
+
+
+def test_a_draft_model_of_other_tokens_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", context=128, layers=2)
+    tokens = make_checkpoint(folder / "draft", context=128, layers=1) / "tokenizer.json"
+    written = json.loads(tokens.read_text())
+    pieces = written["model"]["vocab"]
+    first, second = list(pieces)[40:42]
+    pieces[first], pieces[second] = pieces[second], pieces[first]
+    tokens.write_text(json.dumps(written))
+    engine = vivace.load(folder)
+    assert engine.generate("abc", max_new_tokens=4, method="plain")[0].token_ids
+    with pytest.raises(MismatchError, match="the tokenizers differ in 2 of"):
+        engine.generate("abc", max_new_tokens=4, method="draft")

@@ -11,15 +11,16 @@ In four lines:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.files import resolve
+from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, choose_dtype, load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
@@ -34,7 +35,7 @@ from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import Choice, choose
 from vivace.kernels.low_bit import Weights, check_weights
-from vivace.methods import Methods, adapters_by_method
+from vivace.methods import Methods, Second, adapters_by_method
 from vivace.storage.loading import Storage, load_stored
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes
@@ -153,7 +154,7 @@ def load(
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         adapters: a folder, or folders by name, each used by the method it says it is for; a method without one
             uses ``<model>/adapters/<method>``.
-        draft_model: a smaller checkpoint for the method ``draft``.
+        draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it is there.
         kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2", "avx512" or "amx".
         weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8",
             "q4" or "lut4", which are rounded while they are read and compute in bfloat16 where ``dtype`` is "auto"; or
@@ -188,10 +189,13 @@ def load(
     if storage is None:
         model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
     tokenizer = load_tokenizer(folder)
-    second = None
-    if draft_model is not None:
-        require_same_pieces(tokenizer, load_tokenizer(resolve(draft_model)))
-        second = load_decoder(draft_model, dtype=dtype, device=device, packer=packer)
+    second, own = None, folder / OWN_DRAFT
+    if draft_model is not None or (own / "config.json").is_file():
+        smaller = resolve(own if draft_model is None else draft_model)
+        read = partial(load_decoder, smaller, dtype=dtype, device=device, packer=packer)
+        second = Second(partial(_same_pieces, tokenizer, smaller, read), is_asked=draft_model is not None)
+    if second is not None and second.is_asked:
+        second.decoder  # noqa: B018 - what was named and cannot be read is told now
     if storage is not None and storage.plan.streamed and storage.body is None:
         choice = _torch_only(kernels)
     if storage is not None and storage.body is None and packer is not None and packer.takes(model.dtype):
@@ -203,6 +207,12 @@ def load(
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
     return engine
+
+
+def _same_pieces(tokenizer: Tokenizer, folder: Path, read: Callable[[], Decoder]) -> Decoder:
+    """Read a model that has to have these tokens."""
+    require_same_pieces(tokenizer, load_tokenizer(folder))
+    return read()
 
 
 def _check_stored(kept: str, device: str) -> None:

@@ -22,6 +22,7 @@ from vivace.baselines.lookahead import Lookahead, LookaheadPlan
 from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
 from vivace.baselines.skipdecode import SkipDecode, SkipPlan
 from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.checkpoint.files import OWN_DRAFT
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -108,6 +109,20 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
     return found
 
 
+@dataclass(eq=False)
+class Second:
+    """A smaller model with the same tokens, read when it is first asked for."""
+
+    open: Callable[[], Decoder]
+    is_asked: bool
+    """It was named, and does not only lie beside the model."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The model itself."""
+        return self.open()
+
+
 class Methods:
     """The drafters of one model, each made when first asked for and kept with what it has measured."""
 
@@ -116,7 +131,7 @@ class Methods:
         model: Decoder,
         folder: Path | None,
         adapters: Mapping[str, Path],
-        second: Decoder | None = None,
+        second: Second | None = None,
         plan: AnyPlan | None = None,
     ) -> None:
         """Make nothing yet.
@@ -125,7 +140,7 @@ class Methods:
             model: the target.
             folder: its checkpoint, None for a model that only lives in memory (adapters cannot be checked then).
             adapters: adapter folders by method; others are looked for in ``<folder>/adapters/<method>``.
-            second: a smaller decoder with the same tokens, for the method ``draft``.
+            second: for the method ``draft``.
             plan: shape of the drafts, instead of what the adapters say.
         """
         self.model = model
@@ -203,8 +218,9 @@ class Methods:
         return self._adaptive()
 
     def _adaptive(self) -> Adaptive:
-        """Everything that can draft here without further files, by the drafters of those methods themselves."""
-        drafters = [self.drafter(name) for name in ("lookup", "multirate", "draft") if name in self.ready()]
+        """What drafts best here, by the drafters of those methods themselves; a second model if it was named."""
+        names = ["lookup", "multirate", *(["draft"] if self.second is not None and self.second.is_asked else [])]
+        drafters = [self.drafter(name) for name in names if name in self.ready()]
         return Adaptive(drafters, plain=self.drafter("plain"))
 
     @cached_property
@@ -289,11 +305,12 @@ class Methods:
 
     def _draft_model(self, length: int | None) -> DraftModel:
         if self.second is None:
-            raise NotFoundError("method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID")
+            own = f", or put one into {self.folder / OWN_DRAFT}" if self.folder is not None else ""
+            raise NotFoundError(f"method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID{own}")
         if length is None and isinstance(self.plan, DraftPlan):
             length = len(self.plan.widths)
         config = DraftModelConfig() if length is None else DraftModelConfig(num_draft_tokens=length)
-        return DraftModel(self.second, self.model.config.vocab_size, config)
+        return DraftModel(self.second.decoder, self.model.config.vocab_size, config)
 
     def ready(self) -> list[str]:
         """Methods that can run on this model as it stands, ``auto`` left out."""

@@ -36,3 +36,14 @@ def test_medusas_heads_are_widened(tmp_path: Path, own_output: bool) -> None:
     for one, twin in zip(small, wide, strict=True):
         assert one.token_ids == twin.token_ids
         assert one.stats.accepted_per_position == twin.stats.accepted_per_position
+
+
+def test_a_draft_model_goes_along_as_it_is(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    make_checkpoint(base / "draft", layers=1)
+    widen_checkpoint(base, tmp_path / "wide", 2)
+    answers = [
+        vivace.load(path).generate("aka", method="draft", max_new_tokens=24)[0] for path in (base, tmp_path / "wide")
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].stats.num_draft_tokens == answers[1].stats.num_draft_tokens > 0

@@ -24,6 +24,8 @@ from vivace.units import format_bytes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OWN_DRAFT = "draft"
+"""Folder within a checkpoint: a smaller one that drafts for it."""
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 """What is fetched of a Hub repository: no pickles, no other formats."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
-from vivace.checkpoint.files import INDEX, read_json, resolve, staged, tensor_paths
+from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, resolve, staged, tensor_paths
 from vivace.checkpoint.load import load_decoder, put
 from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.core.config import ModelConfig
@@ -129,11 +129,13 @@ def _outputs(name: str, config: ModelConfig) -> list[int] | None:
 
 
 def _copy_extras(source: Path, target: Path) -> None:
-    """Tokenizer, templates, generation settings: whatever is neither configuration nor weights."""
+    """Tokenizer, templates, generation settings, a draft model: whatever is neither configuration nor weights."""
     rewritten = {"config.json", INDEX, *(path.name for path in tensor_paths(source).values())}
     for path in source.iterdir():
         if path.is_file() and path.name not in rewritten:
             shutil.copyfile(path, target / path.name)
+    if (source / OWN_DRAFT).is_dir():
+        shutil.copytree(source / OWN_DRAFT, target / OWN_DRAFT)
 
 
 def without_twin(source: str | Path) -> tuple[str, ...]:
