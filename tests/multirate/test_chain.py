@@ -9,10 +9,10 @@ import torch
 
 from tests.core.test_bits import prefill
 from tests.decode.runs import Result, finish
-from tests.decode.tiny_decoders import build, prompts
+from tests.decode.steps_at_once import MODELS, packed, steps_of, stops_at_every_end
+from tests.decode.tiny_decoders import prompts
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.decode.laws import Laws
@@ -34,13 +34,9 @@ LIMITS = {2: 4, 0: 1, 3: 0}
 Accelerators = Callable[..., Accelerator]
 
 
-@pytest.fixture(params=["plain", "scaled"])
+@pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
-    """Packed; also with an embedding that is multiplied and a norm that is shifted."""
-    fields = {"embedding_scale": 3.7, "norm_offset": 1.0} if request.param == "scaled" else {}
-    made = build(torch.bfloat16, num_layers=6, seed=3, **fields).requires_grad_(False)
-    pack_decoder(made, body)
-    return made
+    return packed(request.param, body)
 
 
 @pytest.fixture
@@ -194,17 +190,7 @@ def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps made in each call from now on that drafted and verified."""
-    made: list[int] = []
-    ahead = ShallowDrafter._ahead
-
-    def noting(self: ShallowDrafter, context: Context) -> Draft | None:
-        draft = ahead(self, context)
-        made.extend([] if draft is None else [len(draft.passes[0].kept)])
-        return draft
-
-    monkeypatch.setattr(ShallowDrafter, "_ahead", noting)
-    return made
+    return steps_of(ShallowDrafter, monkeypatch)
 
 
 PLANS = {
@@ -246,24 +232,9 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 
 
 def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators, steps: list[int]) -> None:
-    """Nothing is decided behind an end; what lies behind a stop string is forgotten, and the next text is right."""
-    prompt = prompts(6, seed=2)[1]
     drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5, feedback=True), DraftPlan.chain(3))
     drafter._pace = Pace(lambda: 0.0)
-    session = Session(model, num_slots=1, capacity=64, chunk=8)
-    [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
-    for end in set(plain.tokens):
-        upto = plain.tokens[: plain.tokens.index(end) + 1]
-        for stop in (
-            StopRule(end_tokens=frozenset([end])),
-            StopRule(stop_strings=(chr(end + 40),), detokenize=lambda ids: "".join(chr(i + 40) for i in ids)),
-        ):
-            [result] = finish(session, [Request(prompt, 21, drafter, stop=stop)])
-            assert (result.tokens, result.reason) == (upto, "stop")
-            assert not session.cache.lengths[0]
-    [result] = finish(session, [Request(prompt, 21, drafter)])
-    assert result.tokens == plain.tokens
-    assert max(steps) > 1
+    stops_at_every_end(model, drafter, steps)
 
 
 def test_who_wants_to_see_guesses_goes_step_by_step(

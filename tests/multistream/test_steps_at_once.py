@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.decode.runs import Result, finish
-from tests.decode.tiny_decoders import build, prompts
+from tests.decode.steps_at_once import MODELS, packed, steps_of, stops_at_every_end
+from tests.decode.tiny_decoders import prompts
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
-from vivace.core.seams import Context, Draft, Drafter
+from vivace.core.seams import Drafter
 from vivace.decode.plain import NoDrafts, Pace
-from vivace.decode.request import Request, StopRule
+from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
 from vivace.multistream.config import StreamPlan
@@ -25,27 +25,14 @@ CHAINS = {
 }
 
 
-@pytest.fixture(params=["plain", "scaled"])
+@pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
-    fields = {"embedding_scale": 3.7, "norm_offset": 1.0} if request.param == "scaled" else {}
-    made = build(torch.bfloat16, num_layers=6, seed=3, **fields).requires_grad_(False)
-    pack_decoder(made, body)
-    return made
+    return packed(request.param, body)
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of each call from now on that made some."""
-    made: list[int] = []
-    ahead = StreamDrafter._ahead
-
-    def noting(self: StreamDrafter, context: Context) -> Draft | None:
-        draft = ahead(self, context)
-        made.extend([] if draft is None else [len(draft.passes[0].kept)])
-        return draft
-
-    monkeypatch.setattr(StreamDrafter, "_ahead", noting)
-    return made
+    return steps_of(StreamDrafter, monkeypatch)
 
 
 def run(model: Decoder, drafter: Drafter, **fields: object) -> list[Result]:
@@ -77,24 +64,10 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 
 
 def test_every_end_stops_the_steps(model: Decoder, streams, steps: list[int]) -> None:
-    prompt = prompts(6, seed=2)[1]
     made = streams(torch.bfloat16, insertion=4, noise=0.02, feedback=True)
     drafter = StreamDrafter(model, made, StreamPlan((1, 1), "kept"))
     drafter._pace = Pace(lambda: 0.0)
-    session = Session(model, num_slots=1, capacity=64, chunk=8)
-    [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
-    for end in set(plain.tokens):
-        upto = plain.tokens[: plain.tokens.index(end) + 1]
-        for stop in (
-            StopRule(end_tokens=frozenset([end])),
-            StopRule(stop_strings=(chr(end + 40),), detokenize=lambda ids: "".join(chr(i + 40) for i in ids)),
-        ):
-            [result] = finish(session, [Request(prompt, 21, drafter, stop=stop)])
-            assert (result.tokens, result.reason) == (upto, "stop")
-            assert not session.cache.lengths[0]
-    [result] = finish(session, [Request(prompt, 21, drafter)])
-    assert result.tokens == plain.tokens
-    assert max(steps) > 1
+    stops_at_every_end(model, drafter, steps)
 
 
 @pytest.mark.parametrize(
