@@ -8,6 +8,7 @@ bytes. It is a measuring instrument and says so wherever its results stand.
     residual h' = (h, ..., h)           norm weights repeated; the mean square is unchanged
     y = W x  ->  y' = (y, ..., y)       W' = W repeated in rows and columns, divided by k
     heads, feed-forward units           repeated, with their outputs' columns divided by k
+    routers of mixtures                 repeated in columns, divided by k: as many experts, each of them wider
     low-rank terms of adapters          ranks stay, as a recipe's do whatever the width of the model
     head                                repeated in columns, divided by k; never tied to the embedding, which is not
 """
@@ -30,14 +31,17 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
 
-_WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+_WIDTHS = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "moe_intermediate_size"),
+)
 
 
 def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
     """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
 
     Args:
-        source: directory or Hub id of a dense model with rotary positions and RMS norms before each half.
+        source: directory or Hub id of a model with rotary positions and RMS norms before each half.
         out: directory to write.
         factor: k; a power of two keeps every scaled weight exact.
 
@@ -75,6 +79,7 @@ def widen(decoder: Decoder, factor: int) -> Decoder:
         num_heads=config.num_heads * factor,
         num_kv_heads=config.num_kv_heads * factor,
         ffn_width=config.ffn_width * factor,
+        moe=None if config.moe is None else replace(config.moe, expert_width=config.moe.expert_width * factor),
         tied_head=False,
     )
     with torch.device("meta"):
@@ -93,12 +98,11 @@ def _check(config: ModelConfig) -> None:
         and config.norm_offset == 0
         and config.qk_norm in ("none", "head")
         and config.positions == "rotary"
-        and config.moe is None
         and config.gated
     )
     if not plain:
         raise UnsupportedError(
-            "only dense models with rotary positions, gated feed-forwards and RMS norms before each half can be widened"
+            "only models with rotary positions, gated feed-forwards and RMS norms before each half can be widened"
         )
 
 
@@ -108,7 +112,7 @@ def _widened(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
         return value.repeat(1, k)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return value.clone()
-    if name == "lm_head.weight":
+    if name == "lm_head.weight" or name.endswith(".router.weight"):
         return value.repeat(1, k) / k
     if name == "lm_head.bias":
         return value.clone()
@@ -125,6 +129,9 @@ def _outputs(name: str, config: ModelConfig) -> list[int] | None:
         return [config.num_heads * config.head_dim, key, key]
     if ".feed_forward.up." in name:
         return [config.ffn_width, config.ffn_width]
+    if ".experts." in name and ".up." in name:
+        assert config.moe is not None
+        return [config.moe.expert_width, config.moe.expert_width]
     return None
 
 
@@ -165,6 +172,11 @@ def _accelerator_term(name: str, value: Tensor, k: int) -> Tensor:
     return value.repeat(k, k) / k
 
 
+def _foresight_term(name: str, value: Tensor, k: int) -> Tensor:
+    """One tensor of a residual that runs ahead; scales (N, E) are per layer and component."""
+    return value.repeat(1, k) if name.endswith("scale") else _accelerator_term(name, value, k)
+
+
 def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
     """One tensor of speculative streams; ranks stay."""
     if name == "embeddings":
@@ -183,6 +195,7 @@ def _medusa_term(name: str, value: Tensor, k: int) -> Tensor:
 
 _TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {
     "multirate": _accelerator_term,
+    "foresight": _foresight_term,
     "multistream": _stream_term,
     "medusa": _medusa_term,
 }

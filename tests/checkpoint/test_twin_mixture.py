@@ -1,0 +1,54 @@
+"""The wide twin of a mixture of experts, and of what foresees which of them will be needed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.families import make
+from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.widen import widen_checkpoint
+from vivace.core.step import Step
+from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
+
+TOKENS = torch.tensor([5, 9, 41, 7, 7, 80])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str) -> None:
+    base = tmp_path / "base"
+    make(family).save_pretrained(base)
+    small = load_decoder(base)
+    torch.manual_seed(3)
+    seen = Foresight(ForesightConfig(rank=4, bottleneck=8), small.config)
+    tensors = {name: value + 0.3 * torch.randn_like(value) for name, value in seen.tensors().items()}
+    folder = base / "adapters" / "foresight"
+    save_adapter(folder, "foresight", base_hash(base), asdict(ForesightPlan()), asdict(seen.config), tensors)
+    widen_checkpoint(base, tmp_path / "wide", 2)
+    wide = load_decoder(tmp_path / "wide")
+    assert wide.config.moe is not None
+    assert small.config.moe is not None
+    assert wide.config.moe.expert_width == 2 * small.config.moe.expert_width
+    assert wide.config.moe.num_experts == small.config.moe.num_experts
+
+    found = []
+    for model, place in ((small, folder), (wide, tmp_path / "wide" / "adapters" / "foresight")):
+        foresight = Foresight(ForesightConfig(rank=4, bottleneck=8), model.config)
+        foresight.load_state_dict(load_adapter(place)[1])
+        step = Step.dense(1, len(TOKENS))
+        with torch.no_grad():
+            h = model.embed(TOKENS, step)
+            which = torch.zeros(len(TOKENS), dtype=torch.int64)
+            p = model.run(h, replace(step, deltas=(foresight.terms(which),)), stop=1)
+            routed = [
+                model.layers[index].route(foresight.at(index, p, h))  # type: ignore[operator]
+                for index in range(model.config.num_layers)
+                if model.config.is_moe(index)
+            ]
+            found.append((model.head(model.run(h, step)), torch.stack(routed)))
+    for one, twin in zip(*found, strict=True):
+        torch.testing.assert_close(twin, one, rtol=1e-4, atol=1e-5)
