@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tools.blocks import table
@@ -37,6 +39,29 @@ def beside_paper(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
         for task, model, calls, speed in PAPER
     ]
     return table(("model, prompts, kernels", "mode", "tokens per target pass", "beside plain"), rows)
+
+
+def shared(path: Path) -> str:
+    """The shared mode beside a plain fine-tune of as many steps, from ``benchmarks.shared_mode``."""
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for name, told in found.items():
+        quality, streams = told["quality"], told["streams"]
+        ratio, low, high = told["ratio"]
+        kernels = f"{told['kernels']}, {told['provenance']['cpu']}"
+        rows.append(
+            (
+                f"{name}, {told['num_prompts']:,} prompts",
+                f"{quality['shared']:.4f}",
+                f"{quality['plain']:.4f}",
+                f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+                f"{streams['tokens_per_target_pass']:.2f}",
+                f"{streams['speedup']:.2f}x, {'same' if streams['identical'] else 'OTHER'} text",
+                kernels,
+            )
+        )
+    heads = ("prompts", "shared", "plain fine-tune", "ratio", "tokens a pass", "beside own plain decoding", "kernels")
+    return table(heads, rows)
 
 
 def weights() -> str:
