@@ -13,6 +13,10 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
+from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.multirate.gates import GateConfig, GatesConfig
+from vivace.multirate.router import RouterConfig, RouterKind
+from vivace.multirate.thresholds import QualityPlan
 
 
 @pytest.mark.parametrize("own_output", [True, False])
@@ -47,3 +51,31 @@ def test_a_draft_model_goes_along_as_it_is(tmp_path: Path) -> None:
     ]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.num_draft_tokens == answers[1].stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["arla", "mlp", "linear"])
+def test_gates_and_routers_are_widened(tmp_path: Path, kind: RouterKind) -> None:
+    """Exits at the same tokens; a linear router goes without a twin."""
+    base = make_checkpoint(tmp_path / "base", layers=4)
+    model = vivace.load(base, kernels="torch", dtype="float32").model
+    config = DynamicConfig(GatesConfig((GateConfig(1), GateConfig(3)), bottleneck=8), RouterConfig(kind, latent=8))
+    torch.manual_seed(2)
+    weights = DynamicWeights(config, model.config)
+    tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in weights.tensors().items()}
+    plan = DynamicPlan((QualityPlan(0.98, (0.5, 0.5)),))
+    save_adapter(base / "adapters" / "dynamic", "dynamic", base_hash(base), asdict(plan), asdict(config), tensors)
+    assert without_twin(base) == (("dynamic",) if kind == "linear" else ())
+    widen_checkpoint(base, tmp_path / "wide", 2)
+    if kind == "linear":
+        assert not (tmp_path / "wide" / "adapters" / "dynamic").exists()
+        return
+    small, wide = (
+        vivace.load(path, dtype="float32").generate(
+            ["aka", "bob"], method="dynamic", max_new_tokens=32, do_sample=False, ignore_eos=True
+        )
+        for path in (base, tmp_path / "wide")
+    )
+    for one, twin in zip(small, wide, strict=True):
+        assert one.token_ids == twin.token_ids
+        assert one.stats.exit_layers == twin.stats.exit_layers
+    assert len({layer for one in small for layer in one.stats.exit_layers}) > 1, "some leave and some stay"

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +148,14 @@ def _copy_extras(source: Path, target: Path) -> None:
 
 def without_twin(source: str | Path) -> tuple[str, ...]:
     """Names of a checkpoint's adapters that no way is known to widen; its twin goes without them."""
-    return tuple(path.parent.name for path in _adapters(resolve(source)) if read_json(path)["kind"] not in _TERMS)
+    return tuple(path.parent.name for path in _adapters(resolve(source)) if not _has_twin(read_json(path)))
+
+
+def _has_twin(found: dict[str, Any]) -> bool:
+    """Whether it is known how. A linear router reads rows of the model's width under a name that others have too."""
+    if found["kind"] == "dynamic":
+        return bool(found["config"]["router"]["kind"] in ("arla", "mlp"))
+    return found["kind"] in _TERMS
 
 
 def _adapters(folder: Path) -> list[Path]:
@@ -177,6 +185,15 @@ def _foresight_term(name: str, value: Tensor, k: int) -> Tensor:
     return value.repeat(1, k) if name.endswith("scale") else _accelerator_term(name, value, k)
 
 
+def _exit_term(name: str, value: Tensor, k: int) -> Tensor:
+    """One tensor of gates and their router, whose latents stay as wide as they are."""
+    if name.startswith("gates."):
+        return _foresight_term(name.removeprefix("gates."), value, k)
+    if name.startswith("router.inner."):
+        return value.repeat(k, 1) / k
+    return value.repeat(1, k, 1) / k if name.startswith("router.down.") else value.clone()
+
+
 def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
     """One tensor of speculative streams; ranks stay."""
     if name == "embeddings":
@@ -195,6 +212,7 @@ def _medusa_term(name: str, value: Tensor, k: int) -> Tensor:
 
 _TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {
     "multirate": _accelerator_term,
+    "dynamic": _exit_term,
     "foresight": _foresight_term,
     "multistream": _stream_term,
     "medusa": _medusa_term,
