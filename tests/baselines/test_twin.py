@@ -10,6 +10,7 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.baselines.kinds import KINDS
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
@@ -34,6 +35,29 @@ def test_medusas_heads_are_widened(tmp_path: Path, own_output: bool) -> None:
     widen_checkpoint(base, tmp_path / "wide", 2)
     small, wide = (
         vivace.load(path).generate(["aka", "bob"], method="medusa", max_new_tokens=48, do_sample=False)
+        for path in (base, tmp_path / "wide")
+    )
+    assert sum(sum(answer.stats.accepted_per_position) for answer in small) > 0
+    for one, twin in zip(small, wide, strict=True):
+        assert one.token_ids == twin.token_ids
+        assert one.stats.accepted_per_position == twin.stats.accepted_per_position
+
+
+@pytest.mark.parametrize("kind", ["deed", "eagle", "uno"])
+def test_other_drafters_are_widened(tmp_path: Path, kind: str) -> None:
+    base, stored = make_checkpoint(tmp_path / "base", layers=8), KINDS[kind]
+    model = vivace.load(base, kernels="torch", dtype="float32").model
+    torch.manual_seed(2)
+    config, plan = stored.config(), stored.plan()
+    weights = stored.weights(config, model.config)
+    tensors = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.tensors().items()}
+    save_adapter(base / "adapters" / kind, kind, base_hash(base), asdict(plan), asdict(config), tensors)
+    assert without_twin(base) == ()
+    widen_checkpoint(base, tmp_path / "wide", 2)
+    small, wide = (
+        vivace.load(path, dtype="float32").generate(
+            ["aka", "bob", "the quick fox"], method=kind, max_new_tokens=48, do_sample=False, ignore_eos=True
+        )
         for path in (base, tmp_path / "wide")
     )
     assert sum(sum(answer.stats.accepted_per_position) for answer in small) > 0

@@ -56,7 +56,8 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
         raise ConfigError(f"the factor must be at least 2, found {factor}")
     if Path(out).resolve() == folder.resolve():
         raise ConfigError(f"{out} is the model itself; name another folder for its twin")
-    wide = widen(load_decoder(folder, device="cpu"), factor)
+    narrow = load_decoder(folder, device="cpu")
+    wide = widen(narrow, factor)
     raw = read_json(folder / "config.json")
     head_dim = wide.config.head_dim
     scaled = {key: raw[key] * factor for key in _WIDTHS if raw.get(key) is not None}
@@ -65,7 +66,7 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
         write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim, "tie_word_embeddings": False})
         _copy_extras(folder, place)
         for adapter in (path.parent for path in _adapters(folder) if path.parent.name not in without_twin(folder)):
-            _widen_adapter(adapter, place / "adapters" / adapter.name, base_hash(place), factor)
+            _widen_adapter(adapter, place / "adapters" / adapter.name, base_hash(place), narrow.config, factor)
     forget_shards(target)
     return target
 
@@ -163,38 +164,44 @@ def _adapters(folder: Path) -> list[Path]:
     return sorted((folder / "adapters").glob("*/config.json"))
 
 
-def _widen_adapter(source: Path, target: Path, base: str, k: int) -> None:
+def _widen_adapter(source: Path, target: Path, base: str, config: ModelConfig, k: int) -> None:
     found, tensors = load_adapter(source)
     widened = _TERMS[found["kind"]]
-    write_adapter(target, found | {"base_hash": base}, {name: widened(name, t, k) for name, t in tensors.items()})
+    write_adapter(
+        target, found | {"base_hash": base}, {name: widened(name, t, config, k) for name, t in tensors.items()}
+    )
 
 
-def _accelerator_term(name: str, value: Tensor, k: int) -> Tensor:
-    """One tensor of an accelerated residual. Ranks stay: the recipes give the same ones to models of any width."""
-    if name.startswith("down."):
+def _accelerator_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
+    """One tensor of an accelerated residual, of an exit, or of terms on the model.
+
+    Ranks stay: the recipes give the same ones to models of any width.
+    """
+    kind = name.partition(".")[0]
+    if kind == "down":
         return value.repeat(1, 1, k) / k
-    if name.startswith("up."):
+    if kind == "up":
         return value.repeat(1, k, 1)
     if value.dim() == 1:
         return value.repeat(k)
     return value.repeat(k, k) / k
 
 
-def _foresight_term(name: str, value: Tensor, k: int) -> Tensor:
+def _foresight_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
     """One tensor of a residual that runs ahead; scales (N, E) are per layer and component."""
-    return value.repeat(1, k) if name.endswith("scale") else _accelerator_term(name, value, k)
+    return value.repeat(1, k) if name.endswith("scale") else _accelerator_term(name, value, config, k)
 
 
-def _exit_term(name: str, value: Tensor, k: int) -> Tensor:
+def _exit_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
     """One tensor of gates and their router, whose latents stay as wide as they are."""
     if name.startswith("gates."):
-        return _foresight_term(name.removeprefix("gates."), value, k)
+        return _foresight_term(name.removeprefix("gates."), value, config, k)
     if name.startswith("router.inner."):
         return value.repeat(k, 1) / k
     return value.repeat(1, k, 1) / k if name.startswith("router.down.") else value.clone()
 
 
-def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
+def _stream_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
     """One tensor of speculative streams; ranks stay."""
     if name == "embeddings":
         return value.repeat(1, k)
@@ -202,19 +209,29 @@ def _stream_term(name: str, value: Tensor, k: int) -> Tensor:
         return value.repeat(1, k) / k
     if name in ("final", "decided", "rotation.values"):
         return value.repeat(1, k, k) / k
-    return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, k)
+    return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, config, k)
 
 
-def _medusa_term(name: str, value: Tensor, k: int) -> Tensor:
+def _medusa_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
     """One tensor of Medusa's heads, (heads, out, E)."""
     return (value.repeat(1, 1, k) if name == "output" else value.repeat(1, k, k)) / k
 
 
-_TERMS: dict[str, Callable[[str, Tensor, int], Tensor]] = {
+def _eagle_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
+    """One tensor of a feature drafter: what joins a feature and an embedding, and a layer as the model's are."""
+    if name == "join":
+        return torch.cat([half.repeat(k, k) / k for half in value.chunk(2, 1)], 1)
+    return _widened(name.removeprefix("body."), value, config, k)
+
+
+_TERMS: dict[str, Callable[[str, Tensor, ModelConfig, int], Tensor]] = {
     "multirate": _accelerator_term,
     "dynamic": _exit_term,
     "foresight": _foresight_term,
     "multistream": _stream_term,
     "medusa": _medusa_term,
+    "deed": _accelerator_term,
+    "eagle": _eagle_term,
+    "uno": _accelerator_term,
 }
 """By kind of adapter."""
