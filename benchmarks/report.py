@@ -251,7 +251,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         docs / "techniques" / "rivals.md": {"results": rivals_table.tables(rivals)},
         docs / "techniques" / "multistream.md": {
             "results": stream_tables.beside_paper(rivals_table.titled_runs(rivals)),
-            "shared mode": stream_tables.shared(RESULTS / "shared" / "native.json"),
+            "shared mode": stream_tables.shared(RESULTS / "shared"),
             "weights": stream_tables.weights(),
         },
         docs / "techniques" / "flash.md": {"results": flash_tables.tables(RESULTS / "flash")},

@@ -41,9 +41,11 @@ def beside_paper(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     return table(("model, prompts, kernels", "mode", "tokens per target pass", "beside plain"), rows)
 
 
-def shared(path: Path) -> str:
-    """The shared mode beside a plain fine-tune of as many steps, from ``benchmarks.shared_mode``."""
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+def shared(folder: Path) -> str:
+    """The shared mode beside a plain fine-tune of as many steps: files that ``benchmarks.shared_mode`` wrote."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        found |= json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for name, told in found.items():
         quality, streams = told["quality"], told["streams"]
