@@ -13,7 +13,7 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Verdict
-from vivace.decode.adaptive import LONGEST, PROBE_EVERY, Adaptive, Measured
+from vivace.decode.adaptive import BORROWED, LONGEST, PROBE_EVERY, Adaptive, Measured
 from vivace.decode.climb import Climb
 from vivace.decode.plain import Stateless
 from vivace.decode.request import Request
@@ -264,3 +264,34 @@ def test_the_cost_of_a_guess_is_the_slope_of_the_line() -> None:
     assert arm.seconds(6) == pytest.approx(5.0)
     assert arm.tokens(1) == pytest.approx(2.0)
     assert arm.tokens(8) == pytest.approx(2.0)
+
+
+def test_a_batch_that_shrinks_begins_with_what_was_seen_before(models, setting) -> None:
+    """Eight sequences are measured; seven, four and nine begin where they left off, three and twenty anew."""
+    adaptive, _, request = setting(90, cost=0.01)
+    run(models(BF16), request)
+    [arms] = [[adaptive._measured[1, index] for index in range(2)]]
+    adaptive._measured = {(8, index): arm for index, arm in enumerate(arms)}
+    for batch in (7, 4, 9, 3, 20):
+        adaptive._batch = batch
+        chosen = adaptive._choose(LONGEST)
+        assert chosen.reason.startswith("measuring") == (batch in (3, 20)), (batch, chosen)
+        for index in range(2):
+            seen = adaptive._measured[batch, index]
+            assert seen.own == 0
+            if batch not in (3, 20):
+                assert 0 < seen.weight <= BORROWED
+                assert seen.seconds(2) == pytest.approx(arms[index].seconds(2))
+                assert seen.tokens(2) == pytest.approx(arms[index].tokens(2))
+    adaptive._measured[7, 0].record(0, 5.0, 0, [0])
+    assert arms[0].seconds(0) != adaptive._measured[7, 0].seconds(0), "what it sees itself is its own"
+    assert adaptive._nearest() is None, "what was borrowed is not lent on"
+
+
+def test_what_the_last_token_left_is_no_measurement(models, setting) -> None:
+    """A step without room is counted for drafting nothing before anything else was measured."""
+    adaptive, _, request = setting(2, cost=0.01)
+    run(models(BF16), request)
+    adaptive._measured = {(1, 0): Measured()}
+    adaptive._batch = 1
+    assert adaptive._choose(LONGEST).reason.startswith("measuring")

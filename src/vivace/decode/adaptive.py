@@ -8,7 +8,8 @@ longest draft, so that it is seen when more guesses would be kept, or cost less,
 Drafting nothing is one of the choices, and a normal one: on a busy machine or a hard text it wins.
 
 What was measured is kept per batch size (steps of 8 sequences cost something else than steps of one) and
-outlives a request: an ``Adaptive`` is made once per model.
+outlives a request: an ``Adaptive`` is made once per model. A batch shrinks as its answers end, and measuring anew
+at every size would cost more than it finds: a size that is new begins with what was seen at one near it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ LONGEST = max(PROBES)
 """Guesses that are considered."""
 MARGIN = 1.03
 """Drafting has to be this much faster than not drafting."""
+NEAR = 2
+"""Batch sizes that are no further apart than by this factor are measured alike."""
+BORROWED = 4.0
+"""Steps that what was seen at another batch size counts for."""
 
 
 @dataclass
@@ -54,6 +59,8 @@ class Measured:
     """Steps since it was last taken."""
     wait: int = PROBE_EVERY
     """Idle steps before it is tried again."""
+    own: int = 0
+    """Of the steps, those at this batch size."""
     short: int = 0
     """Steps since it was last asked for the longest draft."""
     patience: int = PROBE_EVERY
@@ -71,8 +78,24 @@ class Measured:
             self.tried[depth] += 1
             self.kept[depth] += sum(count > depth for count in accepted) / len(accepted)
         self.steps += 1
+        self.own += 1
         self.idle = 0
         self.short = 0 if allowed == LONGEST else self.short + 1
+
+    def borrowed(self) -> Measured:
+        """What another batch size begins with: the same figures, which count for little."""
+        share = min(1.0, BORROWED / self.weight)
+        return Measured(
+            weight=share * self.weight,
+            n=share * self.n,
+            nn=share * self.nn,
+            t=share * self.t,
+            nt=share * self.nt,
+            tried=[share * count for count in self.tried],
+            kept=[share * count for count in self.kept],
+            is_warm=True,
+            steps=self.steps,
+        )
 
     def seconds(self, guesses: int) -> float:
         """t(n): the fitted line, flat while only one n was seen."""
@@ -149,7 +172,7 @@ class Adaptive:
     def _choose(self, room: int) -> Choice:
         if len(self.drafters) == 1 or room == 0:
             return Choice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
-        arms = [self._measured.setdefault((self._batch, i), Measured()) for i in range(len(self.drafters))]
+        arms = self._arms()
         for index, arm in enumerate(arms):
             arm.idle += 1
             if arm.steps < len(PROBES) or arm.idle > arm.wait:
@@ -166,6 +189,26 @@ class Adaptive:
         if arms[index].is_due(guesses, room):
             return Choice(index, LONGEST, f"measuring {name}")
         return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {self._batch}")
+
+    def _arms(self) -> list[Measured]:
+        """What is known of every way to draft at this batch size."""
+        every = range(len(self.drafters))
+        if any((self._batch, index) not in self._measured for index in every):
+            near = self._nearest()
+            for index in every:
+                begun = Measured() if near is None else self._measured[near, index].borrowed()
+                self._measured.setdefault((self._batch, index), begun)
+        return [self._measured[self._batch, index] for index in every]
+
+    def _nearest(self) -> int | None:
+        """The batch size nearest to this one at which everything was measured, if there is one that is near."""
+        near: dict[int, float] = {}
+        for batch in {batch for batch, _ in self._measured}:
+            arms = [self._measured.get((batch, index)) for index in range(len(self.drafters))]
+            ratio = max(batch, self._batch) / min(batch, self._batch)
+            if ratio <= NEAR and all(arm is not None and arm.own >= len(PROBES) for arm in arms):
+                near[batch] = ratio
+        return min(near, key=near.__getitem__, default=None)
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Take the measurement, then let every drafter see what was shown."""
