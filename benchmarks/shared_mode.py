@@ -2,7 +2,7 @@
 
 Both models were trained for as many steps on the same rows, the second without its streams' loss. Their plain answers
 are judged by the task's metric, with a paired bootstrap of the ratio over prompts; the shared model's streams decode in
-turns with its own plain decoding, whose text they have to give. Writes JSON.
+turns with its own plain decoding, whose text they have to give. Writes JSON; where nothing is right there is no ratio.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def compare(shared: Engine, plain: Engine, prompts: Sequence[Prompt], limit: int
     sides = [Named("shared", Entrant("plain", shared, most)), Named("plain", Entrant("plain", plain, most))]
     records = hold(sides, asked, repeats=1)
     ours, theirs = (_judge(engine, prompts, record) for engine, record in zip((shared, plain), records, strict=True))
-    ratio = paired_bootstrap(ours.values, theirs.values, statistic=ratio_of_sums)
+    ratio = paired_bootstrap(ours.values, theirs.values, statistic=ratio_of_sums) if any(theirs.values) else None
     entrants = [Entrant(name, shared, most) for name in ("plain", STREAMS)]
     _, streams = summarise(hold(entrants, asked[:limit], repeats=1), "plain")
     return {
         "num_prompts": len(prompts),
         "metrics": {"shared": ours.metrics, "plain": theirs.metrics},
         "quality": {"shared": _mean(ours.values), "plain": _mean(theirs.values)},
-        "ratio": [ratio.estimate, ratio.low, ratio.high],
+        "ratio": None if ratio is None else [ratio.estimate, ratio.low, ratio.high],
         "agreement_with_plain_fine_tune": sum(a == b for a, b in zip(*map(_answers, records), strict=True))
         / len(asked),
         "streams": {"num_prompts": len(asked[:limit]), **asdict(streams)},
@@ -81,10 +81,11 @@ def main() -> None:
     for name in given.prompts:
         told = compare(shared, plain, read_prompts(name, given.limit), given.timed, given.max_new_tokens)
         found[Path(name).stem] = told
-        streams, quality = told["streams"], told["quality"]
+        streams, quality, ratio = told["streams"], told["quality"], told["ratio"]
+        beside = "no ratio" if ratio is None else f"ratio {ratio[0]:.4f} [{ratio[1]:.4f}, {ratio[2]:.4f}]"
         print(
             f"{Path(name).stem}: {told['num_prompts']} prompts, shared {quality['shared']:.4f}, plain "
-            f"{quality['plain']:.4f}, ratio {told['ratio'][0]:.4f} [{told['ratio'][1]:.4f}, {told['ratio'][2]:.4f}]; "
+            f"{quality['plain']:.4f}, {beside}; "
             f"streams {streams['tokens_per_target_pass']:.2f} tokens a pass, {streams['speedup']:.2f}x, "
             f"identical {'yes' if streams['identical'] else 'NO'}",
             flush=True,

@@ -49,14 +49,14 @@ def shared(folder: Path) -> str:
     rows = []
     for name, told in found.items():
         quality, streams = told["quality"], told["streams"]
-        ratio, low, high = told["ratio"]
+        beside = "-" if told["ratio"] is None else "{:.3f} ({:.3f} to {:.3f})".format(*told["ratio"])
         kernels = f"{told['kernels']}, {told['provenance']['cpu']}"
         rows.append(
             (
                 f"{name}, {told['num_prompts']:,} prompts",
                 f"{quality['shared']:.4f}",
                 f"{quality['plain']:.4f}",
-                f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+                beside,
                 f"{streams['tokens_per_target_pass']:.2f}",
                 f"{streams['speedup']:.2f}x, {'same' if streams['identical'] else 'OTHER'} text",
                 kernels,

@@ -19,3 +19,11 @@ def test_a_model_beside_itself() -> None:
     assert told["streams"]["identical"]
     assert told["streams"]["num_prompts"] == 1
     assert told["num_prompts"] == 3
+
+
+def test_where_nothing_is_right_there_is_no_ratio() -> None:
+    engine = vivace.load()
+    prompts = [replace(prompt, references=("zzzz",)) for prompt in packaged_prompts("e2e")[:2]]
+    told = compare(engine, engine, prompts, 1, 8)
+    assert told["quality"]["plain"] == 0
+    assert told["ratio"] is None
