@@ -210,17 +210,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     asked = questions_of(base, prompts, raw=False)
     plans = json.loads((given.runs / PLANS).read_text(encoding="utf-8")) if (given.runs / PLANS).is_file() else {}
     players, facts = list[Named](), dict[str, dict[str, Any]]()
-    for name in _methods(base):
-        engine = planned(base, _plan(name, plans[name])) if name in plans else base
-        players.append(Named(name, Entrant(name, engine, given.max_new_tokens)))
-        kind = METHODS[name].adapter or name
-        facts[name] = _facts(engine, name, found.get(kind) or _shipped(base, kind)) | {"plain": "plain"}
+    beside = [(name, name, base, _folder_of(name, base, found)) for name in _methods(base)]
     for name in _variants(given.runs):
         kind, folder = _kind_of(name), given.runs / name
-        engine = _loaded(given.model, {kind: folder}, None)
-        engine = planned(engine, _plan(kind, plans[name])) if name in plans else engine
-        players.append(Named(name, Entrant(kind, engine, given.max_new_tokens)))
-        facts[name] = _facts(engine, kind, folder) | {"plain": "plain"}
+        beside.append((name, kind, _loaded(given.model, {kind: folder}, None), folder))
+    for name, method, engine, where in beside:
+        engine = planned(engine, _plan(method, plans[name])) if name in plans else engine
+        players.append(Named(name, Entrant(method, engine, given.max_new_tokens)))
+        facts[name] = _facts(engine, method, where) | {"plain": "plain"}
     for kind, methods in WHOLE.items():
         folder = given.runs / kind
         if not (folder / "config.json").is_file():
@@ -258,9 +255,11 @@ def _plan(method: str, values: Mapping[str, Any]) -> AnyPlan:
     return made
 
 
-def _shipped(engine: Engine, kind: str) -> Path | None:
-    folder = engine.folder / OWN_DRAFT if kind == "draft" else engine.methods.adapter_folder(kind)
-    return folder if folder is not None and folder.is_dir() else None
+def _folder_of(method: str, engine: Engine, found: Mapping[str, Path]) -> Path | None:
+    """Where the weights of a method lie: in ``--runs``, or beside the model."""
+    kind = METHODS[method].adapter or method
+    own = engine.folder / OWN_DRAFT if kind == "draft" else engine.methods.adapter_folder(kind)
+    return found.get(kind) or (own if own is not None and own.is_dir() else None)
 
 
 def _facts(engine: Engine, name: str, folder: Path | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ In four lines:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,11 +191,11 @@ def load(
     tokenizer = load_tokenizer(folder)
     second, own = None, folder / OWN_DRAFT
     if draft_model is not None or (own / "config.json").is_file():
-        smaller = resolve(own if draft_model is None else draft_model)
-        read = partial(load_decoder, smaller, dtype=dtype, device=device, packer=packer)
-        second = Second(partial(_same_pieces, tokenizer, smaller, read), is_asked=draft_model is not None)
-    if second is not None and second.is_asked:
-        second.decoder  # noqa: B018 - what was named and cannot be read is told now
+        smaller = own if draft_model is None else draft_model
+        read = partial(_read_second, smaller, tokenizer, dtype=dtype, device=device, packer=packer)
+        second = Second(read, is_asked=draft_model is not None)
+        if second.is_asked:
+            second.decoder  # noqa: B018 - what was named and cannot be read is told now
     if storage is not None and storage.plan.streamed and storage.body is None:
         choice = _torch_only(kernels)
     if storage is not None and storage.body is None and packer is not None and packer.takes(model.dtype):
@@ -209,10 +209,10 @@ def load(
     return engine
 
 
-def _same_pieces(tokenizer: Tokenizer, folder: Path, read: Callable[[], Decoder]) -> Decoder:
-    """Read a model that has to have these tokens."""
-    require_same_pieces(tokenizer, load_tokenizer(folder))
-    return read()
+def _read_second(path: str | Path, tokenizer: Tokenizer, **how: Any) -> Decoder:
+    """A model that has to have these tokens; ``how`` is as for ``load_decoder``."""
+    require_same_pieces(tokenizer, load_tokenizer(resolve(path)))
+    return load_decoder(path, **how)
 
 
 def _check_stored(kept: str, device: str) -> None:

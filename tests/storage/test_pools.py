@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.storage.conftest import SIZE
 from tests.storage.stored import broken
 from vivace.errors import CheckpointError, CorruptError, UnsupportedError
 from vivace.kernels.library import found_library
@@ -18,19 +19,7 @@ from vivace.storage import pools
 from vivace.storage.pools import NativePool, Pool, ThreadPool, open_pool, whole
 from vivace.storage.readers import PAGE, READERS, aligned
 
-SIZE = 40 * PAGE
 KINDS = [*(("threads", name) for name in READERS), ("native", "buffered"), ("native", "direct")]
-
-
-@pytest.fixture(scope="module")
-def content() -> bytes:
-    return random.Random(0).randbytes(SIZE)
-
-
-@pytest.fixture
-def path(tmp_path: Path, content: bytes) -> Path:
-    (tmp_path / "file").write_bytes(content)
-    return tmp_path / "file"
 
 
 @pytest.fixture(params=KINDS, ids="-".join)

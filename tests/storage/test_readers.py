@@ -9,23 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.conftest import SIZE
 from vivace.errors import CheckpointError, ConfigError, CorruptError, UnsupportedError
 from vivace.storage import readers
 from vivace.storage.probing import device_bytes, drop_cached, open_reader
 from vivace.storage.readers import PAGE, READERS, Reader, aligned
-
-SIZE = 40 * PAGE
-
-
-@pytest.fixture(scope="module")
-def content() -> bytes:
-    return random.Random(0).randbytes(SIZE)
-
-
-@pytest.fixture
-def path(tmp_path: Path, content: bytes) -> Path:
-    (tmp_path / "file").write_bytes(content)
-    return tmp_path / "file"
 
 
 @pytest.fixture(params=READERS)

@@ -65,8 +65,10 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
     with staged(target) as place:
         write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim, "tie_word_embeddings": False})
         _copy_extras(folder, place)
-        for adapter in (path.parent for path in _adapters(folder) if path.parent.name not in without_twin(folder)):
-            _widen_adapter(adapter, place / "adapters" / adapter.name, base_hash(place), narrow.config, factor)
+        adapters = [path.parent for path in _adapters(folder) if _has_twin(read_json(path))]
+        base = base_hash(place) if adapters else ""  # reads all weights, so once
+        for adapter in adapters:
+            _widen_adapter(adapter, place / "adapters" / adapter.name, base, narrow.config, factor)
     forget_shards(target)
     return target
 

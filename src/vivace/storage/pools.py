@@ -46,8 +46,12 @@ class Traffic:
         return self.num_bytes / self.busy_s / 1e9 if self.busy_s else 0.0
 
 
-class Ticket(Protocol):
+class Ticket:
     """Reads that are under way together."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        """Whoever waits is counted in ``traffic``."""
+        self._traffic = traffic
 
     def wait(self) -> None:
         """Until every byte is there; no read touches the memory afterwards, whatever became of it.
@@ -56,11 +60,15 @@ class Ticket(Protocol):
             CorruptError: the file ends before.
             CheckpointError: the device fails.
         """
-        ...
+        begun = time.perf_counter()
+        error = self.settle()
+        self._traffic.wait_s += time.perf_counter() - begun
+        if error is not None:
+            raise error
 
     def settle(self) -> Exception | None:
         """Until nothing is under way any more; what went wrong first, in the order of what was asked for."""
-        ...
+        raise NotImplementedError
 
 
 class Pool(Protocol):
@@ -115,21 +123,13 @@ class _Chunks:
     """Numbers, and what went wrong there."""
 
 
-class ThreadTicket:
-    """Fills ``Ticket``."""
+class ThreadTicket(Ticket):
+    """Of threads of Python."""
 
     def __init__(self, futures: Sequence[Future[None]], chunks: _Chunks, traffic: Traffic) -> None:
+        super().__init__(traffic)
         self._futures = futures
         self._chunks = chunks
-        self._traffic = traffic
-
-    def wait(self) -> None:
-        """Until every byte is there."""
-        begun = time.perf_counter()
-        error = self.settle()
-        self._traffic.wait_s += time.perf_counter() - begun
-        if error is not None:
-            raise error
 
     def settle(self) -> Exception | None:
         """Until nothing is under way any more."""
@@ -194,23 +194,15 @@ class ThreadPool:
         self._threads.shutdown(cancel_futures=True)
 
 
-class NativeTicket:
-    """Fills ``Ticket``."""
+class NativeTicket(Ticket):
+    """Of native threads."""
 
-    def __init__(self, pool: NativePool, number: int, memory: memoryview) -> None:
+    def __init__(self, pool: NativePool, number: int, traffic: Traffic) -> None:
+        super().__init__(traffic)
         self._pool = pool
         self._number = number
-        self._memory = memory
         self._is_over = False
         self._error: Exception | None = None
-
-    def wait(self) -> None:
-        """Until every byte is there."""
-        begun = time.perf_counter()
-        error = self.settle()
-        self._pool.wait_s += time.perf_counter() - begun
-        if error is not None:
-            raise error
 
     def settle(self) -> Exception | None:
         """Until nothing is under way any more."""
@@ -235,8 +227,8 @@ class NativePool:
         assert chunk_bytes % PAGE == 0, chunk_bytes
         assert reader.file is not None, reader.name
         self.reader = reader
-        self.wait_s = 0.0
         self._library = library
+        self._traffic = Traffic()
         self._under_way: dict[int, memoryview] = {}  # whoever drops a ticket does not drop what it fills
         is_direct = reader.name == "direct"
         handle = library.vivace_scatter_open(reader.file, num_threads, chunk_bytes, is_direct)
@@ -247,8 +239,10 @@ class NativePool:
     @property
     def traffic(self) -> Traffic:
         """What was read so far."""
-        reads, size, ns = self._asked(self._library.vivace_scatter_counts)
-        return Traffic(reads, size, ns / 1e9, self.wait_s)
+        found = self._traffic
+        found.num_reads, found.num_bytes, busy_ns = self._asked(self._library.vivace_scatter_counts)
+        found.busy_s = busy_ns / 1e9
+        return found
 
     def submit(self, memory: memoryview, extents: Tensor) -> NativeTicket:
         """Begin to read."""
@@ -257,7 +251,7 @@ class NativePool:
         start = address(memory)
         number = self._library.vivace_scatter_submit(self._handle, start, extents.data_ptr(), len(extents))
         self._under_way[number] = memory
-        return NativeTicket(self, number, memory)
+        return NativeTicket(self, number, self._traffic)
 
     def ended(self, number: int) -> Exception | None:
         """Wait for what a ticket stands for, once; what went wrong first."""

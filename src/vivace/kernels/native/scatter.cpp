@@ -45,7 +45,6 @@ private:
 
 // Reads that somebody waits for together.
 struct Batch {
-    int64_t number;
     char* memory;
     std::vector<Extent> extents;
     size_t next = 0;          // of those, the first that no thread has taken on
@@ -82,13 +81,12 @@ public:
     int64_t submit(char* memory, const Extent* extents, int64_t count) {
         const std::lock_guard<std::mutex> held(lock_);
         auto batch = std::make_shared<Batch>();
-        batch->number = count_++;
         batch->memory = memory;
         batch->extents.assign(extents, extents + count);
-        batches_[batch->number] = batch;
+        batches_[count_] = batch;
         if (count) waiting_.push_back(batch);
         asked_.notify_all();
-        return batch->number;
+        return count_++;
     }
 
     // Until nothing of it is under way. Writes error, offset and bytes of the first read that failed, and forgets it.
