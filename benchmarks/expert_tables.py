@@ -8,7 +8,7 @@ from typing import Any
 
 COLUMNS = (
     *("policy", "ms a token", "beside LRU", "of the oracle", "beside no cache", "bound beside LRU"),
-    *("loads an answer", "wasted", "device bytes beside loads"),
+    *("loads a token", "wasted", "device bytes beside loads"),
 )
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
@@ -21,7 +21,7 @@ def tables(folder: Path) -> str:
         p, settings = report["provenance"], report["settings"]
         parts.append(
             f"**{path.stem}**: {report['num_experts']} experts of {report['expert_bytes'] / 1e6:.2f} MB, "
-            f"{_device(settings['reader'], report['device_gb_per_s'])}, "
+            f"{_device(report)}, "
             f"{2 * settings['prompts'] - 1} answers of {settings['tokens']} tokens, "
             f"{settings['count']} expected by the accelerated residual for a layer"
             f"{' and what the next router says' if settings['refine'] else ''}; {p['cpu']}, "
@@ -31,28 +31,27 @@ def tables(folder: Path) -> str:
     return "\n\n".join(parts) or "No run is committed yet."
 
 
-def _device(reader: str, gb_per_s: float) -> str:
-    if reader == "buffered":
-        return "buffered reads of a file in memory, for a device that is not here"
-    return f"{reader} reads from a disk of {gb_per_s:.2f} GB/s"
+def _device(report: dict[str, Any]) -> str:
+    if report["is_paced"]:
+        return "a device that is not here and takes no processor's time"
+    return f"{report['settings']['reader']} reads from a disk of {report['device_gb_per_s']:.2f} GB/s"
 
 
 def _of_share(run: dict[str, Any]) -> str:
     lru = next(row for row in run["policies"] if row["policy"] == "lru")
-    load, compute = lru["load_ms_per_pass"], lru["compute_ms_per_token"]
+    load, compute = lru["load_ms_per_token"], lru["compute_ms_per_token"]
     paced = (
         "" if run["pace_gb_per_s"] is None else f" at a stated {min(run['pace_gb_per_s'], run['gb_per_s']):.2f} GB/s"
     )
     head = (
         f"{run['share']:.0%} of the experts in memory, reads{paced or ' as fast as they are'}; "
-        f"LRU loads for {load:.1f} ms a pass and computes for {compute:.1f}."
+        f"LRU loads for {load:.1f} ms a token and computes for {compute:.1f}."
     )
     return "\n".join([head, "", HEADER, *(_row(row) for row in run["policies"])])
 
 
 def _row(row: dict[str, Any]) -> str:
     low, high = row["over_lru_range"]
-    answers = len(row["ms_by_answer"]) + 1
     told = row["device_bytes"] / row["loaded_bytes"] if row["loaded_bytes"] else 1.0
     cells = (
         row["policy"].replace("_", " "),
@@ -61,7 +60,7 @@ def _row(row: dict[str, Any]) -> str:
         f"{row['over_oracle']:.2f}",
         f"{row['over_on_demand']:.2f}x",
         f"{row['bound_over_lru']:.2f}x",
-        f"{row['loads'] / answers:.0f}",
+        f"{row['loads_per_token']:.1f}",
         f"{row['wasted'] / max(1, row['loads']):.0%}",
         f"{told:.3f}",
     )

@@ -4,9 +4,9 @@ Policies take turns on every prompt, each over a cache of its own, with direct r
 ``experts.json`` (medians over answers, hits by kind, recall, wasted and device bytes, the bound, and what the simulator
 says of the same traces) and ``trace.json``; ``benchmarks.expert_sweep`` draws the sweep from the latter.
 
-``--pace`` slows reads down to a stated bandwidth, and ``--pace equal`` to the one at which LRU's loads of a token take
-as long as its compute, for each share; the figures say so. Where the device is slower than that, the point cannot be
-had, and that is said; ``--reader buffered`` then reads a file that is in the page cache, for a device that is not here.
+``--pace`` stands for a device of a stated speed that is not here (``paced_device.py``), and ``--pace equal`` for one
+with which LRU's loads of a decoded token take as long as its compute, for each share; the figures say so. Loads of
+prompts do not count there.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from math import inf
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.paced_device import PacedShelf
 from vivace.checkpoint.adapters import load_adapter
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
-from vivace.core.seams import Traversal
+from vivace.core.seams import Expert, Traversal
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -37,12 +38,13 @@ from vivace.kernels.choice import choose
 from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig
 from vivace.prompts import packaged_prompts
 from vivace.recipe import build
-from vivace.storage.experts import Counts, ExpertCache
+from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
 from vivace.storage.probing import device_bytes, open_reader, probe
+from vivace.storage.readers import aligned
 from vivace.storage.simulator import Machine, simulate
 from vivace.storage.store import Store, open_store
 
@@ -60,7 +62,10 @@ class Entrant:
     token_s: list[float] = field(default_factory=list)
     """Seconds a token took, answer by answer."""
     from_device: int = 0
-    before: Counts = field(default_factory=Counts)
+    tokens: int = 0
+    """Decoded, without the first of an answer."""
+    decode_loads: int = 0
+    """Loads while they were."""
     texts: list[tuple[int, ...]] = field(default_factory=list)
 
     def answer(self, prompt: tuple[int, ...], num_tokens: int, *, counts: bool) -> None:
@@ -68,17 +73,25 @@ class Entrant:
         drafter = NoDrafts(self.name, self.traversal)
         session = Session(self.model, num_slots=1, capacity=CAPACITY)
         session.admit(Request(prompt, num_tokens, drafter))
-        read = device_bytes() or 0
+        read, loads = device_bytes() or 0, 0
         tokens: tuple[int, ...] = ()
         with torch.inference_mode(), _uncollected():
             while not session.is_idle:
                 for emitted in session.step():
+                    loads = loads if tokens else self.cache.counts.loads
                     tokens += emitted.tokens
                     stats = emitted.stats
         self.texts.append(tokens)
         self.from_device += (device_bytes() or 0) - read
         if counts:
             self.token_s.append(stats.decode_s / (len(tokens) - 1))
+            self.tokens += len(tokens) - 1
+            self.decode_loads += self.cache.counts.loads - loads
+
+    @property
+    def loads_per_token(self) -> float:
+        """While decoding."""
+        return self.decode_loads / max(1, self.tokens)
 
 
 @contextmanager
@@ -109,9 +122,8 @@ class Bench:
         self.stack = ExitStack()
         self.reader = open_reader(self.store.path, options.reader).reader
         self.device_gb_per_s = probe(self.reader, self.store.path)
-        self.is_cached = options.reader == "buffered"
-        """Reads come from memory, and stand for a device that is not here."""
         self.gb_per_s = self.device_gb_per_s
+        self.is_paced = False
         self.body = choose("auto").body if self.store.is_tiled else None
         self.shelf = StoreShelf(self.store, self.reader, self.body)
         tokenizer = load_tokenizer(options.store)
@@ -122,7 +134,8 @@ class Bench:
     def entrant(self, policy: Policy, num_slots: int, traversal: Traversal | None, name: str) -> Entrant:
         """A policy over a cache of its own."""
         layers = self.store.config.num_layers
-        cache = self.stack.enter_context(ExpertCache(self.shelf, policy, layers, num_slots))
+        shelf = self.paced_shelf() if self.is_paced else self.shelf
+        cache = self.stack.enter_context(ExpertCache(shelf, policy, layers, num_slots))
         cache.trace = Trace(layers)
         return Entrant(name, cache, load_around(self.store, self.reader, cache, self.body), traversal)
 
@@ -153,19 +166,38 @@ class Bench:
         assert self.store.config.moe is not None
         return GuessingClimb(self.store.config.moe.top_k)
 
-    def set_pace(self, share: float, trace: Trace, compute_s: float) -> float | None:
-        """GB/s that reads are slowed down to for a share of the experts; None where they are not."""
+    def set_pace(self, share: float, compute_s: float) -> float | None:
+        """GB/s of the device for a share of the experts; None is the one that is here."""
         pace = self.options.pace
         if pace == "equal":
-            pace = equal_pace(trace, self.num_slots(share), self.shelf.bundle_bytes, compute_s) / 1e9
-            if pace > self.device_gb_per_s and not self.is_cached:
-                print(
-                    f"loads of a token take longer than its compute: {pace:.2f} GB/s would make them equal", flush=True
-                )
-        self.shelf.bytes_per_s = 0.0 if pace is None else pace * 1e9
-        if pace is not None:
-            self.gb_per_s = pace if self.is_cached else min(pace, self.device_gb_per_s)
+            pace = self.lru_loads(share) * self.shelf.bundle_bytes / compute_s / 1e9
+        self.is_paced = pace is not None
+        self.gb_per_s = self.device_gb_per_s if pace is None else pace
         return pace  # type: ignore[no-any-return]
+
+    def paced_shelf(self) -> PacedShelf:
+        """Experts behind a device that is not here, for one cache."""
+        places = {key: self.shelf.place(key) for key in self.shelf.keys}
+        return PacedShelf(self.shelf.bundle_bytes, places, self.in_memory, self.gb_per_s * 1e9)
+
+    @cached_property
+    def in_memory(self) -> dict[int, Expert]:
+        """All experts by where they lie, read once."""
+        found = {}
+        for place in map(self.shelf.place, self.shelf.keys):
+            memory = aligned(self.shelf.bundle_bytes)
+            self.reader.read(place, memory)
+            found[place] = self.shelf.expert(torch.frombuffer(memory, dtype=torch.uint8))
+        return found
+
+    def lru_loads(self, share: float) -> float:
+        """Experts that LRU loads for a decoded token."""
+        self.is_paced = False
+        with self.closing():
+            entrant = self.entrant(LeastRecent(), self.num_slots(share), None, "lru")
+            for place, prompt in enumerate(self.prompts):
+                entrant.answer(prompt, self.options.tokens, counts=place > 0)
+            return entrant.loads_per_token
 
     def num_slots(self, share: float) -> int:
         """Experts in memory."""
@@ -239,12 +271,6 @@ def without_prompts(trace: Trace) -> Trace:
     return Trace(trace.num_layers, [v for v in trace.visits if v.num_rows == 1], trace.hints)
 
 
-def equal_pace(trace: Trace, num_slots: int, expert_bytes: int, compute_s: float) -> float:
-    """Bytes a second at which LRU's loads of a token take its compute time, 0 where nothing is loaded."""
-    outcome = simulate(without_prompts(trace), LeastRecent(), Machine(inf, expert_bytes, num_slots, 0.0, 0.0))
-    return outcome.loads / max(1, outcome.num_passes) * expert_bytes / compute_s
-
-
 def pace(word: str) -> float | str:
     """``--pace`` as it is given."""
     return word if word == "equal" else float(word)
@@ -257,7 +283,6 @@ def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: f
     assert trace is not None
     kind = entrant.name if entrant.name in compute_s else "plain"
     simulated = bench.simulated(entrant.name, trace, entrant.cache.num_slots, compute_s[kind], expert_s)
-    passes = len({visit.clock // trace.num_layers for visit in trace.visits})
     return {
         "policy": entrant.name,
         "tokens_per_s": 1 / median(entrant.token_s),
@@ -265,7 +290,8 @@ def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: f
         "ms_by_answer": [1e3 * seconds for seconds in entrant.token_s],
         "simulated_ms_per_token": 1e3 * simulated,
         "compute_ms_per_token": 1e3 * compute_s[kind],
-        "load_ms_per_pass": 1e3 * counts.loads * size / passes / (bench.gb_per_s * 1e9),
+        "loads_per_token": entrant.loads_per_token,
+        "load_ms_per_token": 1e3 * entrant.loads_per_token * size / (bench.gb_per_s * 1e9),
         "wait_s": counts.wait_s,
         "recall": trace.recall() if trace.hints else None,
         **{name: getattr(counts, name) for name in ("resident", "ahead", "awaited", "missed", "loads", "wasted")},
@@ -281,13 +307,13 @@ def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     times = {each["policy"]: each["ms_by_answer"] for each in rows}
     lru = next(each for each in rows if each["policy"] == "lru")
-    longest = lru["load_ms_per_pass"] + lru["compute_ms_per_token"]
+    longest = lru["load_ms_per_token"] + lru["compute_ms_per_token"]
     for each in rows:
         for base in ("on_demand", "lru", "oracle"):
             gains = [theirs / ours for theirs, ours in zip(times[base], each["ms_by_answer"], strict=True)]
             each[f"over_{base}"] = median(gains)
             each[f"over_{base}_range"] = [min(gains), max(gains)]
-        each["bound_over_lru"] = longest / max(each["load_ms_per_pass"], each["compute_ms_per_token"])
+        each["bound_over_lru"] = longest / max(each["load_ms_per_token"], each["compute_ms_per_token"])
     return rows
 
 
@@ -298,7 +324,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--foresight", type=Path, help="adapter; without it 'ahead' is the next layer's guess")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of experts in memory")
-    parser.add_argument("--pace", type=pace, help="GB/s that reads are slowed down to, or 'equal'")
+    parser.add_argument("--pace", type=pace, help="GB/s of a device that is not here, or 'equal'")
     parser.add_argument("--reader", default="direct")
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
@@ -320,7 +346,7 @@ def main() -> None:
     trace.save(options.out / "trace.json")
     runs = []
     for share in options.share:
-        paced = bench.set_pace(share, trace, compute_s["plain"])
+        paced = bench.set_pace(share, compute_s["plain"])
         rows = with_gains([row(entrant, bench, compute_s, expert_s) for entrant in bench.held(share, trace)])
         runs.append({"share": share, "pace_gb_per_s": paced, "gb_per_s": bench.gb_per_s, "policies": rows})
         for each in rows:

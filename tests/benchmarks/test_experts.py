@@ -7,21 +7,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pytest
-
 from benchmarks.expert_tables import tables
-from benchmarks.experts import equal_pace, pace, with_gains
-from tests.benchmarks.test_expert_sweep import LAYERS, trace
+from benchmarks.experts import pace, with_gains
 
-SIZE, COMPUTE_S = 1_000_000, 0.004
+SIZE = 1_000_000
 
 
-def test_the_pace_at_which_loads_take_the_compute_time() -> None:
-    none = equal_pace(trace(), 1, SIZE, COMPUTE_S)
-    assert none == pytest.approx(2 * LAYERS * SIZE / COMPUTE_S), "without room every chosen expert is a load"
-    some = equal_pace(trace(), 12, SIZE, COMPUTE_S)
-    assert 0 < some < none
-    assert equal_pace(trace(), 12, SIZE, 2 * COMPUTE_S) == some / 2
+def test_a_pace_is_a_speed_or_the_equal_one() -> None:
     assert pace("equal") == "equal"
     assert pace("0.5") == 0.5
 
@@ -33,7 +25,8 @@ def policy(name: str, times: list[float]) -> dict[str, Any]:
         "ms_per_token": median(times),
         "ms_by_answer": times,
         "compute_ms_per_token": 10.0,
-        "load_ms_per_pass": 30.0 if name == "lru" else 20.0,
+        "load_ms_per_token": 30.0 if name == "lru" else 20.0,
+        "loads_per_token": 12.5,
         **counts,
     }
 
@@ -55,11 +48,13 @@ def test_gains_are_of_answer_beside_answer(tmp_path: Path) -> None:
     run = {"share": 0.25, "pace_gb_per_s": 0.5, "gb_per_s": 0.5, "policies": rows}
     report = {
         **{"num_experts": 384, "expert_bytes": SIZE, "device_gb_per_s": 1.5, "settings": settings, "runs": [run]},
-        "provenance": {"cpu": "a processor", "commit": None},
+        **{"is_paced": False, "provenance": {"cpu": "a processor", "commit": None}},
     }
     assert tables(tmp_path) == "No run is committed yet."
     (tmp_path / "some.json").write_text(json.dumps(report))
     text = tables(tmp_path)
     assert "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens" in text
-    assert "at a stated 0.50 GB/s; LRU loads for 30.0 ms a pass and computes for 10.0." in text
-    assert "| ahead | 20.0 | 2.00x (1.00 to 2.50) | 0.50 | 3.12x | 2.00x | 100 | 25% | 1.010 |" in text
+    assert "at a stated 0.50 GB/s; LRU loads for 30.0 ms a token and computes for 10.0." in text
+    assert "| ahead | 20.0 | 2.00x (1.00 to 2.50) | 0.50 | 3.12x | 2.00x | 12.5 | 25% | 1.010 |" in text
+    (tmp_path / "some.json").write_text(json.dumps(report | {"is_paced": True}))
+    assert "384 experts of 1.00 MB, a device that is not here and takes no processor's time" in tables(tmp_path)

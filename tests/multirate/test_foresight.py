@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_decoder(folder)
 
 
-def foresight(model: Decoder, noise: float = 0.0, **fields: int) -> Foresight:
+def foresight(model: Decoder, noise: float = 0.0, **fields: Any) -> Foresight:
     torch.manual_seed(3)
     made = Foresight(ForesightConfig(**{"rank": 4, "bottleneck": 8, **fields}), model.config)
     with torch.no_grad():
@@ -74,9 +75,9 @@ def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
     return said
 
 
-@pytest.mark.parametrize("rate", [2, 3, 5])
+@pytest.mark.parametrize("rate", [1.1, 1.25, 1.5, 2, 2.5, 3, 5])
 @pytest.mark.parametrize("num_layers", [3, 8, 16, 24])
-def test_every_layer_but_the_first_is_foreseen_once_from_below(rate: int, num_layers: int) -> None:
+def test_every_layer_but_the_first_is_foreseen_once_from_below(rate: float, num_layers: int) -> None:
     config = ForesightConfig(rate=rate)
     targets = [(n, m) for n in range(config.depth(num_layers) + 1) for m in config.targets(n, num_layers)]
     assert [m for _, m in targets] == list(range(1, num_layers))
@@ -100,7 +101,7 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
     p, slow = torch.randn(2, 5, model.config.width, generator=torch.Generator().manual_seed(2)).unbind()
     layers = tuple(index for index in range(1, model.config.num_layers) if model.config.is_moe(index))
     with torch.no_grad():
-        together = Routers.of(model, layers, seen).logits(p, slow)
+        together = Routers.of(model, dict.fromkeys(layers, 2), seen, {}).logits(p, slow)
         for index, logits in zip(layers, together, strict=True):
             alone = model.layers[index].route(seen.at(index, p, slow))  # type: ignore[operator]
             torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
@@ -127,10 +128,23 @@ def test_refining_asks_again_from_the_layer_below(
     model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
 ) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model, 0.1), 2, refine=True)
+        climb = ForesightClimb(foresight(model, 0.1, rate=3), 2, refine=True)
         climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
     top = model.config.num_layers - 1
     assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
+
+
+def test_whoever_is_asked_about_the_next_layer_is_asked_once(
+    model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
+) -> None:
+    """A low rate speaks for the next layer itself, and knows more of it than the slow residual."""
+    assert model.config.moe is not None
+    seeing = foresight(model, 0.1, rate=1.25)
+    with torch.inference_mode():
+        climb = ForesightClimb(seeing, 1, refine=True)
+        climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
+    told = [experts for kind, layer, experts in heard if (kind, layer) == ("expected", 2)]
+    assert [len(experts) for experts in told] == [model.config.moe.top_k] * model.config.is_moe(2)
 
 
 def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
@@ -206,7 +220,7 @@ def _by_layer(expected: list[set[int]], count: int) -> list[set[int]]:
 
 
 def test_refusals(model: Decoder) -> None:
-    with pytest.raises(ConfigError, match="rate must be at least 2"):
+    with pytest.raises(ConfigError, match="rate must be above 1"):
         ForesightConfig(rate=1)
     with pytest.raises(ConfigError, match="rank must be >= 0"):
         ForesightConfig(bottleneck=0)
@@ -222,15 +236,14 @@ def test_native_routers_say_what_torch_says_of_one_row(model: Decoder, body: Nat
     rounded = copy.deepcopy(model).to(torch.bfloat16).eval()
     pack_decoder(rounded, body)
     seen, layers = foresight(rounded, 0.3), tuple(filter(model.config.is_moe, range(model.config.num_layers)))
-    native, again = Routers.of(rounded, layers, seen), Routers.of(rounded, layers[:1])
-    assert native.body is again.body is body
+    native = Routers.of(rounded, dict.fromkeys(layers, 3), seen, {layers[0]: 2})
+    assert native.body is body
     draw = torch.Generator().manual_seed(4)
     for _ in range(20):
         p, slow = torch.randn(2, 1, model.config.width, generator=draw).bfloat16().unbind()
-        alone = native.likeliest(p, slow, 3)
-        assert alone == replace(native, body=None).likeliest(p, slow, 3)
+        alone = native.likeliest(p, slow)
+        assert alone == replace(native, body=None).likeliest(p, slow)
         logits = slow.float() @ native.weight[0]
-        assert again.likeliest(p, slow, 3) == logits.topk(3)[1].tolist(), (
-            "the layer after the next is asked about the slow residual alone"
-        )
-    assert native.likeliest(p, slow, 99) == replace(native, body=None).likeliest(p, slow, 99)
+        assert alone[-1] == logits[0].topk(2)[1].tolist(), "the last is asked about the slow residual alone"
+    greedy = Routers.of(rounded, dict.fromkeys(layers, 99), seen, {})
+    assert greedy.likeliest(p, slow) == replace(greedy, body=None).likeliest(p, slow)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import MoeConfig
-from vivace.core.layers import FeedForward, Linear
+from vivace.core.layers import FeedForward
 from vivace.core.seams import Expert, Experts
 from vivace.core.step import Step
 
@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
     do not depend on its neighbours or on where weights come from.
     """
 
-    def __init__(self, config: MoeConfig, router: Linear, experts: Sequence[FeedForward] | Experts) -> None:
+    def __init__(self, config: MoeConfig, router: nn.Module, experts: Sequence[FeedForward] | Experts) -> None:
         """Put together.
 
         Args:
@@ -58,9 +58,8 @@ class MixtureOfExperts(nn.Module):
             experts: the feed-forwards themselves, or whoever brings them.
         """
         super().__init__()
-        self.top_k = config.top_k
-        self.normalise = config.normalise
-        self.router: nn.Module = router
+        self.config = config
+        self.router = router
         self.experts: Experts = ResidentExperts(experts) if isinstance(experts, Sequence) else experts
 
     def route(self, x: Tensor) -> Tensor:
@@ -69,10 +68,10 @@ class MixtureOfExperts(nn.Module):
         return logits
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and indices of the chosen experts, each (T, top_k), most likely first."""
+        """Shares and numbers of the chosen experts, each (T, top_k), the likeliest first."""
         probs = torch.softmax(self.route(x), -1, dtype=torch.float32)
-        weights, chosen = probs.topk(self.top_k, -1)
-        if self.normalise:
+        weights, chosen = probs.topk(self.config.top_k, -1)
+        if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
@@ -80,29 +79,34 @@ class MixtureOfExperts(nn.Module):
         """The ``count`` most likely experts of each row of ``x`` (T, E), together, the likeliest first."""
         return likeliest(self.route(x)[None], count)[0]
 
+    def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
+        """``[add +] sum_k weights[:, k] parts[k]``, of (T, E) each, in this order."""
+        y = parts[0] * weights[:, :1]
+        for place in range(1, len(parts)):
+            y = y + parts[place] * weights[:, place : place + 1]
+        return y if add is None else add + y
+
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
         weights, chosen = self.choose(x)
-        each = self._run(x, chosen)
-        y = each[:, 0] * weights[:, :1]
-        for place in range(1, self.top_k):
-            y = y + each[:, place] * weights[:, place : place + 1]
-        return y if add is None else add + y
+        return self.mix(self._run_alone(x, chosen) if len(x) == 1 else self._run(x, chosen), weights, add)
 
-    def _run(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """What the chosen experts make of each row, (T, top_k, E), whatever order they come in."""
+    def _run_alone(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
+        """As ``_run`` for a single row, as while decoding: it does not have to find its experts."""
+        order = chosen[0].tolist()
+        made = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order))}
+        return [made[expert] for expert in order]
+
+    def _run(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
+        """What each row's first, second ... expert makes of it, top_k of (T, E), whatever order they come in."""
         if not len(x):
-            return x.new_zeros(0, self.top_k, x.shape[1])
-        if len(x) == 1:  # as while decoding: no row has to find its experts
-            order = chosen[0].tolist()
-            alone = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order))}
-            return torch.stack([alone[expert] for expert in order], 1)
+            return [x] * self.config.top_k
         flat, made, places = chosen.reshape(-1), [], []
         for expert, feed in self.experts.serve(torch.unique(flat).tolist()):
             places.append((flat == expert).nonzero()[:, 0])
-            made.append(feed(x.index_select(0, places[-1] // self.top_k), _BARE))
+            made.append(feed(x.index_select(0, places[-1] // self.config.top_k), _BARE))
         each = torch.cat(made).index_select(0, torch.cat(places).argsort())
-        return each.view(*chosen.shape, x.shape[1])
+        return each.view(*chosen.shape, x.shape[1]).unbind(1)
 
 
 class _NoDeltas:

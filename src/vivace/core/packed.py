@@ -7,6 +7,7 @@ common kind also run as a whole span (``span.py``) with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -128,9 +129,15 @@ class PackedFeedForward(nn.Module):
         self.up: NativeProjection = up
         self.down: NativeProjection = down
 
+    @cached_property
+    def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
+        return self.gate.matrix, self.up.matrix, self.down.matrix
+
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
         refuse_gradients(x)
+        if not step.deltas and self._matrices[2].in_width % 2 == 0:
+            return self.body.feed(self._matrices, x, self.activation, add)
         sites = (self.layer, "gate"), (self.layer, "up")
         if any(site in deltas.down for deltas in step.deltas for site in sites):
             gate, up = self.gate(x), self.up(x)
@@ -144,6 +151,27 @@ class PackedFeedForward(nn.Module):
         for deltas in step.deltas:
             deltas.add(y, inner, (self.layer, "down"))
         return y
+
+
+class PackedMixture(MixtureOfExperts):
+    """``MixtureOfExperts`` whose router and sums a native body runs; its experts are whatever they were."""
+
+    def __init__(self, body: NativeBody, mixture: MixtureOfExperts) -> None:
+        """Take the place of another, whose router is packed here."""
+        assert isinstance(mixture.router, Linear)
+        router = PackedLinear(body, mixture.router.weight, mixture.router.bias)
+        super().__init__(mixture.config, router, mixture.experts)
+        self.body = body
+        self._matrix = router.matrix
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares and numbers of the chosen experts, each (T, top_k), the likeliest first."""
+        refuse_gradients(x)
+        return self.body.choose(self._matrix, x, self.config.top_k, normalise=self.config.normalise)
+
+    def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
+        """``[add +] sum_k weights[:, k] parts[k]``, of (T, E) each, in this order."""
+        return self.body.mix(parts, weights, add)
 
 
 class NativeAttention(Attention):
@@ -257,7 +285,7 @@ class Packer:
             match child:
                 case MixtureOfExperts():
                     if self.body is not None and isinstance(child.router, Linear):
-                        child.router = PackedLinear(self.body, child.router.weight, child.router.bias)
+                        setattr(parent, name, PackedMixture(self.body, child))
                     if isinstance(child.experts, nn.Module):
                         self._replace(child.experts)
                 case FeedForward() if self._fuses(child):

@@ -99,37 +99,38 @@ class NativeSpan:
         h = h.contiguous()
         if start >= stop or len(h) == 0:
             return h
-        assert isinstance(step.memory, KVCache)
         assert h.dtype == torch.bfloat16
-        assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
-        keys, values = self.addresses(step.memory)
-        rotations = [layer.rotation(step, h.dtype) for layer in self.rotating]
         terms, kept = self.terms(step.deltas, start, stop)
         out = torch.empty_like(h)
-        call = CCall(
-            h=h.data_ptr(),
-            out=out.data_ptr(),
-            slot=step.slot.data_ptr(),
-            seen=step.seen.data_ptr(),
-            tail=None if step.tail is None else step.tail.data_ptr(),
-            entry=step.entry.data_ptr(),
-            keys=keys,
-            values=values,
-            cosines=pointers([cos for cos, _ in rotations]),
-            sines=pointers([sin for _, sin in rotations]),
-            terms=terms,
-            start=start,
-            stop=stop,
-            rows=len(h),
-            num_write=step.num_write,
-            num_feed=num_feed,
-            tail_width=0 if step.tail is None else step.tail.shape[1],
-            capacity=step.memory.capacity,
-            num_terms=len(terms),
-        )
+        call = self._shared(step, h.dtype)
+        call.h, call.out, call.terms, call.num_terms = h.data_ptr(), out.data_ptr(), terms, len(terms)
+        call.start, call.stop, call.num_feed = start, stop, num_feed
         self.body.span(self.plan, call)
         del kept
         return out
+
+    def _shared(self, step: Step, dtype: torch.dtype) -> CCall:
+        """What is the same for all layers of a call."""
+        if self not in step.native:
+            assert isinstance(step.memory, KVCache)
+            assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
+            keys, values = self.addresses(step.memory)
+            rotations = [layer.rotation(step, dtype) for layer in self.rotating]
+            step.native[self] = CCall(
+                slot=step.slot.data_ptr(),
+                seen=step.seen.data_ptr(),
+                tail=None if step.tail is None else step.tail.data_ptr(),
+                entry=step.entry.data_ptr(),
+                keys=keys,
+                values=values,
+                cosines=pointers([cos for cos, _ in rotations]),
+                sines=pointers([sin for _, sin in rotations]),
+                rows=step.num_rows,
+                num_write=step.num_write,
+                tail_width=0 if step.tail is None else step.tail.shape[1],
+                capacity=step.memory.capacity,
+            )
+        return step.native[self]
 
     def addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
         """Where a cache's keys and values lie; they stay there for as long as it lives."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from vivace.core.cache import Fresh, KVCache
 from vivace.core.deltas import Deltas
 from vivace.core.seams import Draft, Memory
+from vivace.kernels.library import CCall
 from vivace.kernels.reference import KEY_BLOCK
 
 
@@ -293,6 +294,11 @@ class Step:
     @cached_property
     def rotations(self) -> dict[object, tuple[Tensor, Tensor]]:
         """Cosines and sines of this call by rotary table, filled by the layers."""
+        return {}
+
+    @cached_property
+    def native(self) -> dict[object, CCall]:
+        """This call as native spans want it, by span, filled by them."""
         return {}
 
 

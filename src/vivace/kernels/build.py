@@ -28,7 +28,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "pool.cpp": (),
     "channel.cpp": (),
     "scatter.cpp": (),
-    "routers.cpp": (),
+    "mixture.cpp": (),
     "body_avx2.cpp": AVX2,
     "body_avx2vnni.cpp": (*AVX2, "-mavxvnni"),
     "body_avx512.cpp": AVX512,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -159,6 +159,26 @@ class CCall(Structure):
     ]
 
 
+class CChoice(Structure):
+    """``Choice``."""
+
+    _fields_ = [
+        ("router", CMatrix),
+        *((name, c_void_p) for name in ("x", "chosen", "weights")),
+        *((name, c_int64) for name in ("rows", "top_k", "normalises")),
+    ]
+
+
+class CMix(Structure):
+    """``Mix``."""
+
+    _fields_ = [
+        ("parts", POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("weights", "add", "out")),
+        *((name, c_int64) for name in ("rows", "count", "width", "stride")),
+    ]
+
+
 class CRouters(Structure):
     """``Routers``."""
 
@@ -192,6 +212,9 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_rows": (POINTER(CMatrix), c_void_p, c_int64, c_void_p),
     "vivace_quantise": (c_int64, c_int64, POINTER(CQuantised)),
     "vivace_span": (c_int64, c_int64, POINTER(CPlan), POINTER(CCall)),
+    "vivace_feed": (c_int64, c_int64, POINTER(CGated), POINTER(CLinear)),
+    "vivace_choose": (c_int64, c_int64, POINTER(CChoice)),
+    "vivace_mix": (POINTER(CMix),),
     "vivace_foresee": (POINTER(CRouters),),
     "vivace_channel_close": (c_void_p,),
     "vivace_channel_submit": (c_void_p, POINTER(CRead)),
@@ -229,7 +252,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     for counting in returning:
         counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
-    library.vivace_channel_open.argtypes = (c_int64, c_int64, c_int64, c_double)
+    library.vivace_channel_open.argtypes = (c_int64, c_int64, c_int64)
     library.vivace_channel_open.restype = c_void_p
     library.vivace_channel_finished.argtypes = (c_void_p, POINTER(c_int64), c_int64, c_int64)
     library.vivace_channel_finished.restype = c_int64

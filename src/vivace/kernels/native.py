@@ -8,8 +8,8 @@ added to it. Bodies differ from each other in bits; one is chosen once (``choice
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from ctypes import byref
+from collections.abc import Mapping, Sequence
+from ctypes import byref, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,9 +26,11 @@ from vivace.kernels.library import (
     CActivated,
     CAttention,
     CCall,
+    CChoice,
     CGated,
     CLinear,
     CMatrix,
+    CMix,
     CNeurons,
     CNorm,
     CPlan,
@@ -130,6 +132,17 @@ class NativeBody:
         self._library.vivace_gated(self._index, num_threads(), byref(call))
         return out
 
+    def feed(self, parts: tuple[Matrix, Matrix, Matrix], x: Tensor, activation: str, add: Tensor | None) -> Tensor:
+        """``[add +] down(act(gate(x)) * up(x))``, (T, E) -> (T, E): the bits of ``gated`` and ``linear``."""
+        gate, up, down = parts
+        x = gate.rows(x)
+        out = x.new_empty(x.shape[0], down.out_width)
+        plus = None if add is None else add.contiguous()
+        first = CGated(gate.struct, up.struct, x.data_ptr(), None, x.shape[0], ACTIVATIONS[activation])
+        second = CLinear(down.struct, None, _address(plus), out.data_ptr(), x.shape[0])
+        self._library.vivace_feed(self._index, num_threads(), byref(first), byref(second))
+        return out
+
     def activate(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """``act(gate) * up``, the bits of ``gated`` when the projections are made apart."""
         gate, up = gate.contiguous(), up.contiguous()
@@ -159,6 +172,28 @@ class NativeBody:
             *(len(x), len(gate), x.shape[1], stride, ACTIVATIONS[activation]),
         )
         self._library.vivace_neurons(self._index, num_threads(), byref(call))
+
+    def choose(self, router: Matrix, x: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """Shares and numbers of the experts that a router chooses for each row, both (T, top_k), likeliest first."""
+        x = router.rows(x)
+        chosen = torch.empty(len(x), top_k, dtype=torch.int64)
+        weights = x.new_empty(len(x), top_k)
+        to = (chosen.data_ptr(), weights.data_ptr())
+        call = CChoice(router.struct, x.data_ptr(), *to, len(x), top_k, normalise)
+        self._library.vivace_choose(self._index, num_threads(), byref(call))
+        return weights, chosen
+
+    def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
+        """``[add +] sum_k weights[:, k] parts[k]`` of (T, E) each, rounded where PyTorch would."""
+        rows, width = parts[0].shape
+        stride = parts[0].stride(0)
+        assert all(part.stride() == (stride, 1) and part.dtype == torch.bfloat16 for part in parts)
+        out, weights = weights.new_empty(rows, width), weights.contiguous()
+        plus = None if add is None else add.contiguous()
+        lie = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+        sizes = (rows, len(parts), width, stride)
+        self._library.vivace_mix(byref(CMix(lie, weights.data_ptr(), _address(plus), out.data_ptr(), *sizes)))
+        return out
 
     def foresee(self, routers: CRouters, fast: Tensor, slow: Tensor) -> None:
         """Write what routers would choose for one row of two residuals, each (1, E)."""

@@ -1,8 +1,8 @@
 """Experts foreseen by an accelerated residual (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
 
 The residual p of ``residual.py`` in its ``lite`` form, which runs no expert, covers in one layer what the slow stream
-covers in ``rate`` R: after n layers it is to be where the slow residual is at layers R n .. R n + R - 1, and the
-frozen routers of those layers are asked about it:
+covers in ``rate`` R > 1: after n layers it is to be where the slow residual is at layers R n .. R n + R, the last not
+included, and the frozen routers of those layers are asked about it:
 
     p^0 = h^0      g_m = Router_m(LN2_m(s_m p^n + t_m h^n)),  n = floor(m / R),  m > n
     expected at m: the top k' of g_m
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import addressof, c_int64
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -41,31 +42,35 @@ from vivace.kernels.library import CRouters
 from vivace.kernels.native import NativeBody
 from vivace.multirate.terms import AcceleratorTerms
 
+P_AT_FIRST = 0.25
+"""s_m before training, beside t_m = 1: the slow residual's own guess is good a few layers ahead, and p adds to it."""
+
 
 @dataclass(frozen=True)
 class ForesightConfig:
     """How fast the residual is and what it weighs."""
 
-    rate: int = 2
-    """R: layers of the slow stream for one of its own."""
+    rate: float = 2.0
+    """R: layers of the slow stream for one of its own, whole or not; small rates see less far, and better."""
     rank: int = 8
     """Of the query and output deltas; 0 leaves the projections as they are."""
     bottleneck: int = 64
     """Width of the silu bottleneck that stands for the experts."""
 
     def __post_init__(self) -> None:
-        if self.rate < 2:
-            raise ConfigError(f"rate must be at least 2 for experts to be foreseen, found {self.rate}")
+        if self.rate <= 1:
+            raise ConfigError(f"rate must be above 1 for experts to be foreseen, found {self.rate}")
         if self.rank < 0 or self.bottleneck < 1:
             raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
 
     def depth(self, num_layers: int) -> int:
         """Layers it goes through: enough to speak for the last."""
-        return (num_layers - 1) // self.rate
+        return int((num_layers - 1) / self.rate)
 
     def targets(self, depth: int, num_layers: int) -> range:
         """Layers that p speaks for after ``depth`` of them; all lie above it."""
-        return range(max(depth + 1, self.rate * depth), min(self.rate * (depth + 1), num_layers))
+        first, stop = (ceil(self.rate * each) for each in (depth, depth + 1))
+        return range(max(depth + 1, first), min(stop, num_layers))
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,9 @@ class Foresight(AcceleratorTerms):
         super().__init__(model, config.depth(model.num_layers), config.rank, config.bottleneck)
         self.config = config
         self.model = model
-        self.scale = nn.Parameter(torch.ones(model.num_layers, model.width))
+        self.scale = nn.Parameter(torch.full((model.num_layers, model.width), P_AT_FIRST))
         """s_m, per component, before the norm of the router that is asked."""
-        self.slow_scale = nn.Parameter(torch.zeros(model.num_layers, model.width))
+        self.slow_scale = nn.Parameter(torch.ones(model.num_layers, model.width))
         """t_m, of the slow residual at p's depth."""
 
     def targets(self, depth: int) -> Iterator[int]:
@@ -128,8 +133,8 @@ class ForesightClimb:
         self.foresight = foresight
         self.count = foresight.model.moe.top_k if count is None else count
         self.refine = refine
-        self._asked: dict[int, list[tuple[Routers, int]]] = {}
-        """By depth: routers, and how many experts each says."""
+        self._asked: dict[int, Routers | None] = {}
+        """By depth; None where nothing is asked."""
         self._terms: dict[int, Deltas] = {}
         """By rows of a call, so that whoever lays them out does so once."""
 
@@ -164,17 +169,20 @@ class ForesightClimb:
         """What p says of later layers and, to refine, what the slow residual says of the layer after the next."""
         if depth not in self._asked:
             self._asked[depth] = self._routers(model, depth)
-        for routers, count in self._asked[depth]:
-            for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow, count), strict=True):
+        routers = self._asked[depth]
+        if routers is not None:
+            for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow), strict=True):
                 mixture.experts.expect(experts)
 
-    def _routers(self, model: Decoder, depth: int) -> list[tuple[Routers, int]]:
-        c, ahead = model.config, tuple(self.foresight.targets(depth))
+    def _routers(self, model: Decoder, depth: int) -> Routers | None:
+        c, count = model.config, self.count
         assert c.moe is not None
-        found = [(Routers.of(model, ahead, self.foresight), self.count)] if ahead else []
+        ahead = dict.fromkeys(self.foresight.targets(depth), count)
+        by_slow: dict[int, int] = {}
         if self.refine and 0 < depth < c.num_layers - 1 and c.is_moe(depth + 1):
-            found.append((Routers.of(model, (depth + 1,)), c.moe.top_k))
-        return found
+            near = ahead if depth + 1 in ahead else by_slow
+            near[depth + 1] = max(count, c.moe.top_k)
+        return Routers.of(model, ahead, self.foresight, by_slow) if ahead or by_slow else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,16 +204,21 @@ class Routers:
     body: NativeBody | None = None
     """What the routers themselves run on."""
 
+    counts: tuple[int, ...] = ()
+    """Experts that each is asked for, for every row."""
+
     @staticmethod
-    def of(model: Decoder, layers: tuple[int, ...], foresight: Foresight | None = None) -> Routers:
+    def of(model: Decoder, ahead: Mapping[int, int], foresight: Foresight, by_slow: Mapping[int, int]) -> Routers:
         """Those of some mixtures of a model, which stays as it is.
 
         Args:
             model: whose routers are asked.
-            layers: which, one at least.
-            foresight: how p and the slow residual are mixed for each; None is the slow one as it stands.
+            ahead: how many experts each of these layers is asked for about p ...
+            foresight: ... and how p and the slow residual are mixed there.
+            by_slow: the same of layers that are asked about the slow residual as it stands.
         """
         c, mixtures, weights, body = model.config, [], [], None
+        layers = (*ahead, *by_slow)
         for index in layers:
             layer = model.layers[index]
             assert isinstance(layer, Layer)
@@ -215,27 +228,27 @@ class Routers:
             router = layer.feed_forward.router
             body = router.body if isinstance(router, PackedLinear) else None
         weight = torch.stack(weights).float().mT.contiguous()
-        slow_scale = weight.new_ones(len(layers), 1, c.width)
-        scale = torch.zeros_like(slow_scale)
-        if foresight is not None:
-            scale, slow_scale = (s[list(layers), None].float() for s in (foresight.scale, foresight.slow_scale))
+        scale, slow_scale = (s[list(layers), None].float() for s in (foresight.scale, foresight.slow_scale))
+        scale[len(ahead) :], slow_scale[len(ahead) :] = 0, 1
         eps = None if c.norm_placement == "post" else c.norm_eps
-        return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body)
+        counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *by_slow.values()))
+        return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body, counts)
 
-    def likeliest(self, p: Tensor, slow: Tensor, count: int) -> list[list[int]]:
-        """The ``count`` most likely experts of each row (T, E), together, the likeliest first, for each router."""
+    def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
+        """The most likely experts of each row (T, E), together, the likeliest first, for each router."""
         if self.body is not None and len(p) == 1:
-            return self._alone(self.body, p, slow, min(count, self.weight.shape[-1]))
-        return likeliest(self.logits(p, slow), count)
+            return self._alone(self.body, p, slow)
+        each = self.logits(p, slow)[:, None]
+        return [likeliest(logits, count)[0] for logits, count in zip(each, self.counts, strict=True)]
 
-    def _alone(self, body: NativeBody, p: Tensor, slow: Tensor, count: int) -> list[list[int]]:
+    def _alone(self, body: NativeBody, p: Tensor, slow: Tensor) -> list[list[int]]:
         """For one row: the norm is a positive factor there, which changes no order."""
         num, width, experts = self.weight.shape
-        out = (c_int64 * (num * count))()
+        most = max(self.counts)
+        out = (c_int64 * (num * most))()
         parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
-        body.foresee(CRouters(None, None, *parts, addressof(out), num, width, experts, count), p, slow)
-        found = out[:]
-        return [found[first : first + count] for first in range(0, len(found), count)]
+        body.foresee(CRouters(None, None, *parts, addressof(out), num, width, experts, most), p, slow)
+        return [out[place * most : place * most + count] for place, count in enumerate(self.counts)]
 
     def logits(self, p: Tensor, slow: Tensor) -> Tensor:
         """(T, E) twice -> (n, T, X)."""

@@ -174,7 +174,6 @@ class NativeChannel:
         *,
         num_threads: int = NUM_THREADS,
         chunk_bytes: int = CHUNK_BYTES,
-        bytes_per_s: float = 0.0,
     ) -> None:
         """Start the threads; the file may be closed afterwards.
 
@@ -185,7 +184,6 @@ class NativeChannel:
             slots: what is filled.
             num_threads: reads under way at once.
             chunk_bytes: of one read at most, a multiple of 4096.
-            bytes_per_s: of a slower device that is to be stood for; 0 is this one.
         """
         assert chunk_bytes % PAGE == 0, chunk_bytes
         self._library, self._path = library, path
@@ -193,7 +191,7 @@ class NativeChannel:
         self._slots = [(address(memory), len(memory)) for memory in slots]
         self._room = 2 * len(slots)
         self._out = (c_int64 * self._room)()
-        handle = library.vivace_channel_open(file, num_threads, chunk_bytes, bytes_per_s)
+        handle = library.vivace_channel_open(file, num_threads, chunk_bytes)
         self._handle = ctypes.c_void_p(handle)
         self.close = weakref.finalize(self, _close, library, self._handle, slots)
         """Stop the threads, which hold on to the slots until then."""

@@ -13,6 +13,7 @@ another by then.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from vivace.storage.readers import PAGE, aligned
 
 SORTS = 4
 """How often a pass slots are sorted by who goes first."""
+
+VICTIMS = 64
+"""Looked for each time, the first to go."""
 
 
 class Shelf(Protocol):
@@ -137,7 +141,7 @@ class ExpertCache:
         self._clock = -1
         self._failed: list[Key] = []
         """Held experts that could not be read."""
-        self._victims: list[tuple[float, int, _Slot]] = []
+        self._victims: list[tuple[float, Key]] = []
         """Whom to evict, the best last."""
         self._sorted_at = -1
 
@@ -149,6 +153,7 @@ class ExpertCache:
     @property
     def is_idle(self) -> bool:
         """Nothing is being loaded and nothing that is expected could be."""
+        self._settle(waits=False)
         self._go_on()
         return not self._loading
 
@@ -265,6 +270,8 @@ class ExpertCache:
 
     def _go_on(self) -> None:
         """Begin what is expected, the most urgent first, while the channel has little to do."""
+        if not self._likely:
+            return
         self._settle(waits=False)
         while self._likely and len(self._loading) < self._most_under_way:
             key = min(self._likely, key=self._likely.__getitem__)
@@ -298,9 +305,9 @@ class ExpertCache:
             if not self._victims:
                 self._sort_victims()
                 continue
-            use, _, slot = self._victims[-1]
-            key = slot.key
-            if key is None or not slot.is_ready or key in self._held or self._has_moved(slot, key, use):
+            use, key = self._victims[-1]
+            slot = self._at.get(key)
+            if slot is None or not slot.is_ready or key in self._held or self._has_moved(slot, key, use):
                 self._victims.pop()  # seen again when they are sorted again
             elif due is not None and use <= due:
                 return None
@@ -316,9 +323,10 @@ class ExpertCache:
 
     def _sort_victims(self) -> None:
         """A few times a pass: asking about every slot for every load would cost more than it gives."""
-        ready = [(slot, slot.key) for slot in self._slots if slot.is_ready and slot.key is not None]
-        uses = self.policy.next_uses([key for _, key in ready], self._clock)
-        self._victims = sorted((use, -slot.number, slot) for use, (slot, _) in zip(uses, ready, strict=True))
+        keys = list(self._at)
+        uses = self.policy.next_uses(keys, self._clock)
+        last = heapq.nlargest(VICTIMS, range(len(keys)), uses.__getitem__)
+        self._victims = [(uses[place], keys[place]) for place in reversed(last)]
         self._sorted_at = self._clock
 
     def _any_room(self) -> _Slot | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,6 @@ class StoreShelf:
         self.store = store
         self.reader = reader
         self.body = body
-        self.bytes_per_s = 0.0
-        """Of a slower device that native channels stand for; 0 is this one."""
         self.moe: MoeConfig = moe
         layers = [index for index in range(store.config.num_layers) if store.config.is_moe(index)]
         self._bundles = {(i, x): store[f"layers.{i}.experts.{x}"] for i in layers for x in range(moe.num_experts)}
@@ -54,6 +52,11 @@ class StoreShelf:
         """Of all layers."""
         return len(self._bundles)
 
+    @property
+    def keys(self) -> Iterable[Key]:
+        """All experts."""
+        return self._bundles
+
     def place(self, key: Key) -> int:
         """Where an expert's pages begin."""
         return self._bundles[key].offset
@@ -64,7 +67,7 @@ class StoreShelf:
         if library is None or file is None:
             return ThreadChannel(self.reader.read, slots, num_threads=num_threads, chunk_bytes=chunk_bytes)
         size = {"num_threads": num_threads, "chunk_bytes": chunk_bytes}
-        return NativeChannel(library, file, self.store.path, slots, bytes_per_s=self.bytes_per_s, **size)
+        return NativeChannel(library, file, self.store.path, slots, **size)
 
     def expert(self, layer_bytes: Tensor) -> Expert:
         """The feed-forward over a slot's bytes."""

@@ -178,20 +178,21 @@ class NextUse:
 
     def next_use(self, key: Key, clock: int) -> float:
         """The clock it is due; else its layer's next turn and as many passes more as its share says."""
-        return float(self._next_uses(clock, self._row(key)))
+        row = self._row(key)
+        due = float(self._due[row])
+        return due if due > clock else float(self._later(clock, row))
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
         """All in a few operations: the cache asks about every expert it holds."""
         rows = [self._row(key) for key in keys]
-        uses = self._next_uses(clock).tolist()
-        return [uses[row] for row in rows]
+        due, later = self._due, self._later(clock, EVERY)
+        return np.where(due > clock, due, later)[rows].tolist()  # type: ignore[no-any-return]
 
-    def _next_uses(self, clock: int, rows: int | slice = EVERY) -> FloatArray:
-        layers, due = self.num_layers, self._due[rows]
+    def _later(self, clock: int, rows: int | slice) -> FloatArray:
+        layers = self.num_layers
         turn = clock + 1 + (self._layer[rows] - clock - 1) % layers
         between = 1 / self._shares(clock // layers, rows) - 1
-        later = turn + layers * between + 0.5  # what is expected goes before what merely was there
-        return np.where(due > clock, due, later)
+        return turn + layers * between + 0.5  # what is expected goes before what merely was there
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Whatever is expected is asked for by the cache itself."""

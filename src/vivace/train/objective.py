@@ -131,7 +131,7 @@ class BalancedNextToken(NextTokenBeside):
         """Of layers with experts."""
         if not isinstance(layer.feed_forward, MixtureOfExperts):
             return None
-        return _unevenness(layer.route(u), layer.feed_forward.top_k)
+        return _unevenness(layer.route(u), layer.feed_forward.config.top_k)
 
 
 class SparseNextToken(NextTokenBeside):

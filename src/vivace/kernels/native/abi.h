@@ -208,7 +208,25 @@ struct Speculation {
 };
 }
 
-// Routers of mixtures, asked about a mix of two residuals of one row (routers.cpp).
+// A mixture's router, and the experts that it chooses for each row (mixture.cpp).
+struct Choice {
+    Matrix router;     // (X, E)
+    const bf16* x;     // (rows, E), normed
+    int64_t* chosen;   // (rows, top_k), the likeliest first
+    bf16* weights;     // (rows, top_k)
+    int64_t rows, top_k, normalises;
+};
+
+// [add +] what experts made of each row, each times its weight, in the order of the router.
+struct Mix {
+    const bf16* const* parts;  // (count,) of (rows, E), rows `stride` apart
+    const bf16* weights;       // (rows, count)
+    const bf16* add;           // (rows, E) or null
+    bf16* out;                 // (rows, E)
+    int64_t rows, count, width, stride;
+};
+
+// Routers of mixtures, asked about a mix of two residuals of one row (mixture.cpp).
 struct Routers {
     const bf16 *fast, *slow;           // (E,)
     const float *scale, *slow_scale;   // (count, E), of each

@@ -1,7 +1,6 @@
 // Reads of one file by threads of our own, the most urgent first. Between two reads no interpreter is asked, so that
 // the thread that computes is not held up by those that read.
 #include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -17,7 +16,6 @@
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Urgency = std::tuple<int64_t, int64_t, int64_t>;  // due, rank, and who came first
 
 struct Load {
@@ -35,8 +33,7 @@ struct Finished {
 
 class Channel {
 public:
-    Channel(int file, int64_t threads, int64_t chunk_bytes, double bytes_per_s)
-        : file_(dup(file)), chunk_bytes_(chunk_bytes), bytes_per_s_(bytes_per_s) {
+    Channel(int file, int64_t threads, int64_t chunk_bytes) : file_(dup(file)), chunk_bytes_(chunk_bytes) {
         for (int64_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
     }
 
@@ -89,10 +86,8 @@ private:
             const int64_t first = load.begun, bytes = std::min(chunk_bytes_, load.bytes - first);
             load.begun += bytes, ++load.under_way;
             if (load.begun == load.bytes) waiting_.erase(load.urgency);
-            const Clock::time_point end = paced(bytes);
             held.unlock();
             const int64_t error = read_all(file_, load.into + first, bytes, load.offset + first, bytes);
-            std::this_thread::sleep_until(end);
             held.lock();
             if (error && !load.error) {
                 load.error = error;
@@ -106,32 +101,22 @@ private:
         }
     }
 
-    // When a device of the given speed would be done with these bytes.
-    Clock::time_point paced(int64_t bytes) {
-        const Clock::time_point now = Clock::now();
-        if (bytes_per_s_ <= 0) return now;
-        const std::chrono::duration<double> taken(bytes / bytes_per_s_);
-        return free_ = std::max(free_, now) + std::chrono::duration_cast<Clock::duration>(taken);
-    }
-
     const int file_;
     const int64_t chunk_bytes_;
-    const double bytes_per_s_;
     std::mutex lock_;
     std::condition_variable asked_, arrived_;
     std::unordered_map<int64_t, Load> loads_;
     std::map<Urgency, int64_t> waiting_;
     std::vector<Finished> finished_;
     std::vector<std::thread> threads_;
-    Clock::time_point free_{};
     int64_t count_ = 0;
     bool is_closed_ = false;
 };
 
 }  // namespace
 
-EXPORT void* vivace_channel_open(int64_t file, int64_t threads, int64_t chunk_bytes, double bytes_per_s) {
-    return new Channel(static_cast<int>(file), threads, chunk_bytes, bytes_per_s);
+EXPORT void* vivace_channel_open(int64_t file, int64_t threads, int64_t chunk_bytes) {
+    return new Channel(static_cast<int>(file), threads, chunk_bytes);
 }
 
 EXPORT void vivace_channel_close(void* channel) { delete static_cast<Channel*>(channel); }

@@ -1,0 +1,89 @@
+// Mixtures of experts around the experts themselves: who is chosen, how their outputs are mixed, and which experts later
+// routers would choose, a guess that only moves loads.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "embed.h"
+
+EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
+EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated*);
+
+namespace {
+
+// Those with the most, the first of equals first.
+template <class Score>
+void most(std::vector<int64_t>& order, int64_t count, const Score* scores) {
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
+        return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+    });
+}
+
+}  // namespace
+
+EXPORT void vivace_choose(int64_t body, int64_t threads, const Choice* choice) {
+    const Choice& c = *choice;
+    const int64_t experts = c.router.out;
+    std::vector<bf16> logits(c.rows * experts);
+    const Linear product{c.router, c.x, nullptr, logits.data(), c.rows};
+    vivace_linear(body, threads, &product);
+    std::vector<float> shares(experts);
+    std::vector<int64_t> order(experts);
+    for (int64_t row = 0; row < c.rows; ++row) {
+        const bf16* of = logits.data() + row * experts;
+        float top = widened(of[0]), sum = 0, chosen = 0;
+        for (int64_t i = 1; i < experts; ++i) top = std::max(top, widened(of[i]));
+        for (int64_t i = 0; i < experts; ++i) sum += shares[i] = std::exp(widened(of[i]) - top);
+        for (float& share : shares) share /= sum;
+        most(order, c.top_k, shares.data());
+        for (int64_t k = 0; k < c.top_k; ++k) chosen += shares[order[k]];
+        for (int64_t k = 0; k < c.top_k; ++k) {
+            c.chosen[row * c.top_k + k] = order[k];
+            c.weights[row * c.top_k + k] = narrowed(shares[order[k]] / (c.normalises ? chosen : 1));
+        }
+    }
+}
+
+EXPORT void vivace_mix(const Mix* mix) {
+    const Mix& m = *mix;
+    for (int64_t row = 0; row < m.rows; ++row) {
+        bf16* out = m.out + row * m.width;
+        const bf16* weights = m.weights + row * m.count;
+        for (int64_t e = 0; e < m.width; ++e) {
+            float sum = 0;
+            for (int64_t k = 0; k < m.count; ++k) {
+                const bf16 part = narrowed(widened(m.parts[k][row * m.stride + e]) * widened(weights[k]));
+                sum = k ? widened(narrowed(sum + widened(part))) : widened(part);
+            }
+            out[e] = narrowed(m.add == nullptr ? sum : widened(m.add[row * m.width + e]) + sum);
+        }
+    }
+}
+
+EXPORT void vivace_feed(int64_t body, int64_t threads, const Gated* gated, const Linear* down) {
+    std::vector<bf16> inner((size_t)(gated->rows * down->matrix.in));
+    Gated first = *gated;
+    Linear second = *down;
+    first.out = inner.data(), second.x = inner.data();
+    vivace_gated(body, threads, &first);
+    vivace_linear(body, threads, &second);
+}
+
+EXPORT void vivace_foresee(const Routers* routers) {
+    const Routers& r = *routers;
+    std::vector<float> logits(r.experts);
+    std::vector<int64_t> order(r.experts);
+    for (int64_t n = 0; n < r.count; ++n) {
+        const float *scale = r.scale + n * r.width, *slow_scale = r.slow_scale + n * r.width;
+        const float* weight = r.weight + n * r.width * r.experts;
+        std::fill(logits.begin(), logits.end(), 0.0f);
+        for (int64_t e = 0; e < r.width; ++e, weight += r.experts) {
+            const float x = widened(r.fast[e]) * scale[e] + widened(r.slow[e]) * slow_scale[e];
+            for (int64_t i = 0; i < r.experts; ++i) logits[i] += x * weight[i];
+        }
+        most(order, r.chosen, logits.data());
+        std::copy_n(order.begin(), r.chosen, r.out + n * r.chosen);
+    }
+}
