@@ -1,8 +1,8 @@
 """Measured speed beside the speed law: ``python -m benchmarks.speed_law --model DIR [--model DIR] --json OUT``.
 
-For each model and prompt set the parts of a step are timed alone, before and after a contest of plain decoding and
-the method, and the law that they and the measured acceptance give is set beside the measured speed. Asked for: within
-15 %.
+For each model and prompt set the passes of a step and the host's work are timed by themselves, before and after a
+contest of plain decoding and the method, and the law that they and the measured acceptance give is set beside the
+measured speed. Asked for: within 15 %.
 """
 
 from __future__ import annotations
@@ -10,56 +10,72 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import vivace
 from vivace.cli.asking import questions_of, read_prompts
-from vivace.engine import Engine
+from vivace.engine import Engine, Options
 from vivace.evaluate.contest import Question, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
-from vivace.evaluate.speed_law import Parts, judge, measure_parts
+from vivace.evaluate.speed_law import Parts, judge
+from vivace.evaluate.step_parts import host_seconds, measure_parts
 
 FOLLOWS = 16
 """Tokens of the first answer that the text of the timed step has: a step in the middle of an answer."""
+WATCHED = 8
+"""Answers in which the host's work is timed."""
 
 
 def compare(
     engine: Engine, method: str, questions: Sequence[Question], *, max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """The law and the measurement for one method on some prompts, greedily, one at a time."""
-    drafter = engine.methods.drafter(method)
+    before = measured_parts(engine, method, questions, max_new_tokens=max_new_tokens)
+    players = [Entrant(name, engine, max_new_tokens) for name in ("plain", method)]
+    records = hold(players, questions, repeats=repeats)
+    parts = mean(before, measured_parts(engine, method, questions, max_new_tokens=max_new_tokens))
+    run = summarise(records, "plain")[1]
+    judged = judge(parts, records[1], run.speedup)
+    return {**asdict(judged), "off": judged.off, "interval": run.speedup_interval, "identical": run.identical}
+
+
+def measured_parts(engine: Engine, method: str, questions: Sequence[Question], *, max_new_tokens: int) -> Parts:
+    """Passes in the middle of the first answer, and the host's work in the first few."""
+    plain, drafter = engine.methods.drafter("plain"), engine.methods.drafter(method)
     first = engine.generate([questions[0].request], method="plain", max_new_tokens=FOLLOWS, do_sample=False)[0]
     text = [*questions[0].token_ids, *first.token_ids]
     plan = drafter.plan  # type: ignore[attr-defined]
-    before = measure_parts(engine.model, drafter, text, longest=len(plan.widths))
-    players = [Entrant(name, engine, max_new_tokens) for name in ("plain", method)]
-    records = hold(players, questions, repeats=repeats)
-    parts = mean(before, measure_parts(engine.model, drafter, text, longest=len(plan.widths)))
-    run = summarise(records, "plain")[1]
-    judged = judge(parts, records[1], records[0], run.speedup)
-    return {**asdict(judged), "off": judged.off, "interval": run.speedup_interval, "identical": run.identical}
+    parts = measure_parts(engine.model, plain, drafter, text, longest=len(plan.widths))
+    hosts = []
+    for name in ("plain", method):
+        options = Options.of({"method": name, "max_new_tokens": max_new_tokens, "do_sample": False})
+        requests = [engine.request_for(question.token_ids, options) for question in questions[:WATCHED]]
+        hosts.append(host_seconds(engine.model, requests))
+    return replace(parts, plain_host_s=hosts[0], host_s=hosts[1])
 
 
 def mean(one: Parts, other: Parts) -> Parts:
     """Of two measurements."""
     pairs = (zip(one.draft_s, other.draft_s, strict=True), zip(one.verify_s, other.verify_s, strict=True))
     draft, verify = (tuple((a + b) / 2 for a, b in pair) for pair in pairs)
-    return Parts((one.plain_s + other.plain_s) / 2, draft, verify)
+    plain_host, host = (one.plain_host_s + other.plain_host_s) / 2, (one.host_s + other.host_s) / 2
+    return Parts((one.plain_s + other.plain_s) / 2, draft, verify, plain_host, host)
 
 
 def table(report: Mapping[str, Any]) -> str:
     """The report in Markdown."""
     lines = [
-        "| model, prompts, kernels | tokens a step | P | D(n) | V(n) | h | law | measured | off |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| model, prompts, kernels | tokens a step | P | h | D(n) | V(n) | g | law | measured | off |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
         parts = row["parts"]
-        cells = [1e3 * seconds for seconds in (parts["plain_s"], parts["draft_s"][-1], parts["verify_s"][-1])]
-        times = " | ".join(f"{value:.2f} ms" for value in (*cells, 1e3 * parts["host_s"]))
+        alone = (parts["plain_s"], parts["plain_host_s"])
+        drafted = (parts["draft_s"][-1], parts["verify_s"][-1], parts["host_s"])
+        times = " | ".join(f"{1e3 * seconds:.2f} ms" for seconds in (*alone, *drafted))
         lines.append(
             f"| {row['model']}, {row['prompts']}, {row['kernels']} | {row['tokens_per_step']:.2f} | {times} | "
             f"{row['law']:.2f}x | {row['measured']:.2f}x | {row['off']:+.0%} |"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from vivace import load
 from vivace.cli.asking import questions_of, read_prompts
 from vivace.errors import ConfigError
 from vivace.evaluate.contest import Record, Take
-from vivace.evaluate.speed_law import Parts, Shape, head_share, judge, keeping, measure_parts
+from vivace.evaluate.speed_law import Parts, Shape, head_share, judge, keeping, tokens_per_step
 
 PARTS = Parts(plain_s=1.0, draft_s=(0.25, 0.5), verify_s=(1.25, 1.5))
 
@@ -38,25 +40,15 @@ def test_means_of_drafts_lie_between_them() -> None:
         PARTS.step_s(3)
 
 
-def test_the_law_takes_what_is_done_between_passes_from_plain_decoding() -> None:
-    plain = Record("plain", [[Take(((7,) * 11,), 1, decode_s=12.0, total_s=13.0)]])
-    take = Take(((7,) * 11,), 3, decode_s=4.4, total_s=5.0, num_steps=4, num_drafted=8, num_accepted=6)
-    found = judge(PARTS, Record("multirate", [[take]]), plain, 2.0)
-    assert found.parts.host_s == pytest.approx(0.2)
-    assert (found.tokens_per_step, found.guesses_per_step) == (2.5, 2.0)
-    assert found.law == pytest.approx(2.5 * 1.2 / 2.2)
+def test_what_is_decided_behind_an_end_is_no_token() -> None:
+    parts = replace(PARTS, plain_host_s=0.2, host_s=0.4)
+    take = Take(((7,) * 11,), 3, decode_s=4.4, total_s=5.0, num_steps=5, num_drafted=10, num_accepted=9)
+    found = judge(parts, Record("multirate", [[take]]), 2.0)
+    assert (found.tokens_per_step, found.guesses_per_step) == (2.0, 2.0)
+    assert found.law == pytest.approx(2.0 * 1.2 / 2.4)
     assert found.off == pytest.approx(2.0 / found.law - 1)
-
-
-def test_parts_are_measured_and_leave_nothing_behind() -> None:
-    engine = load(None)
-    drafter = engine.methods.drafter("multirate", 2)
-    parts = measure_parts(engine.model, drafter, [5, 6, 7, 8], longest=2, repeats=1)
-    assert min(parts.plain_s, *parts.draft_s, *parts.verify_s) > 0
-    assert (len(parts.draft_s), len(parts.verify_s)) == (2, 2)
-    assert drafter.guess.offsets([0]) is None
-    with pytest.raises(ConfigError, match="found 1 tokens"):
-        measure_parts(engine.model, drafter, [5], longest=2)
+    with pytest.raises(ConfigError, match="multirate answered in 1 first blocks"):
+        tokens_per_step(Record("multirate", [[replace(take, num_steps=1)]]))
 
 
 @pytest.mark.slow

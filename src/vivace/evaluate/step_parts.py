@@ -1,0 +1,135 @@
+"""What the parts of a step take on one machine: passes where nothing is kept, the host's work in sessions.
+
+Passes are timed as a session makes them. Where several steps are made in one native call, drafts and verifications
+take turns inside it, so each finds in the cache what the other left there, and the way to Python and back is shared.
+Whatever is not a pass is the host's: contexts, what is kept and handed out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, Drafter, TargetPass, Verdict
+from vivace.decode.climb import Climb
+from vivace.decode.laws import Laws
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.errors import ConfigError
+from vivace.evaluate.roofline import run_pass, timed
+from vivace.evaluate.speed_law import Parts
+from vivace.kernels.threads import one_pytorch_thread
+
+STEPS = 8
+"""Room for this many: more than one native call makes of those with drafts, and as many as it makes of the others."""
+
+
+@torch.inference_mode()
+def measure_parts(
+    model: Decoder, plain: Drafter, drafter: Drafter, tokens: Sequence[int], *, longest: int, repeats: int = 9
+) -> Parts:
+    """Time P, D(n) and V(n) behind a text, in turns; nothing is kept, so every turn is the same step.
+
+    Args:
+        model: the target.
+        plain: plain decoding.
+        drafter: of one of its greedy methods; drafts shorter than asked for are counted as they are.
+        tokens: the text; its last token is the root.
+        longest: guesses of the longest draft.
+        repeats: measurements per median.
+
+    Raises:
+        ConfigError: fewer than two tokens, or ``longest`` below 1.
+    """
+    if len(tokens) < 2 or longest < 1:
+        raise ConfigError(f"a step needs two tokens and a guess, found {len(tokens)} tokens and {longest} guesses")
+    room = STEPS * (longest + 1)
+    cache, climb = model.new_cache(1, len(tokens) + room + 1), Climb()
+    prompt = Draft.given_only({0: list(tokens[:-1])})
+    drafter.observe(prompt, climb.run(model, prompt, cache, chunk=True), None)
+    cache.commit([0], [range(len(tokens) - 1)])
+    law = Laws({0: Request(tuple(tokens), room, drafter)}, {0: tokens}, cache.lengths)
+    asked = [Context((0,), {0: tokens}, cache, law, {0: n}, room={0: room}) for n in range(longest + 1)]
+    found: list[list[tuple[float, float]]] = [[] for _ in asked]
+    with nullcontext() if model.span is None else one_pytorch_thread():
+        for _ in range(repeats + 1):
+            for n, context in enumerate(asked):
+                found[n].append(_step_seconds(model, climb, drafter if n else plain, context))
+    drafter.release([0])
+    medians = [[statistics.median(part) for part in zip(*times[1:], strict=True)] for times in found]
+    (given, alone), *drafting = medians
+    return Parts(given + alone, tuple(drafted for drafted, _ in drafting), tuple(checked for _, checked in drafting))
+
+
+def _step_seconds(model: Decoder, climb: Climb, drafter: Drafter, context: Context) -> tuple[float, float]:
+    """Of a step, or of each of those made in one call: seconds of the draft, and of the pass that verifies it."""
+    drafts: list[Draft] = []
+    [proposing] = timed(lambda: drafts.append(drafter.propose(context)), model.device)
+    [draft] = drafts
+    if draft.passes:
+        [passes] = draft.passes
+        return passes.draft_s / len(passes.kept), (proposing - passes.draft_s) / len(passes.kept)
+    [checking] = timed(lambda: run_pass(model, climb, draft, context.cache), model.device)
+    return proposing, checking
+
+
+def host_seconds(model: Decoder, requests: Sequence[Request], *, repeats: int = 3) -> float:
+    """What the host does in a step, on average, while these are answered one by one; first blocks aside.
+
+    Raises:
+        ConfigError: every answer ended with its first block.
+    """
+    found = []
+    for _ in range(repeats + 1):
+        watched = [_watch(model, request) for request in requests]
+        steps = sum(count for _, count in watched)
+        if steps < 1:
+            raise ConfigError(f"{len(requests)} requests were answered in their first blocks: longer ones are needed")
+        found.append(sum(seconds for seconds, _ in watched) / steps)
+    return statistics.median(found[1:])
+
+
+def _watch(model: Decoder, request: Request) -> tuple[float, int]:
+    """The host's seconds in all steps of an answer but the first, and how many those are."""
+    watched = Watched(request.drafter)
+    session = Session(model, num_slots=1, capacity=len(request.tokens) + request.max_new_tokens)
+    session.admit(replace(request, drafter=watched))
+    first_s, host_s, steps = 0.0, 0.0, 0
+    for emitted in session.drain():
+        first_s = first_s or watched.passes_s
+        host_s = emitted.stats.decode_s - (watched.passes_s - first_s)
+        steps = emitted.stats.num_spec_steps - 1
+    return host_s, steps
+
+
+class Watched:
+    """A drafter that notes how long the passes of its session take: the native call, or from draft to verdict."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        """Do what ``drafter`` does."""
+        self.name, self.traversal = drafter.name, drafter.traversal
+        self.passes_s = 0.0
+        self._drafter = drafter
+        self._started = 0.0
+        self.commit, self.truncate, self.fork = drafter.commit, drafter.truncate, drafter.fork
+        self.release, self.settle = drafter.release, drafter.settle
+
+    def propose(self, context: Context) -> Draft:
+        """The drafter's proposal."""
+        self._started = time.perf_counter()
+        draft = self._drafter.propose(context)
+        if draft.passes:
+            self.passes_s += time.perf_counter() - self._started
+        return draft
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Tell the drafter; where nothing was decided ahead, the passes end here."""
+        if verdict is not None and not draft.passes:
+            self.passes_s += time.perf_counter() - self._started
+        self._drafter.observe(draft, passed, verdict)
