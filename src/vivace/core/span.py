@@ -100,23 +100,23 @@ class NativeSpan:
         if start >= stop or len(h) == 0:
             return h
         assert h.dtype == torch.bfloat16
-        terms, kept = self.terms(step.deltas, start, stop)
+        call, version = self._shared(step, h.dtype)
+        terms, kept = self.terms(step.deltas, start, stop, version)
         out = torch.empty_like(h)
-        call = self._shared(step, h.dtype)
         call.h, call.out, call.terms, call.num_terms = h.data_ptr(), out.data_ptr(), terms, len(terms)
         call.start, call.stop, call.num_feed = start, stop, num_feed
         self.body.span(self.plan, call)
         del kept
         return out
 
-    def _shared(self, step: Step, dtype: torch.dtype) -> CCall:
-        """What is the same for all layers of a call."""
+    def _shared(self, step: Step, dtype: torch.dtype) -> tuple[CCall, int]:
+        """What is the same for all layers of a call: its rows, and the version of its terms."""
         if self not in step.native:
             assert isinstance(step.memory, KVCache)
             assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
             keys, values = self.addresses(step.memory)
             rotations = [layer.rotation(step, dtype) for layer in self.rotating]
-            step.native[self] = CCall(
+            call = CCall(
                 slot=step.slot.data_ptr(),
                 seen=step.seen.data_ptr(),
                 tail=None if step.tail is None else step.tail.data_ptr(),
@@ -130,6 +130,7 @@ class NativeSpan:
                 tail_width=0 if step.tail is None else step.tail.shape[1],
                 capacity=step.memory.capacity,
             )
+            step.native[self] = call, _version_of(step.deltas)
         return step.native[self]
 
     def addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
@@ -140,14 +141,16 @@ class NativeSpan:
             found = self._stored[cache] = (pointers([k for k, _ in stored]), pointers([v for _, v in stored]))
         return found
 
-    def terms(self, applied: Sequence[Deltas], start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
+    def terms(
+        self, applied: Sequence[Deltas], start: int, stop: int, version: int | None = None
+    ) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
         """The low-rank terms of these layers, and the tensors they point into.
 
-        Those of a ``Deltas`` that comes again are kept until its weights change.
+        Those of a ``Deltas`` that comes again are kept until its weights change; ``version`` tells, where it is known.
         """
         if len(applied) != 1:
             return self._listed(applied, start, stop)
-        version = sum(_version(up) for up in applied[0].up.values())
+        version = _version_of(applied) if version is None else version
         kept = self._terms.setdefault(applied[0], {})
         if kept.get((start, stop), (None,))[0] != version:
             kept[start, stop] = (version, self._listed(applied, start, stop))
@@ -208,6 +211,11 @@ def _is_behind(deltas: Deltas, num_feed: int) -> bool:
     """Whether no row before ``num_feed`` carries terms."""
     firsts = (rows.start if isinstance(rows, slice) else int(rows.min()) for _, rows in deltas.spans)
     return all(first >= num_feed for first in firsts)
+
+
+def _version_of(applied: Sequence[Deltas]) -> int:
+    """How often the weights of terms were changed in place."""
+    return sum(_version(up) for deltas in applied for up in deltas.up.values())
 
 
 def _version(weight: Tensor) -> int:

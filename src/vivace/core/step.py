@@ -297,8 +297,8 @@ class Step:
         return {}
 
     @cached_property
-    def native(self) -> dict[object, CCall]:
-        """This call as native spans want it, by span, filled by them."""
+    def native(self) -> dict[object, tuple[CCall, int]]:
+        """This call as native spans want it and the version of its terms, by span, filled by them."""
         return {}
 
 

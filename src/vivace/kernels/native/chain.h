@@ -45,6 +45,7 @@ public:
 
 private:
     bool is_alone() const { return chain_.scale == nullptr; }
+    bool decides() const { return is_alone() && chain_.hidden != nullptr && chain_.gate == plan_.num_layers; }
 
     int64_t add_row(int64_t sequence, int64_t token, int64_t node, int64_t parent, bool is_sure = true) {
         const int64_t row = num_rows_++;
@@ -146,7 +147,9 @@ private:
                 const bf16* logits = logits_.get() + i * chain_.head.out;
                 is_sure = worker_.body.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
             }
-            is_sure = is_sure && !is_end(chain_, tokens[i]);
+            const bool ends = is_end(chain_, tokens[i]);
+            if (ends && decides()) continue;  // whoever reads the last residual sees it: no pass for what is behind
+            is_sure = is_sure && !ends;
             children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
         }
         return children;
