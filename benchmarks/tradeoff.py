@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="a folder per kind, as benchmarks.rivals leaves it")
     parser.add_argument("--prompts", default="e2e", help="rows of one task with references")
     parser.add_argument("--limit", type=int, default=None)
+    parser.add_argument("--methods", nargs="+", default=["*"], help="patterns of the names of those that take part")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -205,6 +207,7 @@ def main() -> None:
     engine = load(given.model, adapters=beside)
     prompts = read_prompts(given.prompts, given.limit)
     found, missing = players(engine, given.runs, given.max_new_tokens)
+    found = [one for one in found if any(fnmatch(one.named.name, pattern) for pattern in ("plain", *given.methods))]
     points = measure(engine, found, prompts, given.repeats)
     report = {
         "provenance": asdict(provenance(engine.model.device)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -89,10 +89,19 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
             read_recipe(tmp_path / name)
 
 
-def test_every_recipe_that_ships_is_read() -> None:
-    from vivace.training.multirate import MultirateRecipe
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_that_ships_can_be_followed(path: Path) -> None:
+    from vivace.train.decoder import DecoderRecipe
+    from vivace.training.confidence import ConfidenceRecipe
+    from vivace.training.draft import DraftRecipe
+    from vivace.training.mod import ModRecipe
+    from vivace.training.run import RECIPES as BESIDE_A_BASE
+    from vivace.training.shared import SharedRecipe
+    from vivace.training.whole import WholeRecipe
 
-    adapters = [read_recipe(path) for path in sorted(RECIPES.glob("multirate*.yaml"))]
-    assert len(adapters) >= 1
-    for values in adapters:
-        assert build(MultirateRecipe, values).kind == "multirate"
+    others = {"draft": DraftRecipe, "shared": SharedRecipe, "decoder": DecoderRecipe, "mod": ModRecipe}
+    confident = dict.fromkeys(("calm", "lite"), ConfidenceRecipe)
+    whole = dict.fromkeys(("layerskip", "supervised", "skipdecode"), WholeRecipe)
+    values = read_recipe(path)
+    recipe: Any = build((others | confident | whole | BESIDE_A_BASE)[values["kind"]], values)
+    assert getattr(recipe, "kind", values["kind"]) == values["kind"]
