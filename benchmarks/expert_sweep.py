@@ -1,17 +1,18 @@
 """Where loading ahead of time pays: ``python -m benchmarks.expert_sweep --trace FILE --out DIR``.
 
 The simulator runs a recorded trace on stated machines: caches of 10 to 75 % of the experts, 1 to 50 GB/s, and as many
-expected experts as asked for (a trace holds guesses for one rate R; give several traces for several rates). Writes
-``sweep.json`` and draws ``experts.svg``: how many times as fast as two baselines, reading on demand with an LRU cache
-and without a cache. The default sizes and times are those of a mixture like OLMoE-1B-7B in bfloat16 on an accelerator
-with memory of 800 GB/s: 12.58 MB an expert, 16 us to read one, 40 us for the rest of a layer.
+expected experts as asked for. A trace holds guesses for one rate R; ``--rate R=FILE`` adds another's, for half of the
+experts in memory. Writes ``sweep.json`` and draws ``experts.svg``: how many times as fast as two baselines, reading on
+demand with an LRU cache and without a cache, and the latter by R and k'. The default sizes and times are those of a
+mixture like OLMoE-1B-7B in bfloat16 on an accelerator with memory of 800 GB/s: 12.58 MB an expert, 16 us to read one,
+40 us for the rest of a layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from vivace.storage.simulator import Machine, simulate
 SHARES = (0.1, 0.25, 0.5, 0.75)
 BANDWIDTHS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0)
 CLAIM = 2.9
+HALF = 0.5
+COUNTS = (1, 2)
+"""k', experts expected of each guess, for the sweep of rates."""
 
 
 def decoding(trace: Trace, count: int | None) -> Trace:
@@ -59,42 +63,75 @@ def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, An
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Two panels, one for each baseline; cells of at least 2.9 times are framed."""
+def sweep_rates(traces: Mapping[str, Trace], num_experts: int, machine: Machine) -> list[dict[str, Any]]:
+    """Every rate, number of expected experts and bandwidth, with half of the experts in memory."""
+    rows = []
+    for rate, trace in traces.items():
+        for count in COUNTS:
+            told = decoding(trace, count)
+            for bandwidth in BANDWIDTHS:
+                here = replace(machine, num_slots=max(1, round(HALF * num_experts)), bytes_per_s=bandwidth * 1e9)
+                ahead = simulate(told, NextUse(trace.num_layers), here)
+                lru = simulate(told, LeastRecent(), here, guesses=False)
+                none = simulate(told, OnDemand(), here, guesses=False)
+                rows.append(
+                    {
+                        **{"rate": rate, "count": count, "gb_per_s": bandwidth},
+                        "over_lru": lru.total_s / ahead.total_s,
+                        "over_on_demand": none.total_s / ahead.total_s,
+                        "wasted": ahead.wasted / max(1, ahead.loads),
+                    }
+                )
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], path: Path) -> None:
+    """A panel for each baseline and one for rates; cells of at least 2.9 times are framed."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
+    panels = [
+        (title, "share of experts in memory", _cells(rows, key, lambda row: f"{row['share']:.0%}"))
+        for key, title in (("over_lru", "beside LRU on demand"), ("over_on_demand", "beside no cache"))
+    ]
+    if rates:
+        named = _cells(rates, "over_on_demand", lambda row: f"{row['rate']}, {row['count']}")
+        panels.append(("beside no cache, half in memory", "R, k'", named))
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rc("svg", hashsalt="vivace", fonttype="none")
         matplotlib.rc("font", family="sans-serif", size=10)
-        figure = Figure(figsize=(10, 3.2), layout="constrained")
-        panels = (("over_lru", "beside LRU on demand"), ("over_on_demand", "beside no cache"))
-        for place, (key, title) in enumerate(panels):
-            axis = figure.add_subplot(1, 2, place + 1)
-            cells = [
-                [next(r[key] for r in rows if (r["share"], r["gb_per_s"]) == (s, b)) for b in BANDWIDTHS]
-                for s in SHARES
-            ]
-            axis.imshow(cells, cmap="Blues", vmin=0.5, vmax=4, aspect="auto", origin="lower")
-            for y, line in enumerate(cells):
+        figure = Figure(figsize=(5 * len(panels), 3.2), layout="constrained")
+        for place, (title, label, lines) in enumerate(panels):
+            axis = figure.add_subplot(1, len(panels), place + 1)
+            axis.imshow(list(lines.values()), cmap="Blues", vmin=0.5, vmax=4, aspect="auto", origin="lower")
+            for y, line in enumerate(lines.values()):
                 for x, value in enumerate(line):
                     axis.text(x, y, f"{value:.2f}", ha="center", va="center", color="white" if value > 2.6 else "black")
                     if value >= CLAIM:
                         axis.add_patch(Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, fill=False, color="#cf222e", lw=2))
-            axis.set(title=title, xlabel="GB/s", ylabel="share of experts in memory")
+            axis.set(title=title, xlabel="GB/s", ylabel=label)
             axis.set_xticks(range(len(BANDWIDTHS)), [f"{b:g}" for b in BANDWIDTHS])
-            axis.set_yticks(range(len(SHARES)), [f"{s:.0%}" for s in SHARES])
+            axis.set_yticks(range(len(lines)), list(lines))
         figure.savefig(path, metadata={"Date": None})
     text = path.read_text(encoding="utf-8")
     path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+
+
+def _cells(rows: Sequence[dict[str, Any]], key: str, name: Callable[[dict[str, Any]], str]) -> dict[str, list[float]]:
+    """Lines of a panel by their names, each along the bandwidths."""
+    lines: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["gb_per_s"]):
+        lines.setdefault(name(row), []).append(row[key])
+    return lines
 
 
 def main() -> None:
     """Simulate, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--rate", action="append", default=[], metavar="R=FILE", help="a trace of another rate")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--experts", type=int, required=True, help="of all layers of the traced model")
     parser.add_argument("--count", type=int, help="expected experts used of each guess; all of them")
@@ -107,11 +144,13 @@ def main() -> None:
         1e9, options.expert_bytes, 1, options.layer_us * 1e-6, options.expert_us * 1e-6, chunk_bytes=1 << 20
     )
     rows = sweep(trace, options.experts, machine)
+    traces = {rate: Trace.load(file) for rate, _, file in (each.partition("=") for each in options.rate)}
+    rates = sweep_rates(traces, options.experts, machine)
     options.out.mkdir(parents=True, exist_ok=True)
-    settings = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
-    report = {"settings": settings, "recall": trace.recall(), "rows": rows}
+    settings = {k: v for k, v in vars(options).items() if not isinstance(v, Path) and k != "rate"}
+    report = {"settings": settings, "recall": trace.recall(), "rows": rows, "rates": rates}
     (options.out / "sweep.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draw(rows, options.out / "experts.svg")
+    draw(rows, rates, options.out / "experts.svg")
 
 
 if __name__ == "__main__":

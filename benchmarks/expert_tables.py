@@ -80,4 +80,17 @@ def sweep(path: Path) -> str:
         of = {row["gb_per_s"]: row for row in rows if row["share"] == share}
         cells = (f"{of[s]['over_on_demand']:.1f}x, {of[s]['over_lru']:.2f}x, {of[s]['of_oracle']:.2f}" for s in speeds)
         lines.append(f"| {share:.0%} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_rates(report.get("rates", []), speeds)])
+
+
+def _rates(rows: list[dict[str, Any]], speeds: list[float]) -> list[str]:
+    """Beside no cache and beside LRU for each rate and number of expected experts."""
+    if not rows:
+        return []
+    lines = ["", f"| R, k', half in memory | {' | '.join(f'{speed:g} GB/s' for speed in speeds)} |"]
+    lines.append(f"|{' --- |' * (len(speeds) + 1)}")
+    for name in dict.fromkeys((row["rate"], row["count"]) for row in rows):
+        of = {row["gb_per_s"]: row for row in rows if (row["rate"], row["count"]) == name}
+        cells = (f"{of[s]['over_on_demand']:.2f}x, {of[s]['over_lru']:.2f}x" for s in speeds)
+        lines.append(f"| {name[0]}, {name[1]} | {' | '.join(cells)} |")
+    return lines
