@@ -40,17 +40,15 @@ def _device(report: dict[str, Any]) -> str:
 def _of_share(run: dict[str, Any]) -> str:
     lru = next(row for row in run["policies"] if row["policy"] == "lru")
     load, compute = lru["load_ms_per_token"], lru["compute_ms_per_token"]
-    paced = (
-        "" if run["pace_gb_per_s"] is None else f" at a stated {min(run['pace_gb_per_s'], run['gb_per_s']):.2f} GB/s"
-    )
+    paced = "" if run["pace_gb_per_s"] is None else f" at a stated {run['gb_per_s']:.2f} GB/s"
     head = (
         f"{run['share']:.0%} of the experts in memory, reads{paced or ' as fast as they are'}; "
         f"LRU loads for {load:.1f} ms a token and computes for {compute:.1f}."
     )
-    return "\n".join([head, "", HEADER, *(_row(row) for row in run["policies"])])
+    return "\n".join([head, "", HEADER, *(_row(row, is_read=not paced) for row in run["policies"])])
 
 
-def _row(row: dict[str, Any]) -> str:
+def _row(row: dict[str, Any], *, is_read: bool) -> str:
     low, high = row["over_lru_range"]
     told = row["device_bytes"] / row["loaded_bytes"] if row["loaded_bytes"] else 1.0
     cells = (
@@ -62,7 +60,7 @@ def _row(row: dict[str, Any]) -> str:
         f"{row['bound_over_lru']:.2f}x",
         f"{row['loads_per_token']:.1f}",
         f"{row['wasted'] / max(1, row['loads']):.0%}",
-        f"{told:.3f}",
+        f"{told:.3f}" if is_read else "-",
     )
     return f"| {' | '.join(cells)} |"
 

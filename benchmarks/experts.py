@@ -171,6 +171,8 @@ class Bench:
         pace = self.options.pace
         if pace == "equal":
             pace = self.lru_loads(share) * self.shelf.bundle_bytes / compute_s / 1e9
+            if not pace:
+                raise SystemExit(f"LRU loads nothing with {share:.0%} of the experts in memory: no pace is equal")
         self.is_paced = pace is not None
         self.gb_per_s = self.device_gb_per_s if pace is None else pace
         return pace  # type: ignore[no-any-return]
@@ -273,7 +275,10 @@ def without_prompts(trace: Trace) -> Trace:
 
 def pace(word: str) -> float | str:
     """``--pace`` as it is given."""
-    return word if word == "equal" else float(word)
+    found = word if word == "equal" else float(word)
+    if not isinstance(found, str) and not found > 0:
+        raise argparse.ArgumentTypeError(f"a device reads more than {word} GB/s")
+    return found
 
 
 def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:

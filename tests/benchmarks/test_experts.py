@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import pytest
 
 from benchmarks.expert_tables import tables
 from benchmarks.experts import pace, with_gains
@@ -16,6 +19,9 @@ SIZE = 1_000_000
 def test_a_pace_is_a_speed_or_the_equal_one() -> None:
     assert pace("equal") == "equal"
     assert pace("0.5") == 0.5
+    for word in ("0", "nan", "-1"):
+        with pytest.raises(ArgumentTypeError, match="a device reads more"):
+            pace(word)
 
 
 def policy(name: str, times: list[float]) -> dict[str, Any]:
@@ -45,7 +51,7 @@ def test_gains_are_of_answer_beside_answer(tmp_path: Path) -> None:
     assert ahead["bound_over_lru"] == (30 + 10) / 20
 
     settings = {"reader": "direct", "prompts": 2, "tokens": 8, "count": 1, "refine": True, "threads": 1}
-    run = {"share": 0.25, "pace_gb_per_s": 0.5, "gb_per_s": 0.5, "policies": rows}
+    run = {"share": 0.25, "pace_gb_per_s": None, "gb_per_s": 1.5, "policies": rows}
     report = {
         **{"num_experts": 384, "expert_bytes": SIZE, "device_gb_per_s": 1.5, "settings": settings, "runs": [run]},
         **{"is_paced": False, "provenance": {"cpu": "a processor", "commit": None}},
@@ -54,7 +60,11 @@ def test_gains_are_of_answer_beside_answer(tmp_path: Path) -> None:
     (tmp_path / "some.json").write_text(json.dumps(report))
     text = tables(tmp_path)
     assert "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens" in text
-    assert "at a stated 0.50 GB/s; LRU loads for 30.0 ms a token and computes for 10.0." in text
+    assert "reads as fast as they are; LRU loads for 30.0 ms a token and computes for 10.0." in text
     assert "| ahead | 20.0 | 2.00x (1.00 to 2.50) | 0.50 | 3.12x | 2.00x | 12.5 | 25% | 1.010 |" in text
-    (tmp_path / "some.json").write_text(json.dumps(report | {"is_paced": True}))
-    assert "384 experts of 1.00 MB, a device that is not here and takes no processor's time" in tables(tmp_path)
+    paced = report | {"is_paced": True, "runs": [run | {"pace_gb_per_s": 0.5, "gb_per_s": 0.5}]}
+    (tmp_path / "some.json").write_text(json.dumps(paced))
+    text = tables(tmp_path)
+    assert "384 experts of 1.00 MB, a device that is not here and takes no processor's time" in text
+    assert "reads at a stated 0.50 GB/s; LRU loads" in text
+    assert text.endswith("| 12.5 | 25% | - |"), "nothing is read"

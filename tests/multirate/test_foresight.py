@@ -75,8 +75,8 @@ def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
     return said
 
 
-@pytest.mark.parametrize("rate", [1.1, 1.25, 1.5, 2, 2.5, 3, 5])
-@pytest.mark.parametrize("num_layers", [3, 8, 16, 24])
+@pytest.mark.parametrize("rate", [1.1, 1.25, 1.5, 2, 2.2, 2.5, 3, 5])
+@pytest.mark.parametrize("num_layers", [3, 8, 16, 24, 34])
 def test_every_layer_but_the_first_is_foreseen_once_from_below(rate: float, num_layers: int) -> None:
     config = ForesightConfig(rate=rate)
     targets = [(n, m) for n in range(config.depth(num_layers) + 1) for m in config.targets(n, num_layers)]

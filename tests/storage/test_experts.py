@@ -163,6 +163,18 @@ def test_a_prompt_runs_in_waves_and_reads_each_expert_once(mixture: Mixture) -> 
         assert len({key for key, *_ in shelf.reads}) == 4
 
 
+@pytest.mark.parametrize("num_slots", [3, 5, 7])
+def test_looking_for_fewer_victims_at_a_time_changes_none(
+    mixture: Mixture, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts over many experts use up what was looked for; then all are."""
+    loads = []
+    for victims in (1, 64):
+        monkeypatch.setattr("vivace.storage.experts.VICTIMS", victims)
+        loads.append(run(mixture, LeastRecent(), num_slots)[0].counts.loads)
+    assert loads[0] == loads[1]
+
+
 def test_guesses_never_evict_what_runs(mixture: Mixture) -> None:
     with ExpertCache(MemoryShelf(mixture.resident), NextUse(mixture.num_layers), mixture.num_layers, 1) as cache:
         serving = cache.serve(0, [1])

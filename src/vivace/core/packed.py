@@ -129,15 +129,13 @@ class PackedFeedForward(nn.Module):
         self.up: NativeProjection = up
         self.down: NativeProjection = down
 
-    @cached_property
-    def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
-        return self.gate.matrix, self.up.matrix, self.down.matrix
-
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
         refuse_gradients(x)
-        if not step.deltas and self._matrices[2].in_width % 2 == 0:
-            return self.body.feed(self._matrices, x, self.activation, add)
+        if not step.deltas:
+            matrices = self.gate.matrix, self.up.matrix, self.down.matrix  # asked each time: streamed ones move
+            if matrices[2].in_width % 2 == 0:
+                return self.body.feed(matrices, x, self.activation, add)
         sites = (self.layer, "gate"), (self.layer, "up")
         if any(site in deltas.down for deltas in step.deltas for site in sites):
             gate, up = self.gate(x), self.up(x)

@@ -135,6 +135,7 @@ class NativeBody:
     def feed(self, parts: tuple[Matrix, Matrix, Matrix], x: Tensor, activation: str, add: Tensor | None) -> Tensor:
         """``[add +] down(act(gate(x)) * up(x))``, (T, E) -> (T, E): the bits of ``gated`` and ``linear``."""
         gate, up, down = parts
+        assert gate.out_width == up.out_width == down.in_width
         x = gate.rows(x)
         out = x.new_empty(x.shape[0], down.out_width)
         plus = None if add is None else add.contiguous()

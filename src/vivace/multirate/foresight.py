@@ -58,14 +58,14 @@ class ForesightConfig:
     """Width of the silu bottleneck that stands for the experts."""
 
     def __post_init__(self) -> None:
-        if self.rate <= 1:
+        if not self.rate > 1:
             raise ConfigError(f"rate must be above 1 for experts to be foreseen, found {self.rate}")
         if self.rank < 0 or self.bottleneck < 1:
             raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
 
     def depth(self, num_layers: int) -> int:
         """Layers it goes through: enough to speak for the last."""
-        return int((num_layers - 1) / self.rate)
+        return next(depth for depth in range(num_layers) if ceil(self.rate * (depth + 1)) >= num_layers)
 
     def targets(self, depth: int, num_layers: int) -> range:
         """Layers that p speaks for after ``depth`` of them; all lie above it."""

@@ -33,7 +33,7 @@ SORTS = 4
 """How often a pass slots are sorted by who goes first."""
 
 VICTIMS = 64
-"""Looked for each time, the first to go."""
+"""Looked for at first, those to go first; all of them where these run out within a layer."""
 
 
 class Shelf(Protocol):
@@ -144,6 +144,7 @@ class ExpertCache:
         self._victims: list[tuple[float, Key]] = []
         """Whom to evict, the best last."""
         self._sorted_at = -1
+        self._has_all_victims = False
 
     @property
     def num_slots(self) -> int:
@@ -301,7 +302,7 @@ class ExpertCache:
             return self._empty.pop()
         if self._clock - self._sorted_at > self.num_layers // SORTS:
             self._sort_victims()
-        while self._victims or self._sorted_at < self._clock:
+        while self._victims or self._sorted_at < self._clock or not self._has_all_victims:
             if not self._victims:
                 self._sort_victims()
                 continue
@@ -325,9 +326,11 @@ class ExpertCache:
         """A few times a pass: asking about every slot for every load would cost more than it gives."""
         keys = list(self._at)
         uses = self.policy.next_uses(keys, self._clock)
-        last = heapq.nlargest(VICTIMS, range(len(keys)), uses.__getitem__)
+        busy = len(self._held) + len(self._loading)
+        count = len(keys) if self._sorted_at == self._clock else VICTIMS + busy
+        last = heapq.nlargest(count, range(len(keys)), uses.__getitem__)
         self._victims = [(uses[place], keys[place]) for place in reversed(last)]
-        self._sorted_at = self._clock
+        self._sorted_at, self._has_all_victims = self._clock, count >= len(keys)
 
     def _any_room(self) -> _Slot | None:
         """For a layer that waits: whoever may go, those that came since victims were sorted included."""
