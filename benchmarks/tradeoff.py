@@ -188,6 +188,38 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tables(folder: Path) -> str:
+    """Every report in a folder."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        p = report.get("timed", report["provenance"])
+        timed = f", speeds from {report['num_timed']} of them" if "num_timed" in report else ""
+        parts.append(
+            f"**{report['model']}, {report['prompts']}**: {report['num_prompts']:,} prompts{timed}, greedy, batch 1, "
+            f"kernels {report['kernels']}, {p['cpu']}, {p['num_threads']} threads, commit {p['commit'] or 'unknown'}. "
+            "A star marks what nothing beats in both quality and bytes read."
+        )
+        parts.append(table(report))
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def with_speeds(report: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, Any]:
+    """A report whose speeds are those of another, which timed the same methods on fewer prompts.
+
+    Raises:
+        ValueError: the other lacks a method, or is of another model.
+    """
+    speeds = {row["method"]: row for row in timed["points"]}
+    lacking = [row["method"] for row in report["points"] if row["method"] not in speeds]
+    if lacking or timed["model"] != report["model"]:
+        raise ValueError(f"not timed on {report['model']}: {', '.join(lacking) or 'any method'}")
+    points = [
+        row | {key: speeds[row["method"]][key] for key in ("speedup", "speedup_interval")} for row in report["points"]
+    ]
+    return {**report, "points": points, "num_timed": timed["num_prompts"], "timed": timed["provenance"]}
+
+
 def main() -> None:
     """Measure, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,9 +230,14 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["*"], help="patterns of the names of those that take part")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--judged", type=Path, help="measure nothing: a report, its speeds from that of --timed")
+    parser.add_argument("--timed", type=Path, help="a report of fewer prompts that the machine had to itself")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
+    if given.judged and given.timed:
+        reports = (json.loads(path.read_text(encoding="utf-8")) for path in (given.judged, given.timed))
+        return _finish(with_speeds(*reports), given)
     beside = {
         kind: given.runs / kind for kind in ADAPTERS if given.runs and (given.runs / kind / "config.json").is_file()
     }
@@ -219,13 +256,18 @@ def main() -> None:
         "envelope": envelope(points),
         "points": [asdict(one) for one in points],
     }
+    _finish(report, given)
+
+
+def _finish(report: Mapping[str, Any], given: argparse.Namespace) -> None:
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if given.picture:
         exit_plots.draw_tradeoff(report, given.picture)
     print(table(report))
-    print(f"left out, since there are no weights for them: {', '.join(missing)}" if missing else "")
+    if missing := report["left_out"]:
+        print(f"left out, since there are no weights for them: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

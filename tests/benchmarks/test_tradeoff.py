@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,20 @@ def test_all_ways_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     pictures = [exit_plots.draw_tradeoff(report, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg")]
     assert pictures[0] == pictures[1]
     assert b"accelerated exit at" in pictures[0]
+
+
+def test_speeds_come_from_the_report_that_was_timed() -> None:
+    def of(speed: float, *methods: str, model: str = "m") -> dict[str, Any]:
+        points = [
+            {"method": name, "quality": speed, "speedup": speed, "speedup_interval": [speed] * 2} for name in methods
+        ]
+        return {"points": points, "model": model, "num_prompts": int(10 * speed), "provenance": {}, "left_out": []}
+
+    merged = tradeoff.with_speeds(of(1.0, "plain", "calm"), of(2.0, "plain", "calm", "lite"))
+    assert [row["speedup"] for row in merged["points"]] == [2.0, 2.0]
+    assert [row["quality"] for row in merged["points"]] == [1.0, 1.0]
+    assert (merged["num_prompts"], merged["num_timed"]) == (10, 20)
+    with pytest.raises(ValueError, match="not timed on m: calm"):
+        tradeoff.with_speeds(of(1.0, "plain", "calm"), of(2.0, "plain"))
+    with pytest.raises(ValueError, match="any method"):
+        tradeoff.with_speeds(of(1.0, "plain"), of(2.0, "plain", model="other"))
