@@ -11,27 +11,17 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from vivace.core.seams import Expert
 from vivace.core.step import Step
-from vivace.storage.channel import Channel
+from vivace.storage.channel import Channel, Load, put_off
 from vivace.storage.policies import Key
 
 SPIN_S = 2e-4
 """Of a wait, not slept: sleeping ends late."""
-
-
-@dataclass(order=True)
-class _Load:
-    due: int
-    rank: int
-    number: int
-    slot: int = field(compare=False)
-    place: int = field(compare=False)
-    left: int = field(compare=False)
 
 
 class PacedDevice:
@@ -58,7 +48,7 @@ class PacedDevice:
         self._now, self._sleep = now, sleep
         self.places: dict[int, int] = {}
         """What a slot holds or will hold."""
-        self._waiting: list[_Load] = []
+        self._waiting: list[Load] = []
         self._arriving: list[tuple[float, int]] = []
         """When a slot is filled, the first first."""
         self._free_at = 0.0
@@ -69,15 +59,12 @@ class PacedDevice:
         self._go_on(until := self._now())
         self._free_at = max(self._free_at, until) if not self._waiting else self._free_at
         self.places[slot] = place
-        heapq.heappush(self._waiting, _Load(due, rank, next(self._count), slot, place, self.bundle_bytes))
+        heapq.heappush(self._waiting, Load(due, rank, next(self._count), slot, place))
 
     def postpone(self, slot: int, due: int) -> None:
         """Another place in the queue."""
         self._go_on(self._now())
-        for load in self._waiting:
-            if load.slot == slot:
-                load.due = due
-        heapq.heapify(self._waiting)
+        put_off(self._waiting, slot, due)
 
     def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
         """Slots that were filled since the last call."""
@@ -102,10 +89,10 @@ class PacedDevice:
     def _read(self) -> None:
         """One chunk of what is most urgent."""
         load = self._waiting[0]
-        size = min(self.chunk_bytes, load.left)
-        load.left -= size
+        size = min(self.chunk_bytes, self.bundle_bytes - load.begun)
+        load.begun += size
         self._free_at += size / self.bytes_per_s
-        if not load.left:
+        if load.begun == self.bundle_bytes:
             heapq.heappop(self._waiting)
             self._arriving.append((self._free_at, load.slot))
 

@@ -53,7 +53,9 @@ class Channel(Protocol):
 
 
 @dataclass(order=True)
-class _Load:
+class Load:
+    """A slot that waits in a heap, the most urgent first."""
+
     due: int
     rank: int
     number: int
@@ -62,6 +64,14 @@ class _Load:
     begun: int = field(default=0, compare=False)
     under_way: int = field(default=0, compare=False)
     error: Exception | None = field(default=None, compare=False)
+
+
+def put_off(waiting: list[Load], slot: int, due: int) -> None:
+    """Another place in the heap for whatever fills a slot, if it waits there."""
+    for load in waiting:
+        if load.slot == slot:
+            load.due = due
+    heapq.heapify(waiting)
 
 
 class ThreadChannel:
@@ -85,7 +95,7 @@ class ThreadChannel:
         """
         assert chunk_bytes % PAGE == 0, chunk_bytes
         self._read, self._slots, self._chunk_bytes = read, slots, chunk_bytes
-        self._waiting: list[_Load] = []
+        self._waiting: list[Load] = []
         self._finished: list[tuple[int, Exception | None]] = []
         self._pending = 0
         self._number = itertools.count()
@@ -100,16 +110,13 @@ class ThreadChannel:
         """Begin to fill a slot."""
         with self._asked:
             self._pending += 1
-            heapq.heappush(self._waiting, _Load(due, rank, next(self._number), slot, place))
+            heapq.heappush(self._waiting, Load(due, rank, next(self._number), slot, place))
             self._asked.notify(-(-len(self._slots[slot]) // self._chunk_bytes))
 
     def postpone(self, slot: int, due: int) -> None:
         """Another place in the queue."""
         with self._asked:
-            for load in self._waiting:
-                if load.slot == slot:
-                    load.due = due
-            heapq.heapify(self._waiting)
+            put_off(self._waiting, slot, due)
 
     def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
         """Slots that were filled, or could not be."""
@@ -147,7 +154,7 @@ class ThreadChannel:
             with self._arrived:
                 self._end(load, error)
 
-    def _end(self, load: _Load, error: Exception | None) -> None:
+    def _end(self, load: Load, error: Exception | None) -> None:
         whole = len(self._slots[load.slot])
         load.under_way -= 1
         if error is not None and load.error is None:
