@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vivace.storage.policies import Hint, LeastRecent, NextUse, OnDemand, Oracle, Trace
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Trace
 from vivace.storage.simulator import Machine, simulate
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -28,13 +28,9 @@ COUNTS = (1, 2)
 """k', experts expected of each guess, for the sweep of rates."""
 
 
-def decoding(trace: Trace, count: int | None) -> Trace:
-    """Single rows only, and the first ``count`` of every guess."""
-    visits = [visit for visit in trace.visits if visit.num_rows == 1]
-    hints = [replace(hint, likely=hint.likely[:count]) if count else hint for hint in trace.hints]
-    turns = {visit.clock // trace.num_layers for visit in visits}
-    kept: list[Hint] = [hint for hint in hints if hint.due // trace.num_layers in turns]
-    return Trace(trace.num_layers, visits, kept)
+def asked_for(trace: Trace, count: int | None) -> Trace:
+    """The first ``count`` of every guess."""
+    return replace(trace, hints=[replace(hint, likely=hint.likely[:count]) for hint in trace.hints])
 
 
 def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, Any]]:
@@ -45,7 +41,7 @@ def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, An
             here = replace(machine, num_slots=max(1, round(share * num_experts)), bytes_per_s=bandwidth * 1e9)
             lru = simulate(trace, LeastRecent(), here, guesses=False)
             none = simulate(trace, OnDemand(), here, guesses=False)
-            ahead = simulate(trace, NextUse(trace.num_layers), here)
+            ahead = simulate(trace, NextUse(trace.num_layers, trace.num_experts), here)
             oracle = simulate(trace, Oracle(trace), here, guesses=False)
             rows.append(
                 {
@@ -68,10 +64,10 @@ def sweep_rates(traces: Mapping[str, Trace], num_experts: int, machine: Machine)
     rows = []
     for rate, trace in traces.items():
         for count in COUNTS:
-            told = decoding(trace, count)
+            told = asked_for(trace, count)
             for bandwidth in BANDWIDTHS:
                 here = replace(machine, num_slots=max(1, round(HALF * num_experts)), bytes_per_s=bandwidth * 1e9)
-                ahead = simulate(told, NextUse(trace.num_layers), here)
+                ahead = simulate(told, NextUse(trace.num_layers, trace.num_experts), here)
                 lru = simulate(told, LeastRecent(), here, guesses=False)
                 none = simulate(told, OnDemand(), here, guesses=False)
                 rows.append(
@@ -139,7 +135,7 @@ def main() -> None:
     parser.add_argument("--expert-us", type=float, default=16.0)
     parser.add_argument("--layer-us", type=float, default=40.0)
     options = parser.parse_args()
-    trace = decoding(Trace.load(options.trace), options.count)
+    trace = asked_for(Trace.load(options.trace), options.count)
     machine = Machine(
         1e9, options.expert_bytes, 1, options.layer_us * 1e-6, options.expert_us * 1e-6, chunk_bytes=1 << 20
     )

@@ -35,7 +35,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
-from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig
+from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightPlan
 from vivace.prompts import packaged_prompts
 from vivace.recipe import build
 from vivace.storage.experts import ExpertCache
@@ -159,7 +159,8 @@ class Bench:
         """Foresight if there is one, else the next layer's guess."""
         if self.foresight is None:
             return self.guess()
-        return ForesightClimb(self.foresight, self.options.count, refine=self.options.refine)
+        plan = ForesightPlan(self.options.count, tuple(self.options.leads), self.options.at_least)
+        return ForesightClimb(self.foresight, plan)
 
     def guess(self) -> Traversal:
         """The next layer's guess, of as many as the router takes."""
@@ -201,6 +202,12 @@ class Bench:
                 entrant.answer(prompt, self.options.tokens, counts=place > 0)
             return entrant.loads_per_token
 
+    @property
+    def num_experts(self) -> int:
+        """Of a layer."""
+        assert self.store.config.moe is not None
+        return self.store.config.moe.num_experts
+
     def num_slots(self, share: float) -> int:
         """Experts in memory."""
         return max(1, round(share * self.shelf.num_experts))
@@ -219,15 +226,15 @@ class Bench:
     def held(self, share: float, trace: Trace) -> list[Entrant]:
         """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
         num = self.num_slots(share)
-        layers = self.store.config.num_layers
+        layers, experts = self.store.config.num_layers, self.num_experts
         with self.closing():
             entrants = [
                 self.entrant(OnDemand(), num, None, "on_demand"),
                 self.entrant(LeastRecent(), num, None, "lru"),
-                self.entrant(NextUse(layers), num, None, "next_use"),
+                self.entrant(NextUse(layers, experts), num, None, "next_use"),
                 self.entrant(Static.of(trace, num), num, None, "static"),
-                self.entrant(NextUse(layers), num, self.guess(), "next_layer"),
-                self.entrant(NextUse(layers), num, self.ahead(), "ahead"),
+                self.entrant(NextUse(layers, experts), num, self.guess(), "next_layer"),
+                self.entrant(NextUse(layers, experts), num, self.ahead(), "ahead"),
                 self.entrant(Oracle(trace), num, None, "oracle"),
             ]
             for place, prompt in enumerate(self.prompts):
@@ -237,8 +244,7 @@ class Bench:
         return entrants
 
     def simulated(self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float) -> float:
-        """Seconds a token takes by the simulator; prompt chunks are not simulated."""
-        decoding = without_prompts(trace)
+        """Seconds a token takes by the simulator."""
         moe = self.store.config.moe
         assert moe is not None
         layers = trace.num_layers
@@ -248,10 +254,10 @@ class Bench:
             "on_demand": OnDemand(),
             "lru": LeastRecent(),
             "static": Static.of(trace, num_slots),
-            "oracle": Oracle(decoding),
+            "oracle": Oracle(trace),
         }
-        policy = policies.get(name) or NextUse(layers)
-        return simulate(decoding, policy, machine).pass_s
+        policy = policies.get(name) or NextUse(layers, moe.num_experts)
+        return simulate(trace, policy, machine).pass_s
 
     def expert_s(self) -> float:
         """Seconds one resident expert takes for one row, the least of many."""
@@ -266,11 +272,6 @@ class Bench:
                 expert(x, bare)
                 times.append(time.perf_counter() - begun)
         return min(times)
-
-
-def without_prompts(trace: Trace) -> Trace:
-    """What single tokens chose."""
-    return Trace(trace.num_layers, [v for v in trace.visits if v.num_rows == 1], trace.hints)
 
 
 def pace(word: str) -> float | str:
@@ -334,7 +335,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--count", type=int, help="experts that foresight expects for a layer; the router's own number")
-    parser.add_argument("--refine", action="store_true", help="foresight asks again a layer before each router")
+    parser.add_argument("--leads", type=int, nargs="*", default=[], help="it asks again so many layers before a router")
+    parser.add_argument("--at-least", type=float, default=0.5, help="probability from which what is forecast is loaded")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 

@@ -204,7 +204,7 @@ class Methods:
                 return self._lookahead(length)
             case "foresight":
                 foresight, ahead = self._trained(method)
-                return NoDrafts("foresight", ForesightClimb(foresight, ahead.count, refine=ahead.refine))
+                return NoDrafts("foresight", ForesightClimb(foresight, ahead))
             case "skipdecode":
                 return self._skipdecode()
             case "mod":

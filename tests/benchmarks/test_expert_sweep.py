@@ -14,7 +14,7 @@ LAYERS, EXPERTS = 4, 6
 
 def trace() -> Trace:
     draw, made = random.Random(0), Trace(LAYERS)
-    made.visits.append(Visit(0, 9, tuple(range(EXPERTS))))  # a prompt chunk, which is left out
+    made.visits.append(Visit(0, 9, tuple(range(EXPERTS))))  # a short prompt
     for clock in range(LAYERS, 16 * LAYERS):
         chosen = tuple(sorted(draw.sample(range(EXPERTS), 2)))
         made.hints.append(Hint(clock - 2, clock, (*chosen, 5)))
@@ -23,10 +23,9 @@ def trace() -> Trace:
 
 
 def test_every_cell(tmp_path: Path) -> None:
-    decoding = expert_sweep.decoding(trace(), 2)
-    assert all(visit.num_rows == 1 for visit in decoding.visits)
-    assert all(len(hint.likely) == 2 for hint in decoding.hints)
-    rows = expert_sweep.sweep(decoding, LAYERS * EXPERTS, Machine(1e9, 1_000_000, 1, 50e-6, 20e-6, chunk_bytes=1 << 20))
+    asked = expert_sweep.asked_for(trace(), 2)
+    assert all(len(hint.likely) == 2 for hint in asked.hints)
+    rows = expert_sweep.sweep(asked, LAYERS * EXPERTS, Machine(1e9, 1_000_000, 1, 50e-6, 20e-6, chunk_bytes=1 << 20))
     assert len(rows) == len(expert_sweep.SHARES) * len(expert_sweep.BANDWIDTHS)
     for row in rows:
         assert row["over_lru"] <= row["bound_over_lru"] * 1.02

@@ -24,7 +24,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
     make(family).save_pretrained(base)
     small = load_decoder(base)
     torch.manual_seed(3)
-    seen = Foresight(ForesightConfig(rank=4, bottleneck=8), small.config)
+    seen = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6), small.config)
     tensors = {name: value + 0.3 * torch.randn_like(value) for name, value in seen.tensors().items()}
     folder = base / "adapters" / "foresight"
     save_adapter(folder, "foresight", base_hash(base), asdict(ForesightPlan()), asdict(seen.config), tensors)
@@ -37,7 +37,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
 
     found = []
     for model, place in ((small, folder), (wide, tmp_path / "wide" / "adapters" / "foresight")):
-        foresight = Foresight(ForesightConfig(rank=4, bottleneck=8), model.config)
+        foresight = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6), model.config)
         foresight.load_state_dict(load_adapter(place)[1])
         step = Step.dense(1, len(TOKENS))
         with torch.no_grad():
@@ -49,6 +49,8 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
                 for index in range(model.config.num_layers)
                 if model.config.is_moe(index)
             ]
-            found.append((model.head(model.run(h, step)), torch.stack(routed)))
+            out = model.run(h, step)
+            assert foresight.forecast is not None
+            found.append((model.head(out), torch.stack(routed), *foresight.forecast(out, h)))
     for one, twin in zip(*found, strict=True):
         torch.testing.assert_close(twin, one, rtol=1e-4, atol=1e-5)

@@ -29,8 +29,13 @@ from vivace.multirate.foresight import (
     ForesightConfig,
     ForesightLoss,
     ForesightObjective,
+    ForesightPlan,
     Routers,
 )
+
+
+Heard = list[tuple[str, int, tuple[Any, ...]]]
+"""What was said to whose experts."""
 
 
 @pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
@@ -52,20 +57,23 @@ def foresight(model: Decoder, noise: float = 0.0, **fields: Any) -> Foresight:
 class Listener:
     """The experts of a layer, as they are, and what they were told."""
 
-    def __init__(self, experts: object, heard: list[tuple[str, int, tuple[int, ...]]], layer: int) -> None:
+    def __init__(self, experts: object, heard: Heard, layer: int) -> None:
         self.experts, self.heard, self.layer = experts, heard, layer
 
-    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, object]]:
+    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, object]]:
         self.heard.append(("ran", self.layer, tuple(chosen)))
-        return self.experts.serve(chosen)  # type: ignore[attr-defined, no-any-return]
+        return self.experts.serve(chosen, num_rows)  # type: ignore[attr-defined, no-any-return]
 
     def expect(self, likely: Sequence[int]) -> None:
         self.heard.append(("expected", self.layer, tuple(likely)))
 
+    def foretell(self, passes: Sequence[float]) -> None:
+        self.heard.append(("foretold", self.layer, tuple(passes)))
+
 
 @pytest.fixture
-def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, ...]]]:
-    said: list[tuple[str, int, tuple[int, ...]]] = []
+def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
+    said: Heard = []
     for index, layer in enumerate(model.layers):
         if isinstance(layer.feed_forward, MixtureOfExperts):
             mixture = layer.feed_forward
@@ -84,10 +92,14 @@ def test_every_layer_but_the_first_is_foreseen_once_from_below(rate: float, num_
     assert all(m > n for n, m in targets), "a guess from at or above its layer comes too late"
 
 
-@pytest.mark.parametrize(("noise", "refine"), [(0.0, False), (0.3, False), (0.3, True)])
-def test_the_text_is_the_plain_one(model: Decoder, noise: float, refine: bool) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("leads", [(), (1,), (2, 1)])
+@pytest.mark.parametrize("fields", [{}, {"forecast": 8}, {"forecast": 8, "rate": None}], ids=["p", "both", "forecast"])
+def test_the_text_is_the_plain_one(
+    model: Decoder, noise: float, leads: tuple[int, ...], fields: dict[str, Any]
+) -> None:
     plain, seeing = NoDrafts(), NoDrafts()
-    seeing.traversal = ForesightClimb(foresight(model, noise), 3, refine=refine)
+    seeing.traversal = ForesightClimb(foresight(model, noise, **fields), ForesightPlan(3, leads))
     results = []
     for drafter in (plain, seeing):
         requests = [Request((5, 9, 41, 7), 8, drafter, logprobs=True), Request((8, 3), 8, drafter, logprobs=True)]
@@ -112,10 +124,10 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
                 assert told[0] in {int(each.argmax()) for each in alone[rows]}
 
 
-def test_each_layer_hears_before_it_runs(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
+def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
     cache = model.new_cache(1, 8)
     with torch.inference_mode():
-        ForesightClimb(foresight(model, 0.1), 2).run(model, Draft.given_only({0: [4, 9, 33]}), cache)
+        ForesightClimb(foresight(model, 0.1), ForesightPlan(2)).run(model, Draft.given_only({0: [4, 9, 33]}), cache)
     for index in (i for i in range(1, model.config.num_layers) if model.config.is_moe(i)):
         kinds = [kind for kind, layer, _ in heard if layer == index]
         assert kinds == ["expected", "ran"]
@@ -125,39 +137,39 @@ def test_each_layer_hears_before_it_runs(model: Decoder, heard: list[tuple[str, 
 
 
 def test_refining_asks_again_from_the_layer_below(
-    model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
+    model: Decoder, heard: Heard
 ) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model, 0.1, rate=3), 2, refine=True)
+        climb = ForesightClimb(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
         climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
     top = model.config.num_layers - 1
     assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
 
 
 def test_whoever_is_asked_about_the_next_layer_is_asked_once(
-    model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
+    model: Decoder, heard: Heard
 ) -> None:
     """A low rate speaks for the next layer itself, and knows more of it than the slow residual."""
     assert model.config.moe is not None
     seeing = foresight(model, 0.1, rate=1.25)
     with torch.inference_mode():
-        climb = ForesightClimb(seeing, 1, refine=True)
+        climb = ForesightClimb(seeing, ForesightPlan(1, (1,)))
         climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
     told = [experts for kind, layer, experts in heard if (kind, layer) == ("expected", 2)]
     assert [len(experts) for experts in told] == [model.config.moe.top_k] * model.config.is_moe(2)
 
 
-def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
+def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model))
+        climb = ForesightClimb(foresight(model), ForesightPlan())
         climb.run(model, Draft.given_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
     assert {kind for kind, *_ in heard} == {"ran"}
 
 
 def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(
-    model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]
+    model: Decoder, heard: Heard
 ) -> None:
-    climb = ForesightClimb(foresight(model, 0.2), 2)
+    climb = ForesightClimb(foresight(model, 0.2), ForesightPlan(2))
     said = []
     for tokens in ([[4], [9]], [[4], [33]]):
         cache = model.new_cache(1, 8)
@@ -194,7 +206,7 @@ def test_training_raises_recall_and_leaves_the_model_alone(model: Decoder) -> No
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: list[tuple[str, int, tuple[int, ...]]]) -> None:
+def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     """Incremental equals dense: recall while decoding a text is the objective's."""
     assert model.config.moe is not None
     seeing, top_k = foresight(model, 0.05), model.config.moe.top_k
@@ -204,7 +216,7 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: list[tuple[str,
         heard.clear()
         cache = model.new_cache(1, 16)
         for token in text.tokens[0, :-1].tolist():
-            ForesightClimb(seeing).run(model, Draft.given_only({0: [token]}), cache)
+            ForesightClimb(seeing, ForesightPlan()).run(model, Draft.given_only({0: [token]}), cache)
             cache.commit([0], [[0]])
     expected = [set(experts) for kind, _, experts in heard if kind == "expected"]
     ran = [set(experts) for kind, layer, experts in heard if kind == "ran" and layer > 0]
@@ -222,10 +234,16 @@ def _by_layer(expected: list[set[int]], count: int) -> list[set[int]]:
 def test_refusals(model: Decoder) -> None:
     with pytest.raises(ConfigError, match="rate must be above 1"):
         ForesightConfig(rate=1)
-    with pytest.raises(ConfigError, match="rank must be >= 0"):
+    with pytest.raises(ConfigError, match="rank and forecast must be >= 0"):
         ForesightConfig(bottleneck=0)
     with pytest.raises(ConfigError, match="one of them > 0"):
-        ForesightLoss(0.0, 0.0)
+        ForesightLoss(0.0, 0.0, 0.0)
+    with pytest.raises(ConfigError, match="sees nothing"):
+        ForesightConfig(rate=None)
+    with pytest.raises(ConfigError, match="at least 1 layer"):
+        ForesightPlan(leads=(0,))
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        ForesightPlan(at_least=1.0)
     from dataclasses import replace
 
     with pytest.raises(UnsupportedError, match="is for mixtures of experts"):

@@ -21,8 +21,8 @@ from vivace.training.run import train_adapter
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
 RECIPE = ForesightRecipe(
     loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
-    adapter=ForesightConfig(rank=4, bottleneck=8),
-    plan=ForesightPlan(count=3),
+    adapter=ForesightConfig(rank=4, bottleneck=8, forecast=6),
+    plan=ForesightPlan(count=3, leads=(1, 2)),
     tokens_per_batch=128,
     held_back=8,
 )
@@ -37,7 +37,9 @@ def test_a_trained_foresight_decodes_the_same_text(tmp_path: Path) -> None:
     assert all(run.identical for run in runs)
     found, tensors = load_adapter(tmp_path / "ahead")
     assert (found["kind"], found["config"]["rate"], found["plan"]["count"]) == ("foresight", 2, 3)
+    assert found["plan"]["leads"] == [1, 2]
     assert tensors["scale"].shape == (4, 32)
+    assert tensors["forecast.up"].shape == (2 * 4 * 4, 6)
     engine = vivace.load(mixture, adapters=tmp_path / "ahead")
     with pytest.raises(ConfigError, match="method foresight drafts nothing"):
         engine.generate("aka", method="foresight", num_draft_tokens=2)

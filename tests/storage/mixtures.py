@@ -113,6 +113,6 @@ def policies(trace: Trace, num_slots: int) -> Sequence[Policy]:
         OnDemand(),
         LeastRecent(),
         Static.of(trace, num_slots),
-        NextUse(trace.num_layers, "next_layer"),
+        NextUse(trace.num_layers, trace.num_experts, "next_layer"),
         Oracle(trace),
     ]

@@ -74,6 +74,11 @@ def run(
         return cache, shelf, answers(model, GuessingClimb(guesses) if guesses else None)
 
 
+def next_use(mixture: Mixture) -> NextUse:
+    assert mixture.resident.config.moe is not None
+    return NextUse(mixture.num_layers, mixture.resident.config.moe.num_experts)
+
+
 def same(found: list[Result], expected: list[Result]) -> bool:
     return [(r.tokens, r.logprobs) for r in found] == [(r.tokens, r.logprobs) for r in expected]
 
@@ -89,7 +94,7 @@ def test_every_policy_and_size_gives_the_resident_bits(mixture: Mixture, number:
 
 
 def test_routers_see_what_they_see_in_the_resident_model(mixture: Mixture) -> None:
-    cache, _, _ = run(mixture, NextUse(mixture.num_layers), 4, guesses=3)
+    cache, _, _ = run(mixture, next_use(mixture), 4, guesses=3)
     assert cache.trace is not None
     assert cache.trace.visits == mixture.trace.visits
 
@@ -124,7 +129,7 @@ def test_drafting_pays_less_where_experts_are_read(mixture: Mixture, tmp_path: P
 
 def test_a_cache_of_everything_reads_everything_once(mixture: Mixture) -> None:
     chosen = {key for visit in mixture.trace.visits for key in visit.keys(mixture.num_layers)}
-    for policy in (LeastRecent(), NextUse(mixture.num_layers)):
+    for policy in (LeastRecent(), next_use(mixture)):
         cache, _, _ = run(mixture, policy, mixture.num_experts)
         assert cache.counts.loads == len(chosen)
 
@@ -176,7 +181,7 @@ def test_looking_for_fewer_victims_at_a_time_changes_none(
 
 
 def test_guesses_never_evict_what_runs(mixture: Mixture) -> None:
-    with ExpertCache(MemoryShelf(mixture.resident), NextUse(mixture.num_layers), mixture.num_layers, 1) as cache:
+    with ExpertCache(MemoryShelf(mixture.resident), next_use(mixture), mixture.num_layers, 1) as cache:
         serving = cache.serve(0, [1])
         _, expert = next(serving)
         before = expert.up.weight.clone()  # type: ignore[attr-defined]
@@ -187,7 +192,7 @@ def test_guesses_never_evict_what_runs(mixture: Mixture) -> None:
 
 
 def test_guesses_are_counted(mixture: Mixture) -> None:
-    with ExpertCache(MemoryShelf(mixture.resident), NextUse(mixture.num_layers), mixture.num_layers, 8) as cache:
+    with ExpertCache(MemoryShelf(mixture.resident), next_use(mixture), mixture.num_layers, 8) as cache:
         list(cache.serve(0, [0]))
         cache.expect(2, [1, 2])
         wait_until(lambda: cache.counts.loads == 3 and cache.is_idle)
@@ -195,10 +200,35 @@ def test_guesses_are_counted(mixture: Mixture) -> None:
     assert (cache.counts.ahead, cache.counts.missed, cache.counts.wasted) == (1, 2, 1)
 
 
+def test_what_is_needed_last_by_the_outlook_goes_first(mixture: Mixture) -> None:
+    with ExpertCache(MemoryShelf(mixture.resident), next_use(mixture), mixture.num_layers, 3) as cache:
+        list(cache.serve(0, [0, 1, 2]))
+        assert mixture.resident.config.moe is not None
+        cache.foretell(0, [1.5, 9.0, 2.5, *[4.0] * (mixture.resident.config.moe.num_experts - 3)])
+        list(cache.serve(2, [0]))
+        list(cache.serve(0, [0, 2]))
+        assert (cache.counts.resident, cache.counts.missed) == (2, 4)
+        list(cache.serve(0, [1]))
+    assert cache.counts.missed == 5
+
+
+def test_what_is_not_expected_any_more_waits_for_no_channel(mixture: Mixture) -> None:
+    gate = threading.Event()
+    shelf = MemoryShelf(mixture.resident, lambda: float(not gate.wait(5)))
+    with ExpertCache(shelf, next_use(mixture), mixture.num_layers, 8, num_threads=1, chunk_bytes=4096) as cache:
+        cache.expect(0, [0, 1, 2, 3])
+        cache.expect(2, [0, 1, 2, 3])
+        cache.expect(2, [3, 0])
+        gate.set()
+        wait_until(lambda: cache.is_idle)
+        begun = {key for key, *_ in shelf.reads}
+    assert begun == {(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 3)}
+
+
 def test_a_demand_overtakes_guesses(mixture: Mixture) -> None:
     gate = threading.Event()
     shelf = MemoryShelf(mixture.resident, lambda: float(not gate.wait(5)))
-    with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, 8, num_threads=1) as cache:
+    with ExpertCache(shelf, next_use(mixture), mixture.num_layers, 8, num_threads=1) as cache:
         cache.expect(2, [0, 1, 2])
         wait_until(lambda: len(shelf.asked) == 1)
         serving = cache.serve(0, [3])
@@ -212,7 +242,7 @@ def test_a_demand_overtakes_guesses(mixture: Mixture) -> None:
 @pytest.mark.parametrize("num_slots", [1, 8])
 def test_a_broken_expert_is_an_error_and_the_cache_goes_on(mixture: Mixture, num_slots: int) -> None:
     shelf = MemoryShelf(mixture.resident)
-    with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, num_slots) as cache:
+    with ExpertCache(shelf, next_use(mixture), mixture.num_layers, num_slots) as cache:
         model = streamed(mixture.folder, cache, mixture.resident)
         shelf.broken = {(2, expert) for expert in range(3)}
         with pytest.raises(CheckpointError, match=r"of layer 2 could not be read: .*Input/output error"):
@@ -245,7 +275,7 @@ def test_a_store_gives_the_resident_bits_through_every_reader(mixture: Mixture, 
     store = write_store(mixture.folder, tmp_path / "store")
     reader = open_reader(store.path, kind).reader
     shelf = StoreShelf(store, reader)
-    with ExpertCache(shelf, NextUse(mixture.num_layers), mixture.num_layers, 5, chunk_bytes=4096) as cache:
+    with ExpertCache(shelf, next_use(mixture), mixture.num_layers, 5, chunk_bytes=4096) as cache:
         model = load_around(store, reader, cache)
         assert same(answers(model, GuessingClimb(2)), mixture.plain)
     reader.close()

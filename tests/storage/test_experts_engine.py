@@ -27,13 +27,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_foresight(folder: Path, mixture: Path) -> Path:
     """Weights that guess at random."""
     torch.manual_seed(4)
-    config = ForesightConfig(rank=2, bottleneck=8)
+    config = ForesightConfig(rank=2, bottleneck=8, forecast=6)
     made = Foresight(config, load_config(mixture))
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
     tensors = {name: value.detach() for name, value in made.state_dict().items()}
-    save_adapter(folder, "foresight", base_hash(mixture), asdict(ForesightPlan(3)), asdict(config), tensors)
+    save_adapter(folder, "foresight", base_hash(mixture), asdict(ForesightPlan(3, (1,))), asdict(config), tensors)
     return folder
 
 

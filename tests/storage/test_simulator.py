@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.storage.policies import Hint, LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace, Visit
+from vivace.storage.policies import Hint, LeastRecent, NextUse, OnDemand, Oracle, Outlook, Policy, Static, Trace, Visit
 from vivace.storage.simulator import Machine, Outcome, simulate
 
 LAYERS, EXPERTS, TOP_K = 8, 8, 2
@@ -47,7 +47,7 @@ def all_policies(trace: Trace, num_slots: int) -> list[tuple[Policy, bool]]:
         (OnDemand(), False),
         (LeastRecent(), False),
         (Static.of(trace, num_slots), False),
-        (NextUse(LAYERS), True),
+        (NextUse(LAYERS, EXPERTS), True),
         (Oracle(trace), False),
     ]
 
@@ -63,7 +63,7 @@ def test_by_hand() -> None:
     late = replace(MACHINE, latency_s=0.1e-3)
     assert simulate(trace, OnDemand(), late).total_s == pytest.approx(2 * 1.85e-3)
     trace.hints.append(Hint(-1, 1, (4,)))  # starts at once; the demand for layer 0 goes first after a chunk
-    ahead = simulate(trace, NextUse(2), MACHINE)
+    ahead = simulate(trace, NextUse(2, EXPERTS), MACHINE)
     assert (ahead.missed, ahead.ahead) == (1, 1)
     # At 0.5 ms two chunks of the guess are through; four of the demand; then two more, from 1.5 to 2.0 ms.
     assert ahead.total_s == pytest.approx(1.5e-3 + 0.25e-3 + 0.5e-3 + 0.25e-3)
@@ -102,7 +102,7 @@ def test_a_channel_without_end_makes_no_difference(trace: Trace) -> None:
 def test_a_guess_whose_layer_is_past_waits_for_demands() -> None:
     """The guess for layer 0 is wrong and half loaded; layer 1's expert goes before its other half."""
     trace = Trace(3, [Visit(0, 1, ()), Visit(1, 1, (4,)), Visit(2, 1, ())], [Hint(-1, 0, (7,))])
-    out = simulate(trace, NextUse(3), replace(MACHINE, layer_s=0.25e-3))
+    out = simulate(trace, NextUse(3, EXPERTS), replace(MACHINE, layer_s=0.25e-3))
     assert out.total_s == pytest.approx(0.5e-3 + 1e-3 + 0.25e-3 + 0.25e-3)
 
 
@@ -116,7 +116,7 @@ def test_no_gain_beyond_the_bound(trace: Trace) -> None:
 
 
 def test_better_guesses_are_faster() -> None:
-    times = [run(make_trace(recall=recall), NextUse(LAYERS), True).total_s for recall in (0.2, 0.6, 1.0)]
+    times = [run(make_trace(recall=recall), NextUse(LAYERS, EXPERTS), True).total_s for recall in (0.2, 0.6, 1.0)]
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.05 * times[2]
 
@@ -129,8 +129,9 @@ def test_recall_counts_what_was_expected_in_time(trace: Trace) -> None:
 
 
 def test_traces_come_back_from_disk(trace: Trace, tmp_path: Path) -> None:
-    trace.save(tmp_path / "trace.json")
-    assert Trace.load(tmp_path / "trace.json") == trace
+    told = replace(trace, outlooks=[Outlook(-1, 2, 0, (1.25, 64.0)), Outlook(7, 0, 1, (3.5, 2.0))])
+    told.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == told
     with pytest.raises(NotFoundError, match="record one first"):
         Trace.load(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text('{"visits": 3}')
@@ -145,28 +146,93 @@ def test_impossible_machines() -> None:
         replace(MACHINE, layer_s=-1.0)
 
 
-def test_next_use_is_what_five_lines_say() -> None:
-    """A share that fades by .05 a pass, and the layer's next turn after as many passes as it says."""
-    draw, policy = random.Random(3), NextUse(LAYERS)
+def test_next_use_is_what_it_says_it_is() -> None:
+    """When it is expected; else its layer's turn after the passes that a share says, which fades by .07 a pass, weighed
+    against those that were foretold.
+    """
+    draw, policy = random.Random(3), NextUse(LAYERS, 40)
     used: dict[tuple[int, int], list[int]] = {}
     due: dict[tuple[int, int], int] = {}
+    again: dict[tuple[int, int], float] = {}
+    kinds = {"expected": 0, "foretold": 0, "often": 0}
     for clock in range(30 * LAYERS):
-        for _ in range(2):
-            key = clock % LAYERS, draw.randrange(40)
-            policy.used(key, clock)
-            used.setdefault(key, []).append(clock // LAYERS)
-            ahead = clock + draw.randrange(1, 4)
-            policy.expected((ahead % LAYERS, key[1]), ahead)
-            due[ahead % LAYERS, key[1]] = ahead
-        keys = [*used, (3, 99)]
-        found = policy.next_uses(keys, clock)
-        for key, use in zip(keys, found, strict=True):
-            assert policy.next_use(key, clock) == use
-            share, here = 0.02, clock // LAYERS
-            for turn in range(here + 1):
-                share = 0.02 + (share - 0.02) * 0.95 if turn else share
-                for _ in range(used.get(key, []).count(turn)):
-                    share += 0.05 * (1 - share)
-            turn = next(c for c in range(clock + 1, clock + 1 + LAYERS) if c % LAYERS == key[0])
-            expected = due.get(key, -1)
-            assert use == (expected if expected > clock else pytest.approx(turn + LAYERS * (1 / share - 1) + 0.5))
+        layer, turn = clock % LAYERS, clock // LAYERS
+        for expert in draw.sample(range(40), 2):
+            policy.used(layer, [expert], clock, 1)
+            used.setdefault((layer, expert), []).append(turn)
+        ahead = clock + draw.randrange(1, 4)
+        likely = draw.sample(range(40), 3)
+        policy.expected(ahead % LAYERS, likely, ahead)
+        due |= {(ahead % LAYERS, expert): ahead if expert in likely else -1 for expert in range(40)}
+        if clock < 10 * LAYERS and draw.random() < 0.3:
+            passes = [draw.uniform(0.5, 12) for _ in range(40)]
+            policy.foretold(layer, passes, turn)
+            again |= {(layer, expert): (turn + n) * LAYERS + layer for expert, n in enumerate(passes)}
+        keys = [*used, (3, 39)]
+        for key, use in zip(keys, policy.next_uses(keys, clock), strict=True):
+            assert policy.next_use(key, clock) == pytest.approx(use)
+            if due.get(key, -1) > clock:
+                kinds["expected"] += 1
+                assert use == due[key]
+                continue
+            share = 0.02
+            for each in range(turn + 1):
+                share = 0.02 + (share - 0.02) * 0.93 if each else share
+                for _ in range(used.get(key, []).count(each)):
+                    share += 0.07 * (1 - share)
+            next_turn = next(c for c in range(clock + 1, clock + 1 + LAYERS) if c % LAYERS == key[0])
+            idle, then = 1 / share, again.get(key, -1.0)
+            if then > clock:
+                idle = max(1.0, (then - next_turn) / LAYERS + 1) ** 0.4 * idle**0.6
+            kinds["foretold" if then > clock else "often"] += 1
+            assert use == pytest.approx(next_turn + LAYERS * (idle - 1) + 0.5)
+    assert min(kinds.values()) > 100
+
+
+def test_prompts_are_run_and_not_counted() -> None:
+    """A prompt's two experts are loaded; of the answer's one is there, and loading the other takes 1 ms."""
+    trace = Trace(1, [Visit(0, 30, (1, 2)), Visit(1, 1, (2, 3))])
+    out = simulate(trace, LeastRecent(), MACHINE)
+    assert (out.num_passes, out.resident, out.missed, out.loads) == (1, 1, 1, 1)
+    assert out.total_s == pytest.approx(0.5e-3 + 1e-3 + 0.25e-3)
+    assert out.channel_s == pytest.approx(1e-3)
+
+
+def test_while_a_prompt_runs_what_comes_first_in_answers_stays() -> None:
+    """Expert 1 is in every pass but the first three of an answer, 0 only in those: the prompt keeps 0."""
+    policy, order = NextUse(1, 4), []
+    for answer in range(12):
+        clock = 12 * answer
+        policy.used(0, range(4), clock, 40)
+        policy.used(0, range(4), clock, 40)  # its second half
+        order.append(policy.next_use((0, 0), clock) < policy.next_use((0, 1), clock))
+        for place in range(1, 12):
+            policy.used(0, [int(place > 3), 2], clock + place, 1)
+            assert policy.next_use((0, 2), clock + place) < policy.next_use((0, 3), clock + place)
+        policy.foretold(0, [40.0, 1.0, 2.0, 3.0], clock + 11)
+    assert order[3:] == [True] * 9, "also where something was foretold of the answer before"
+    assert not order[0], "nothing is known yet"
+
+
+def test_what_is_not_expected_any_more_is_not_loaded() -> None:
+    """Of three experts that are expected of layer 2 two are loaded or next when the third is thought better of."""
+    visits = [Visit(clock, 1, chosen) for clock, chosen in enumerate([(), (), (5,)])]
+    trace = Trace(3, visits, [Hint(-1, 2, (7, 6, 4)), Hint(0, 2, (5,))])
+    out = simulate(trace, NextUse(3, EXPERTS), replace(MACHINE, layer_s=0.9e-3))
+    assert (out.loads, out.wasted, out.missed) == (3, 2, 0)
+
+
+def test_a_good_outlook_saves_loads(trace: Trace) -> None:
+    """Who is told when everything is chosen again, evicts nearly as well as one who knows the trace."""
+    told = replace(trace, hints=[])
+    for turn in range(40):
+        for layer in range(LAYERS):
+            after = [visit for visit in trace.visits if visit.clock % LAYERS == layer and visit.clock // LAYERS > turn]
+            passes = [
+                next((visit.clock // LAYERS - turn for visit in after if expert in visit.chosen), 64)
+                for expert in range(EXPERTS)
+            ]
+            told.outlooks.append(Outlook(turn * LAYERS - 1, layer, turn, tuple(map(float, passes))))
+    lru, plain = run(trace, LeastRecent(), False), run(told, NextUse(LAYERS, EXPERTS), False)
+    seeing, oracle = run(told, NextUse(LAYERS, EXPERTS), True), run(trace, Oracle(trace), False)
+    assert seeing.loads - oracle.loads < 0.5 * (min(lru.loads, plain.loads) - oracle.loads)

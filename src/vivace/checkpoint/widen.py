@@ -190,7 +190,12 @@ def _accelerator_term(name: str, value: Tensor, config: ModelConfig, k: int) -> 
 
 
 def _foresight_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of a residual that runs ahead; scales (N, E) are per layer and component."""
+    """One tensor of a residual that runs ahead; scales (N, E) are per layer and component. A forecast's bottleneck stays
+    as wide as it is.
+    """
+    if name.startswith("forecast."):
+        joined = name == "forecast.down"  # of a residual and an embedding
+        return torch.cat([half.repeat(1, k) / k for half in value.chunk(2, 1)], 1) if joined else value.clone()
     return value.repeat(1, k) if name.endswith("scale") else _accelerator_term(name, value, config, k)
 
 

@@ -16,13 +16,16 @@ from vivace.core.step import Step
 class ResidentExperts(nn.ModuleList):
     """All experts of a layer, in memory."""
 
-    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert, in the order given."""
         for expert in chosen:
             yield expert, self[expert]
 
     def expect(self, likely: Sequence[int]) -> None:
         """They are here already."""
+
+    def foretell(self, passes: Sequence[float]) -> None:
+        """They stay."""
 
 
 def likeliest(logits: Tensor, count: int) -> list[list[int]]:
@@ -94,7 +97,7 @@ class MixtureOfExperts(nn.Module):
     def _run_alone(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
         """As ``_run`` for a single row, as while decoding: it does not have to find its experts."""
         order = chosen[0].tolist()
-        made = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order))}
+        made = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order), 1)}
         return [made[expert] for expert in order]
 
     def _run(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
@@ -102,7 +105,7 @@ class MixtureOfExperts(nn.Module):
         if not len(x):
             return [x] * self.config.top_k
         flat, made, places = chosen.reshape(-1), [], []
-        for expert, feed in self.experts.serve(torch.unique(flat).tolist()):
+        for expert, feed in self.experts.serve(torch.unique(flat).tolist(), len(x)):
             places.append((flat == expert).nonzero()[:, 0])
             made.append(feed(x.index_select(0, places[-1] // self.config.top_k), _BARE))
         each = torch.cat(made).index_select(0, torch.cat(places).argsort())

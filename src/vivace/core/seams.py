@@ -347,12 +347,18 @@ class Expert(Protocol):
 class Experts(Protocol):
     """Who gives a layer's experts: memory that holds them all, or a store that brings them."""
 
-    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
-        """Each chosen expert once, in whatever order they are ready; one is good until the next is asked for."""
+    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, Expert]]:
+        """Each expert that some of the rows chose once, as they are ready; one is good until the next is asked for."""
         ...
 
     def expect(self, likely: Sequence[int]) -> None:
-        """These will probably be chosen when this layer runs next, the likeliest first. A guess: it may do nothing."""
+        """These will probably be chosen when this layer runs next, the likeliest first, and no others, whatever was said
+        before. A guess: it may do nothing.
+        """
+        ...
+
+    def foretell(self, passes: Sequence[float]) -> None:
+        """In how many passes after its next one each expert will probably be chosen. A guess: it may do nothing."""
         ...
 
 

@@ -40,6 +40,7 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.library import CRouters
 from vivace.kernels.native import NativeBody
+from vivace.multirate.forecast import Forecast, Forecaster, forecast_loss
 from vivace.multirate.terms import AcceleratorTerms
 
 P_AT_FIRST = 0.25
@@ -50,25 +51,37 @@ P_AT_FIRST = 0.25
 class ForesightConfig:
     """How fast the residual is and what it weighs."""
 
-    rate: float = 2.0
-    """R: layers of the slow stream for one of its own, whole or not; small rates see less far, and better."""
+    rate: float | None = 2.0
+    """R: layers of the slow stream for one of its own, whole or not; small rates see less far, and better. None is no
+    accelerated residual: the forecast and the slow residual speak alone."""
     rank: int = 8
     """Of the query and output deltas; 0 leaves the projections as they are."""
     bottleneck: int = 64
     """Width of the silu bottleneck that stands for the experts."""
+    forecast: int = 0
+    """Width of the bottleneck that tells a whole pass from the end of the one before; 0 is none."""
 
     def __post_init__(self) -> None:
-        if not self.rate > 1:
+        if self.rate is not None and not self.rate > 1:
             raise ConfigError(f"rate must be above 1 for experts to be foreseen, found {self.rate}")
-        if self.rank < 0 or self.bottleneck < 1:
-            raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
+        if min(self.rank, self.forecast) < 0 or self.bottleneck < 1:
+            raise ConfigError(
+                "rank and forecast must be >= 0 and bottleneck >= 1, found "
+                f"{self.rank}, {self.forecast} and {self.bottleneck}"
+            )
+        if self.rate is None and not self.forecast:
+            raise ConfigError("foresight without a rate and without a forecast sees nothing; give one of them")
 
     def depth(self, num_layers: int) -> int:
         """Layers it goes through: enough to speak for the last."""
+        if self.rate is None:
+            return 0
         return next(depth for depth in range(num_layers) if ceil(self.rate * (depth + 1)) >= num_layers)
 
     def targets(self, depth: int, num_layers: int) -> range:
         """Layers that p speaks for after ``depth`` of them; all lie above it."""
+        if self.rate is None:
+            return range(0)
         first, stop = (ceil(self.rate * each) for each in (depth, depth + 1))
         return range(max(depth + 1, first), min(stop, num_layers))
 
@@ -79,17 +92,23 @@ class ForesightPlan:
 
     count: int | None = None
     """Experts that p expects for each row and layer, k'; None is as many as the router takes."""
-    refine: bool = False
-    """Ask each router once more a layer before it runs, about the slow residual, for as many as it takes: what p
-    missed may still come."""
+    leads: tuple[int, ...] = ()
+    """Ask each router once more so many layers before it runs, about the slow residual, for as many as it takes: what
+    was missed may still come, and what was wrong may still be left alone."""
+    at_least: float = 0.5
+    """Probability from which an expert that is forecast is expected."""
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
             raise ConfigError(f"count must be at least 1, found {self.count}")
+        if min(self.leads, default=1) < 1:
+            raise ConfigError(f"leads must be at least 1 layer, found {self.leads}")
+        if not 0 < self.at_least < 1:
+            raise ConfigError(f"at_least must be a probability between 0 and 1, found {self.at_least}")
 
 
 class Foresight(AcceleratorTerms):
-    """The trained weights of a residual that runs ahead."""
+    """The trained weights of a residual that runs ahead, and of a forecast."""
 
     def __init__(self, config: ForesightConfig, model: ModelConfig) -> None:
         """Make zero-initialised adapters.
@@ -108,6 +127,7 @@ class Foresight(AcceleratorTerms):
         """s_m, per component, before the norm of the router that is asked."""
         self.slow_scale = nn.Parameter(torch.ones(model.num_layers, model.width))
         """t_m, of the slow residual at p's depth."""
+        self.forecast = Forecast(model, config.forecast) if config.forecast else None
 
     def targets(self, depth: int) -> Iterator[int]:
         """Mixtures that p speaks for after ``depth`` layers."""
@@ -119,20 +139,16 @@ class Foresight(AcceleratorTerms):
 
 
 class ForesightClimb:
-    """Fills ``Traversal``: all rows up the layers, each with a companion that tells which experts will be needed."""
+    """Fills ``Traversal``: all rows up the layers, while mixtures are told which experts will be needed."""
 
-    def __init__(self, foresight: Foresight, count: int | None = None, *, refine: bool = False) -> None:
-        """Set how.
-
-        Args:
-            foresight: trained on the model.
-            count: experts that p expects for each row and layer, k'; None is as many as the router takes.
-            refine: ask each router again a layer before it runs, about the slow residual, for as many as it takes.
-        """
+    def __init__(self, foresight: Foresight, plan: ForesightPlan) -> None:
+        """For weights that were trained on the model, and how they are used."""
         assert foresight.model.moe is not None
         self.foresight = foresight
-        self.count = foresight.model.moe.top_k if count is None else count
-        self.refine = refine
+        self.count = foresight.model.moe.top_k if plan.count is None else plan.count
+        self.leads = plan.leads
+        self.depth = foresight.config.depth(foresight.model.num_layers)
+        self._forecaster = None if foresight.forecast is None else Forecaster(foresight.forecast, plan.at_least)
         self._asked: dict[int, Routers | None] = {}
         """By depth; None where nothing is asked."""
         self._terms: dict[int, Deltas] = {}
@@ -144,14 +160,21 @@ class ForesightClimb:
         start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
         slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
         if chunk or start:
-            return TargetPass(hidden=model.run(slow, step, start), rows=rows)
-        slow, start = self._ahead(model, slow, step, rows)
-        watch = (lambda index, h: self._tell(model, index + 1, h, h)) if self.refine else None
-        return TargetPass(hidden=model.run(slow, step, start, watch=watch), rows=rows)
+            slow = model.run(slow, step, start)
+        else:
+            if self._forecaster is not None:
+                self._forecaster.tell(model, slow, step)
+            if self.foresight.config.rate is not None:
+                slow = self._ahead(model, slow, step, rows)
+            watch = (lambda index, h: self._tell(model, index + 1, h, h)) if self.leads else None
+            slow = model.run(slow, step, self.depth, watch=watch)
+        if self._forecaster is not None:
+            self._forecaster.keep(slow, step)
+        return TargetPass(hidden=slow, rows=rows)
 
-    def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, int]:
-        """Both streams as far as the accelerated one goes: slow rows there, and where that is."""
-        count, depth = len(rows), self.foresight.config.depth(model.config.num_layers)
+    def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Both streams as far as the accelerated one goes: slow rows there."""
+        count = len(rows)
         if count not in self._terms:
             which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
             self._terms[count] = self.foresight.terms(which)
@@ -160,13 +183,13 @@ class ForesightClimb:
         out = model.run(
             torch.cat((slow, slow)),
             both,
-            stop=depth,
+            stop=self.depth,
             watch=lambda index, h: self._tell(model, index + 1, h[count:], h[:count]),
         )
-        return out[:count], depth
+        return out[:count]
 
     def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
-        """What p says of later layers and, to refine, what the slow residual says of the layer after the next."""
+        """What p says of later layers, and the slow residual of those that lie a lead ahead."""
         if depth not in self._asked:
             self._asked[depth] = self._routers(model, depth)
         routers = self._asked[depth]
@@ -179,9 +202,10 @@ class ForesightClimb:
         assert c.moe is not None
         ahead = dict.fromkeys(self.foresight.targets(depth), count)
         by_slow: dict[int, int] = {}
-        if self.refine and 0 < depth < c.num_layers - 1 and c.is_moe(depth + 1):
-            near = ahead if depth + 1 in ahead else by_slow
-            near[depth + 1] = max(count, c.moe.top_k)
+        for layer in (depth + lead for lead in self.leads):
+            if 0 < depth and layer < c.num_layers and c.is_moe(layer):
+                near = ahead if layer in ahead else by_slow
+                near[layer] = max(count, c.moe.top_k)
         return Routers.of(model, ahead, self.foresight, by_slow) if ahead or by_slow else None
 
 
@@ -269,14 +293,16 @@ def _router_rows(layer: Layer) -> Tensor:
 
 @dataclass(frozen=True)
 class ForesightLoss:
-    """Weights of the two terms."""
+    """Weights of the terms."""
 
     routing: float = 1.0
     alignment: float = 0.1
+    forecast: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(self.routing, self.alignment) < 0 or self.routing + self.alignment == 0:
-            raise ConfigError(f"loss weights must be >= 0, one of them > 0, found {self.routing} and {self.alignment}")
+        weights = self.routing, self.alignment, self.forecast
+        if min(weights) < 0 or sum(weights) == 0:
+            raise ConfigError(f"loss weights must be >= 0, one of them > 0, found {', '.join(map(str, weights))}")
 
 
 class ForesightObjective:
@@ -291,20 +317,57 @@ class ForesightObjective:
         return [{"params": list(self.foresight.parameters()), "name": "foresight", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """One loss over all mixtures and answer positions, ready for ``backward``; ``recall`` is of the top k."""
+        """One loss over all mixtures and answer positions, ready for ``backward``.
+
+        ``recall`` is of the top k by the accelerated residual, ``forecast`` of those that are forecast.
+        """
         rows = batch.predicting
         step = Step.dense(*batch.tokens.shape)
         entering, truth = _slow(model, batch.tokens.reshape(-1), step, rows)
-        start = entering[0]
-        loss, recall = start.new_zeros(()), 0.0
-        for depth, p in self._accelerated(model, start, step):
+        loss, said = entering[0].new_zeros(()), {}
+        if self.foresight.config.rate is not None:
+            loss, said["recall"] = self._ahead(model, entering, truth, step, rows)
+        if self.foresight.forecast is not None:
+            forecast, said["forecast"] = self._forecast(self.foresight.forecast, model, entering, truth, batch)
+            loss = loss + self.loss.forecast * forecast
+        yield loss, said
+
+    def _ahead(
+        self, model: Decoder, entering: Sequence[Tensor], truth: Mapping[int, Tensor], step: Step, rows: Tensor
+    ) -> tuple[Tensor, float]:
+        """Loss and recall of p."""
+        loss, recall = entering[0].new_zeros(()), 0.0
+        for depth, p in self._accelerated(model, entering[0], step):
             for index in self.foresight.targets(depth):
                 guess = self.foresight.at(index, p[rows], entering[depth][rows])
                 kl, right = self._compare(model, index, guess, truth[index])
                 away = (1 - F.cosine_similarity(p[rows].float(), truth[index].float(), dim=-1)).mean()
                 loss = loss + self.loss.routing * kl + self.loss.alignment * away
                 recall += right / len(truth)
-        yield loss / len(truth), {"recall": recall}
+        return loss / len(truth), recall
+
+    def _forecast(
+        self,
+        forecast: Forecast,
+        model: Decoder,
+        entering: Sequence[Tensor],
+        truth: Mapping[int, Tensor],
+        batch: Batch,
+    ) -> tuple[Tensor, float]:
+        """Loss and recall of what the end of a pass says of the next; an answer's last token has no next."""
+        assert model.config.moe is not None
+        rows, top_k = batch.predicting, model.config.moe.top_k
+        scored = batch.scored.clone()
+        scored[:, 0] = False  # nothing is before it
+        follows = scored.reshape(-1)[rows]
+        places, chosen = rows[follows], []
+        for index, u in truth.items():
+            layer = model.layers[index]
+            assert isinstance(layer, Layer)
+            logits = layer.route(u[follows])
+            chosen.append(torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(top_k, -1)[1], value=True))
+        last, first = entering[-1][places - 1], entering[0][places]
+        return forecast_loss(forecast, last, first, torch.stack(chosen, 1), top_k)
 
     def updated(self) -> None:
         """Nothing follows an optimiser step."""
@@ -334,7 +397,9 @@ class ForesightObjective:
 
 @torch.no_grad()
 def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """The frozen pass: h^n (B * T, E) of every layer n, and u_m (n, E) of some rows for each mixture m."""
+    """The frozen pass: h^n (B * T, E) of every layer n and behind the last, and u_m (n, E) of some rows for each mixture
+    m.
+    """
     h = model.embed(tokens, step)
     entering: list[Tensor] = []
     read: dict[int, Tensor] = {}
@@ -345,4 +410,4 @@ def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[lis
         if model.config.is_moe(index):
             read[index] = u[rows]
         h = layer.feed(u, step)
-    return entering, read
+    return [*entering, h], read

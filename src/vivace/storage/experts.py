@@ -13,12 +13,12 @@ another by then.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from vivace.core.seams import Expert
 from vivace.core.step import Step
 from vivace.errors import CapacityError, CheckpointError, VivaceError
 from vivace.storage.channel import CHUNK_BYTES, NUM_THREADS, Channel
-from vivace.storage.policies import Hint, Key, Policy, Trace, Visit
+from vivace.storage.policies import Hint, Key, Outlook, Policy, Trace, Visit
 from vivace.storage.readers import PAGE, aligned
 
 SORTS = 4
@@ -131,12 +131,14 @@ class ExpertCache:
         experts = (shelf.expert(torch.frombuffer(each, dtype=torch.uint8)) for each in memory)
         self._slots = [_Slot(number, expert) for number, expert in enumerate(experts)]
         self._channel = shelf.channel(memory, num_threads=num_threads, chunk_bytes=chunk_bytes)
-        self._most_under_way = 2 * num_threads
+        self._most_under_way = max(2, -(-2 * num_threads * chunk_bytes // shelf.bundle_bytes))
         """Guesses wait here, where they can be thought better of, until the channel has this much to do or less."""
         self._empty = self._slots[::-1]
         self._at: dict[Key, _Slot] = {}
         self._loading: dict[int, _Slot] = {}
         self._likely: dict[Key, tuple[int, int]] = {}
+        self._expected: dict[int, Sequence[int]] = {}
+        """What was said last of a layer."""
         self._held: set[Key] = set()
         self._clock = -1
         self._failed: list[Key] = []
@@ -173,15 +175,28 @@ class ExpertCache:
         self.close()
 
     def expect(self, layer: int, likely: Sequence[int]) -> None:
-        """Load these before their layer runs, if there is time and room; the likeliest first."""
-        turn = self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
-        due = turn * self.num_layers + layer
+        """Load these before their layer runs, if there is time and room; the likeliest first.
+
+        What was expected of the layer before, and is not any more, is not loaded unless that has begun.
+        """
+        due = self._turn(layer) * self.num_layers + layer
         if self.trace is not None:
             self.trace.hints.append(Hint(self._clock, due, tuple(likely)))
+        self.policy.expected(layer, likely, due)
+        for expert in self._expected.get(layer, ()):
+            if expert not in likely:
+                self._likely.pop((layer, expert), None)
+        self._expected[layer] = likely
         for rank, expert in enumerate(likely):
-            self.policy.expected((layer, expert), due)
             self._want((layer, expert), due, rank)
         self._go_on()
+
+    def foretell(self, layer: int, passes: Sequence[float]) -> None:
+        """After the pass to come, each expert of a layer is thought to be chosen again that many passes later."""
+        turn = self._turn(layer)
+        if self.trace is not None:
+            self.trace.outlooks.append(Outlook(self._clock, layer, turn, tuple(passes)))
+        self.policy.foretold(layer, passes, turn)
 
     def serve(self, layer: int, chosen: Sequence[int], num_rows: int = 1) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready.
@@ -209,14 +224,16 @@ class ExpertCache:
                 self._forget([(layer, expert) for expert in chosen])
             self._go_on()
 
+    def _turn(self, layer: int) -> int:
+        """The pass in which a layer runs next."""
+        return self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
+
     def _begin(self, layer: int, chosen: Sequence[int], num_rows: int) -> None:
         """Turn the clock to this layer."""
-        turn = self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
-        self._clock = turn * self.num_layers + layer
+        self._clock = self._turn(layer) * self.num_layers + layer
         if self.trace is not None:
             self.trace.visits.append(Visit(self._clock, num_rows, tuple(chosen)))
-        for expert in chosen:
-            self.policy.used((layer, expert), self._clock)
+        self.policy.used(layer, chosen, self._clock, num_rows)
         for rank, (key, due) in enumerate(self.policy.ahead(self._clock)):
             self._want(key, due, rank)
         self._likely = {key: due for key, due in self._likely.items() if due[0] > self._clock}
@@ -328,8 +345,8 @@ class ExpertCache:
         uses = self.policy.next_uses(keys, self._clock)
         busy = len(self._held) + len(self._loading)
         count = len(keys) if self._sorted_at == self._clock else VICTIMS + busy
-        last = heapq.nlargest(count, range(len(keys)), uses.__getitem__)
-        self._victims = [(uses[place], keys[place]) for place in reversed(last)]
+        last = np.argsort(uses, kind="stable")[-count:].tolist() if keys else []
+        self._victims = [(uses[place], keys[place]) for place in last]
         self._sorted_at, self._has_all_victims = self._clock, count >= len(keys)
 
     def _any_room(self) -> _Slot | None:
@@ -365,14 +382,18 @@ class LayerExperts:
         self.cache = cache
         self.index = layer
 
-    def serve(self, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready."""
-        for number, expert in self.cache.serve(self.index, chosen):
+        for number, expert in self.cache.serve(self.index, chosen, num_rows):
             yield number, _Learning(self, number, expert) if torch.is_grad_enabled() else expert
 
     def expect(self, likely: Sequence[int]) -> None:
         """Load these before the layer runs."""
         self.cache.expect(self.index, likely)
+
+    def foretell(self, passes: Sequence[float]) -> None:
+        """Keep longest what is chosen again soonest."""
+        self.cache.foretell(self.index, passes)
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,10 @@ def load_stored(
     stream, neurons, experts = None, None, None
     parts: DenseParts = DenseParts(store.config)
     if plan.num_experts:
+        assert store.config.moe is not None
         experts = ExpertCache(
             StoreShelf(store, choice.reader, used),
-            NextUse(store.config.num_layers),
+            NextUse(store.config.num_layers, store.config.moe.num_experts),
             store.config.num_layers,
             plan.num_experts,
         )

@@ -8,14 +8,15 @@ from the slow residual (``experts_guess.py``) or from an accelerated one (``mult
 The baselines: reading on demand without a cache; least recently used, whose misses of a layer are read in parallel;
 the most frequent experts pinned (static frequency); the next layer's router on the present residual (Eliseev and
 Mazur 2023, arXiv:2312.17238); and an oracle that knows a recorded trace. Loading ahead of time by the accelerated
-residual is M2R2's (Bhendawade et al. 2025, arXiv:2502.02040); evicting by predicted next use is ours.
+residual is M2R2's (Bhendawade et al. 2025, arXiv:2502.02040); evicting by predicted next use, learnt
+(``multirate/forecast.py``) or reckoned from how often an expert was used lately, is ours.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -31,7 +32,14 @@ FloatArray = NDArray[np.float64]
 Key = tuple[int, int]
 """(layer, expert)."""
 
+Rows = int | slice | NDArray[np.intp]
 EVERY = slice(None)
+PROMPT_ROWS = 16
+"""A pass of more rows is a prompt's."""
+FAR = 64.0
+"""Passes; what is needed later than that is all the same."""
+BEHIND = 0.5
+"""Of a layer: what is expected goes before what merely was there."""
 
 
 class Policy(Protocol):
@@ -41,12 +49,16 @@ class Policy(Protocol):
     keeps: bool
     """Experts stay after their layer has run."""
 
-    def used(self, key: Key, clock: int) -> None:
-        """The router chose it."""
+    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
+        """A layer's router chose these for some rows."""
         ...
 
-    def expected(self, key: Key, due: int) -> None:
-        """It is likely to be chosen at clock ``due``."""
+    def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
+        """These experts of a layer, and no others, are likely to be chosen at clock ``due``."""
+        ...
+
+    def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
+        """After pass ``turn``, each expert of a layer is thought to be chosen again that many passes later."""
         ...
 
     def next_use(self, key: Key, clock: int) -> float:
@@ -71,13 +83,18 @@ class LeastRecent:
     def __init__(self) -> None:
         self.last: dict[Key, int] = {}
 
-    def used(self, key: Key, clock: int) -> None:
+    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
         """Remember when."""
-        self.last[key] = clock
+        for expert in chosen:
+            self.last[layer, expert] = clock
 
-    def expected(self, key: Key, due: int) -> None:
+    def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
         """Loaded by the cache; it decides nothing about eviction here, but it counts as fresh."""
-        self.last[key] = max(self.last.get(key, due), due)
+        for expert in likely:
+            self.last[layer, expert] = max(self.last.get((layer, expert), due), due)
+
+    def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
+        """The past decides."""
 
     def next_use(self, key: Key, clock: int) -> float:
         """As far ahead as its last use lies behind; of those used together, the first goes first."""
@@ -125,74 +142,114 @@ class Static(LeastRecent):
 
 
 class NextUse:
-    """Eviction by predicted next use: when it is expected, else its layer's next turn and, on top, the passes that lie
-    between two uses of an expert that is used as often as this one was lately.
+    """Eviction by predicted next use: when it is expected, else the turn of its layer after as many passes as it is likely
+    to be idle.
+
+    Those are the passes between two uses of an expert that is used as often as this one was lately, f. Where it was
+    foretold to be used again after n, the forecast, which knows the words, is weighed against the past, which knows this
+    text: n^w f^(1 - w). A prompt chooses nearly all experts, whatever comes of it: while one runs, an expert is thought to
+    be needed when it was after earlier prompts.
     """
 
     keeps = True
-    FRESH = 0.05
+    FRESH = 0.07
     """Weight of the last pass in how often an expert is used."""
     RARE = 0.02
     """How often one is used that has not been seen, or not for long."""
+    FORETOLD = 0.4
+    """w."""
+    OPENING = 0.1
+    """Weight of the last answer in when an expert is first used after a prompt."""
 
-    def __init__(self, num_layers: int, name: str = "ahead") -> None:
+    def __init__(self, num_layers: int, num_experts: int, name: str = "ahead") -> None:
         """Name it after who guesses.
 
         Args:
             num_layers: of the model: layers per pass.
+            num_experts: of a layer.
             name: shown in reports.
         """
         self.name = name
-        self.num_layers = num_layers
-        self._rows: dict[Key, int] = {}
-        """Of an expert in the table."""
-        self._layer, self._share, self._then, self._due = np.zeros((4, 0))
-        """By row: the layer; the share of passes that used it, after the pass ``then``; when it is expected."""
+        self.num_layers, self.num_experts = num_layers, num_experts
+        shape = num_layers, num_experts
+        self._layer = np.repeat(np.arange(num_layers, dtype=np.float64), num_experts)
+        """By row, layer times experts plus expert, as all that follow."""
+        self._share, self._then = np.full(shape, self.RARE).reshape(-1), np.zeros(shape).reshape(-1)
+        """The share of passes that used it, after the pass ``then``."""
+        self._due, self._again = np.full(shape, -1.0).reshape(-1), np.full(shape, -1.0).reshape(-1)
+        """When it is expected, and when it was foretold."""
+        self._opened, self._is_answered, self._is_told = -1, False, False
+        """Pass of the last prompt; whether one of an answer came behind it; and whether that ever happened."""
+        self._first = np.full(shape, FAR).reshape(-1)
+        """Passes from the last prompt to its first use, as far as it was used."""
+        self._opening = np.full(shape, np.log2(FAR) / 2).reshape(-1)
+        """log2 of that, after earlier prompts."""
 
     def _row(self, key: Key) -> int:
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = len(self._rows)
-            if row == len(self._layer):
-                new = np.outer([0, self.RARE, 0, -1], np.ones(max(64, row)))
-                old = self._layer, self._share, self._then, self._due
-                self._layer, self._share, self._then, self._due = np.concatenate((old, new), axis=1)
-            self._layer[row] = key[0]
-        return row
+        return key[0] * self.num_experts + key[1]
 
-    def used(self, key: Key, clock: int) -> None:
-        """One more pass that used it."""
-        row, here = self._row(key), clock // self.num_layers
-        share = self._shares(here, row)
-        self._share[row], self._then[row] = share + self.FRESH * (1 - share), here
+    def _rows(self, layer: int) -> slice:
+        return slice(layer * self.num_experts, (layer + 1) * self.num_experts)
 
-    def _shares(self, here: int, rows: int | slice = EVERY) -> FloatArray:
+    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
+        """One more pass that used them."""
+        first, here = layer * self.num_experts, clock // self.num_layers
+        rows = np.array([first + expert for expert in chosen], dtype=np.intp)
+        if num_rows <= PROMPT_ROWS:
+            self._first[rows] = np.minimum(self._first[rows], here - self._opened)
+            self._is_answered = True
+        elif self._opened < here:
+            self._open(here)
+        share = self._shares(here, rows)
+        self._share[rows], self._then[rows] = share + self.FRESH * (1 - share), here
+
+    def _open(self, here: int) -> None:
+        """A prompt begins: what was foretold was of another text."""
+        if self._is_answered and self._opened >= 0:
+            self._opening += self.OPENING * (np.log2(self._first) - self._opening)
+            self._is_told = True
+        self._opened, self._is_answered = here, False
+        self._first[:] = FAR
+        self._again[:] = -1
+
+    def _shares(self, here: int, rows: Rows = EVERY) -> FloatArray:
         """As of a pass: they fade while others are used."""
         fading: FloatArray = (1 - self.FRESH) ** (here - self._then[rows])
         return self.RARE + (self._share[rows] - self.RARE) * fading
 
-    def expected(self, key: Key, due: int) -> None:
+    def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
         """Remember for when."""
-        row = self._row(key)  # may make room
-        self._due[row] = due
+        dues = self._due[self._rows(layer)]
+        dues[:] = -1
+        dues[list(likely)] = due
+
+    def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
+        """Remember for when: its layer's turn, that many passes later."""
+        again = np.asarray(passes, dtype=np.float64)
+        self._again[self._rows(layer)] = (turn + again) * self.num_layers + layer
 
     def next_use(self, key: Key, clock: int) -> float:
-        """The clock it is due; else its layer's next turn and as many passes more as its share says."""
+        """Of one, as ``next_uses`` says."""
         row = self._row(key)
-        due = float(self._due[row])
-        return due if due > clock else float(self._later(clock, row))
+        due = self._due[row]
+        return float(due if due > clock else self._later(clock, row))
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
         """All in a few operations: the cache asks about every expert it holds."""
-        rows = [self._row(key) for key in keys]
-        due, later = self._due, self._later(clock, EVERY)
-        return np.where(due > clock, due, later)[rows].tolist()  # type: ignore[no-any-return]
+        uses = np.where(self._due > clock, self._due, self._later(clock, EVERY))
+        return uses[[layer * self.num_experts + expert for layer, expert in keys]].tolist()  # type: ignore[no-any-return]
 
-    def _later(self, clock: int, rows: int | slice) -> FloatArray:
+    def _later(self, clock: int, rows: Rows) -> FloatArray:
         layers = self.num_layers
+        if self._is_told and clock // layers == self._opened:
+            after: FloatArray = self._opened + np.exp2(self._opening[rows])
+            return after * layers + self._layer[rows] + BEHIND
         turn = clock + 1 + (self._layer[rows] - clock - 1) % layers
-        between = 1 / self._shares(clock // layers, rows) - 1
-        return turn + layers * between + 0.5  # what is expected goes before what merely was there
+        idle, again = 1 / self._shares(clock // layers, rows), self._again[rows]
+        foretold = np.maximum((again - turn) / layers + 1, 1)
+        idle = np.where(again > clock, foretold**self.FORETOLD * idle ** (1 - self.FORETOLD), idle)
+        later: FloatArray = turn + layers * (idle - 1) + BEHIND
+        return later
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
         """Whatever is expected is asked for by the cache itself."""
@@ -213,10 +270,13 @@ class Oracle:
             for key in visit.keys(trace.num_layers):
                 self._uses.setdefault(key, []).append(visit.clock)
 
-    def used(self, key: Key, clock: int) -> None:
+    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
         """It knew."""
 
-    def expected(self, key: Key, due: int) -> None:
+    def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
+        """It knows better."""
+
+    def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
         """It knows better."""
 
     def next_use(self, key: Key, clock: int) -> float:
@@ -245,6 +305,11 @@ class Visit:
     num_rows: int
     chosen: tuple[int, ...]
 
+    @property
+    def is_prompt(self) -> bool:
+        """Of a prompt, not of an answer."""
+        return self.num_rows > PROMPT_ROWS
+
     def keys(self, num_layers: int) -> list[Key]:
         """The experts."""
         return [(self.clock % num_layers, expert) for expert in self.chosen]
@@ -261,13 +326,36 @@ class Hint:
     """Most likely first."""
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """It was foretold when a layer's experts will be chosen again."""
+
+    issued: int
+    """Clock of the last layer that had run."""
+    layer: int
+    turn: int
+    """Of the pass that is counted from."""
+    passes: tuple[float, ...]
+
+
 @dataclass
 class Trace:
-    """What routers chose and what was expected, in order; grows while it is recorded."""
+    """What routers chose, what was expected and foretold, in order; grows while it is recorded."""
 
     num_layers: int
     visits: list[Visit] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
+    outlooks: list[Outlook] = field(default_factory=list)
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer, as far as they were chosen, expected or foretold."""
+        named = max((max(each, default=-1) for each in self._named()), default=-1)
+        return max(1 + named, max((len(each.passes) for each in self.outlooks), default=0))
+
+    def _named(self) -> Iterator[tuple[int, ...]]:
+        yield from (visit.chosen for visit in self.visits)
+        yield from (hint.likely for hint in self.hints)
 
     @property
     def widest(self) -> int:
@@ -296,7 +384,9 @@ class Trace:
         """Write as JSON."""
         visits = [[v.clock, v.num_rows, list(v.chosen)] for v in self.visits]
         hints = [[h.issued, h.due, list(h.likely)] for h in self.hints]
-        write_text(Path(path), json.dumps({"num_layers": self.num_layers, "visits": visits, "hints": hints}) + "\n")
+        outlooks = [[o.issued, o.layer, o.turn, [round(each, 2) for each in o.passes]] for o in self.outlooks]
+        told = {"num_layers": self.num_layers, "visits": visits, "hints": hints, "outlooks": outlooks}
+        write_text(Path(path), json.dumps(told) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -310,7 +400,8 @@ class Trace:
             found: Mapping[str, Sequence[Sequence[object]]] = json.loads(Path(path).read_text(encoding="utf-8"))
             visits = [Visit(int(c), int(n), tuple(map(int, e))) for c, n, e in found["visits"]]  # type: ignore
             hints = [Hint(int(i), int(d), tuple(map(int, e))) for i, d, e in found["hints"]]  # type: ignore
-            return Trace(int(found["num_layers"]), visits, hints)  # type: ignore
+            outlooks = [Outlook(int(i), int(n), int(t), tuple(map(float, p))) for i, n, t, p in found["outlooks"]]  # type: ignore
+            return Trace(int(found["num_layers"]), visits, hints, outlooks)  # type: ignore
         except OSError as exc:
             raise NotFoundError(f"cannot read the trace {path}: {exc.strerror}; record one first") from exc
         except (KeyError, TypeError, ValueError) as exc:

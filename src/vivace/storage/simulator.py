@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vivace.errors import ConfigError
-from vivace.storage.policies import Hint, Key, Policy, Trace, Visit
+from vivace.storage.policies import Hint, Key, Outlook, Policy, Trace, Visit
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Machine:
 
 @dataclass
 class Outcome:
-    """What a trace took."""
+    """What the answers of a trace took. Prompts are run, since they fill the slots, and not counted."""
 
     num_passes: int
     total_s: float = 0.0
@@ -119,29 +119,43 @@ class _Run:
     def __init__(self, trace: Trace, policy: Policy, machine: Machine) -> None:
         self.trace, self.policy, self.machine = trace, policy, machine
         self.state = _State()
-        passes = len({visit.clock // trace.num_layers for visit in trace.visits})
-        self.outcome = Outcome(passes)
+        passes = len({visit.clock // trace.num_layers for visit in trace.visits if not visit.is_prompt})
+        self.outcome, self._prompts = Outcome(passes), Outcome(0)
         self._number = 0
 
     def run(self, *, guesses: bool) -> Outcome:
         """All visits in order."""
-        hints = iter(sorted(self.trace.hints, key=lambda hint: hint.issued)) if guesses else iter(())
-        told = next(hints, None)
+        said: list[Hint | Outlook] = [*self.trace.outlooks, *self.trace.hints] if guesses else []
+        words = iter(sorted(said, key=lambda each: each.issued))
+        told = next(words, None)
         for visit in self.trace.visits:
             while told is not None and told.issued < visit.clock:
                 self._hear(told)
-                told = next(hints, None)
-            self._compute(self.machine.layer_s)
-            self._visit(visit)
-        self.outcome.total_s = self.state.now
+                told = next(words, None)
+            self._run(visit)
         self.outcome.wasted += sum(load.is_guess for load in self.state.slots.values())
         return self.outcome
 
-    def _hear(self, hint: Hint) -> None:
-        for rank, expert in enumerate(hint.likely):
-            key = (hint.due % self.trace.num_layers, expert)
-            self.policy.expected(key, hint.due)
-            self._want(key, hint.due, rank)
+    def _run(self, visit: Visit) -> None:
+        """A layer; what it takes is its answer's or its prompt's."""
+        counted, begun = self.outcome, self.state.now
+        if visit.is_prompt:
+            self.outcome = self._prompts
+        self._compute(self.machine.layer_s)
+        self._visit(visit)
+        self.outcome.total_s += self.state.now - begun
+        self.outcome = counted
+
+    def _hear(self, told: Hint | Outlook) -> None:
+        if isinstance(told, Outlook):
+            self.policy.foretold(told.layer, told.passes, told.turn)
+            return
+        layer, likely = told.due % self.trace.num_layers, self.state.likely
+        for key in [key for key, (due, _) in likely.items() if due == told.due and key[1] not in told.likely]:
+            del likely[key]
+        self.policy.expected(layer, told.likely, told.due)
+        for rank, expert in enumerate(told.likely):
+            self._want((layer, expert), told.due, rank)
 
     def _want(self, key: Key, due: int, rank: int) -> None:
         if key not in self.state.slots and due > self.state.clock:
@@ -151,8 +165,7 @@ class _Run:
         state = self.state
         state.clock = visit.clock
         keys = visit.keys(self.trace.num_layers)
-        for key in keys:
-            self.policy.used(key, visit.clock)
+        self.policy.used(visit.clock % self.trace.num_layers, visit.chosen, visit.clock, visit.num_rows)
         for rank, (key, due) in enumerate(self.policy.ahead(visit.clock)):
             self._want(key, due, rank)
         state.likely = {key: due for key, due in state.likely.items() if due[0] > visit.clock}

@@ -1,0 +1,155 @@
+"""A forecast: who hears what and when, from which row, and a loss that teaches what is chosen and how soon again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.multirate.test_foresight import Heard, batch, foresight, heard, model  # noqa: F401
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft
+from vivace.multirate.forecast import FAR, Forecast, forecast_loss, until_next
+from vivace.multirate.foresight import ForesightClimb, ForesightLoss, ForesightObjective, ForesightPlan
+
+SLOTS = 3
+
+
+class Sees:
+    """The climb of a forecast alone, over a cache, and all that its passes came out with."""
+
+    def __init__(self, model: Decoder, at_least: float = 0.5) -> None:
+        self.model, self.cache = model, model.new_cache(SLOTS, 32)
+        made = foresight(model, 0.5, rate=None, forecast=8)
+        assert made.forecast is not None
+        self.forecast: Forecast = made.forecast
+        self.climb = ForesightClimb(made, ForesightPlan(at_least=at_least))
+
+    def run(self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), chunk: bool = False) -> Tensor:
+        with torch.inference_mode():
+            out = self.climb.run(self.model, Draft.given_only(tokens), self.cache, chunk=chunk).hidden
+        self.cache.commit(list(tokens), kept)
+        return out
+
+    def said(self, last: Tensor, token: int) -> tuple[list[set[int]], list[tuple[float, ...]]]:
+        """What is to be told of each mixture."""
+        with torch.inference_mode():
+            chosen, passes = self.forecast(last[None], self.model.embed(torch.tensor([token]), None))  # type: ignore[arg-type]
+        likely = [set(each.nonzero()[:, 0].tolist()) for each in chosen[0] > 0]
+        return likely, [tuple(each.tolist()) for each in passes[0].exp2()]
+
+
+def check(heard: Heard, expected: tuple[list[set[int]], list[tuple[float, ...]]]) -> None:  # noqa: F811
+    foretold = [told for kind, _, told in heard if kind == "foretold"]
+    likely = {layer: set(told) for kind, layer, told in heard if kind == "expected"}
+    layers = [layer for kind, layer, _ in heard if kind == "foretold"]
+    for mine, theirs in zip(foretold, expected[1], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    assert [likely.get(layer, set()) for layer in layers] == expected[0]
+
+
+def test_a_pass_is_told_from_the_end_of_the_one_before(model: Decoder, heard: Heard) -> None:  # noqa: F811
+    sees = Sees(model)
+    last = sees.run({1: [4, 9, 33]}, kept=[(0, 1, 2)], chunk=True)[-1]
+    assert {kind for kind, *_ in heard} == {"ran"}, "nothing goes before a prompt"
+    for token in (7, 12):
+        heard.clear()
+        sees.run({0: [5]}, kept=[(0,)])  # somebody else's pass in between, the first with nothing before it
+        heard.clear()
+        after = sees.run({1: [token]})[0]
+        ran = next(place for place, (kind, *_) in enumerate(heard) if kind == "ran")
+        assert all(kind == "ran" for kind, *_ in heard[ran:]), "it was told before anything ran"
+        check(heard[:ran], sees.said(last, token))
+        last = after
+
+
+def test_rows_together_are_told_together(model: Decoder, heard: Heard) -> None:  # noqa: F811
+    """An expert is expected if one of the rows wants it, and needed as soon as the first does."""
+    sees = Sees(model)
+    ends = sees.run({0: [4], 2: [9]}, kept=[(0,), (0,)])
+    heard.clear()
+    sees.run({2: [7], 0: [11]}, kept=[(0,), (0,)])
+    one, other = sees.said(ends[1], 7), sees.said(ends[0], 11)
+    likely = [a | b for a, b in zip(one[0], other[0], strict=True)]
+    soon = [tuple(map(min, a, b)) for a, b in zip(one[1], other[1], strict=True)]
+    told = [told for kind, *_ in heard if kind == "ran" for told in ()]
+    assert not told
+    check([each for each in heard if each[0] != "ran"], (likely, soon))
+
+
+def test_of_several_guesses_the_one_that_is_followed_counts(model: Decoder, heard: Heard) -> None:  # noqa: F811
+    """A pass over four tokens of which two stay is followed from its second row."""
+    sees = Sees(model)
+    ends = sees.run({0: [4, 9, 33, 2]}, kept=[(0, 1)])
+    heard.clear()
+    sees.run({0: [6]})
+    check([each for each in heard if each[0] != "ran"], sees.said(ends[1], 6))
+
+
+def test_the_probability_decides_who_is_expected(model: Decoder, heard: Heard) -> None:  # noqa: F811
+    counts = []
+    for at_least in (0.01, 0.5, 0.99):
+        sees = Sees(model, at_least)
+        sees.run({0: [4]})
+        heard.clear()
+        sees.run({0: [9]})
+        counts.append(sum(len(told) for kind, _, told in heard if kind == "expected"))
+    assert counts[0] > counts[1] > counts[2]
+
+
+def test_until_next_is_what_it_says() -> None:
+    draw = random.Random(5)
+    for count in (1, 7, 90, 200):
+        chosen = np.array([[draw.random() < rate for rate in (0.5, 0.1, 0.01, 0.0)] for _ in range(count)])
+        found = until_next(chosen)
+        for place in range(count):
+            for column in range(4):
+                after = (n for n in range(1, FAR) if chosen[(place + n) % count, column])
+                assert found[place, column] == next(after, FAR)
+
+
+def test_training_raises_recall_and_lowers_the_error_of_passes(model: Decoder) -> None:  # noqa: F811
+    seeing = foresight(model, rate=None, forecast=32)
+    objective = ForesightObjective(seeing, ForesightLoss())
+    optimiser = torch.optim.AdamW(seeing.forecast.parameters(), 0.02)  # type: ignore[union-attr]
+    losses, recalls = [], []
+    for _ in range(60):
+        optimiser.zero_grad()
+        ((loss, said),) = objective.losses(model, batch())
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+        recalls.append(said["forecast"])
+    assert losses[-1] < 0.5 * losses[0]
+    assert recalls[-1] > recalls[0] + 0.2
+
+
+def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:  # noqa: F811
+    """Where the loss compares f with what was chosen, decoding tells that f of that pass."""
+    sees, text = Sees(model), batch(12, 1)
+    tokens, seen = text.tokens[0].tolist(), []
+    for token in tokens:
+        heard.clear()
+        sees.run({0: [token]})
+        ran = {layer: set(told) for kind, layer, told in heard if kind == "ran"}
+        foretold = [torch.tensor(told) for kind, _, told in heard if kind == "foretold"]
+        if foretold:
+            seen.append((ran, torch.stack(foretold)))
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def spy(forecast: Forecast, last: Tensor, entering: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, float]:
+        calls.append((chosen, forecast(last, entering)[1].exp2().detach()))
+        return forecast_loss(forecast, last, entering, chosen, top_k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vivace.multirate.foresight.forecast_loss", spy)
+        list(ForesightObjective(sees.climb.foresight, ForesightLoss()).losses(model, text))
+    ((chosen, passes),) = calls
+    assert len(chosen) == len(tokens) - 2, "the first follows nothing that is scored, the last is followed by nothing"
+    for place, (ran, foretold) in enumerate(seen[: len(chosen)]):
+        torch.testing.assert_close(passes[place], foretold, rtol=1e-3, atol=1e-3)
+        assert [set(each.nonzero()[:, 0].tolist()) for each in chosen[place]] == [ran[layer] for layer in sorted(ran)]
