@@ -22,9 +22,8 @@ def tables(folder: Path) -> str:
         parts.append(
             f"**{path.stem}**: {report['num_experts']} experts of {report['expert_bytes'] / 1e6:.2f} MB, "
             f"{_device(report)}, "
-            f"{2 * settings['prompts'] - 1} answers of {settings['tokens']} tokens, "
-            f"{settings['count']} expected by the accelerated residual for a layer"
-            f"{' and what the next router says' if settings['refine'] else ''}; {p['cpu']}, "
+            f"{2 * settings['prompts'] - 1} answers of {settings['tokens']} tokens at most; "
+            f"{'; '.join(f'{name}: {_seen(found)}' for name, found in report['foresight'].items())}; {p['cpu']}, "
             f"{settings['threads']} thread(s), commit {p['commit'] or 'unknown'}."
         )
         parts += [_of_share(run) for run in report["runs"]]
@@ -35,6 +34,15 @@ def _device(report: dict[str, Any]) -> str:
     if report["is_paced"]:
         return "a device that is not here and takes no processor's time"
     return f"{report['settings']['reader']} reads from a disk of {report['device_gb_per_s']:.2f} GB/s"
+
+
+def _seen(found: dict[str, Any]) -> str:
+    """What an adapter sees with."""
+    rate, leads = found["config"]["rate"], found["plan"]["leads"]
+    parts = [f"the accelerated residual at rate {rate:g}"] if rate else []
+    parts += ["a forecast"] if found["config"]["forecast"] else []
+    parts += [f"the slow residual {' and '.join(map(str, leads))} layer(s) ahead"] if leads else []
+    return ", ".join(parts)
 
 
 def _of_share(run: dict[str, Any]) -> str:

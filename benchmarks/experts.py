@@ -1,8 +1,9 @@
-"""Experts from disk in figures: ``python -m benchmarks.experts --store DIR --foresight DIR --out DIR``.
+"""Experts from disk in figures: ``python -m benchmarks.experts --store DIR --foresight NAME=DIR --out DIR``.
 
-Policies take turns on every prompt, each over a cache of its own, with direct reads from the store. Writes
-``experts.json`` (medians over answers, hits by kind, recall, wasted and device bytes, the bound, and what the simulator
-says of the same traces) and ``trace.json``; ``benchmarks.expert_sweep`` draws the sweep from the latter.
+Policies take turns on every prompt, each over a cache of its own, with direct reads from the store; every adapter of
+foresight is one, used as its own plan says. Writes ``experts.json`` (seconds and tokens of all answers, hits by kind,
+recall, wasted and device bytes, the bound, and what the simulator says of the same traces) and ``trace-NAME.json``;
+``benchmarks.expert_sweep`` draws the sweep from the latter.
 
 ``--pace`` stands for a device of a stated speed that is not here (``paced_device.py``), and ``--pace equal`` for one
 with which LRU's loads of a decoded token take as long as its compute, for each share; the figures say so. Loads of
@@ -20,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ from vivace.storage.simulator import Machine, simulate
 from vivace.storage.store import Store, open_store
 
 CAPACITY = 512
+UNLIMITED = 1e9
+"""GB/s of a device that takes no time: what is reckoned before a pace is."""
 
 
 @dataclass
@@ -59,11 +61,11 @@ class Entrant:
     cache: ExpertCache
     model: Decoder
     traversal: Traversal | None
-    token_s: list[float] = field(default_factory=list)
-    """Seconds a token took, answer by answer."""
-    from_device: int = 0
-    tokens: int = 0
+    decode_s: list[float] = field(default_factory=list)
+    """Seconds that decoding took, answer by answer."""
+    num_tokens: list[int] = field(default_factory=list)
     """Decoded, without the first of an answer."""
+    from_device: int = 0
     decode_loads: int = 0
     """Loads while they were."""
     texts: list[tuple[int, ...]] = field(default_factory=list)
@@ -84,14 +86,19 @@ class Entrant:
         self.texts.append(tokens)
         self.from_device += (device_bytes() or 0) - read
         if counts:
-            self.token_s.append(stats.decode_s / (len(tokens) - 1))
-            self.tokens += len(tokens) - 1
+            self.decode_s.append(stats.decode_s)
+            self.num_tokens.append(len(tokens) - 1)
             self.decode_loads += self.cache.counts.loads - loads
 
     @property
     def loads_per_token(self) -> float:
         """While decoding."""
-        return self.decode_loads / max(1, self.tokens)
+        return self.decode_loads / max(1, sum(self.num_tokens))
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token took, over all answers."""
+        return sum(self.decode_s) / sum(self.num_tokens)
 
 
 @contextmanager
@@ -105,12 +112,12 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def foresight_of(folder: Path, store: Store) -> Foresight:
-    """The weights of an adapter of the store's checkpoint."""
+def foresight_of(folder: Path, store: Store) -> tuple[Foresight, ForesightPlan]:
+    """The weights of an adapter of the store's checkpoint, and how they are used."""
     written, tensors = load_adapter(folder)
     made = Foresight(build(ForesightConfig, written["config"]), store.config)
     made.load_state_dict(dict(tensors))
-    return made.to(store.dtype).requires_grad_(False)
+    return made.to(store.dtype).requires_grad_(False), build(ForesightPlan, written["plan"])
 
 
 class Bench:
@@ -122,14 +129,14 @@ class Bench:
         self.stack = ExitStack()
         self.reader = open_reader(self.store.path, options.reader).reader
         self.device_gb_per_s = probe(self.reader, self.store.path)
-        self.gb_per_s = self.device_gb_per_s
-        self.is_paced = False
+        self.is_paced = options.pace is not None
+        self.gb_per_s = UNLIMITED if self.is_paced else self.device_gb_per_s
         self.body = choose("auto").body if self.store.is_tiled else None
         self.shelf = StoreShelf(self.store, self.reader, self.body)
         tokenizer = load_tokenizer(options.store)
         texts = [p.request for task in ("e2e", "sql") for p in packaged_prompts(task)[: options.prompts]]
         self.prompts = [tuple(tokenizer.encode_prompt(text)) for text in texts]
-        self.foresight = foresight_of(options.foresight, self.store) if options.foresight else None
+        self.foresight = {name: foresight_of(folder, self.store) for name, folder in options.foresight}
 
     def entrant(self, policy: Policy, num_slots: int, traversal: Traversal | None, name: str) -> Entrant:
         """A policy over a cache of its own."""
@@ -146,21 +153,19 @@ class Bench:
             yield
         self.stack = ExitStack()
 
-    def recorded(self) -> Trace:
-        """What the routers choose on these prompts, and what foresight expects."""
+    def recorded(self, name: str) -> Trace:
+        """What the routers choose on these prompts, and what a way up expects."""
         with self.closing():
-            entrant = self.entrant(LeastRecent(), self.shelf.num_experts, self.ahead(), "recorded")
+            entrant = self.entrant(LeastRecent(), self.shelf.num_experts, self.ways()[name], "recorded")
             for prompt in self.prompts:
                 entrant.answer(prompt, self.options.tokens, counts=False)
             assert entrant.cache.trace is not None
             return entrant.cache.trace
 
-    def ahead(self) -> Traversal:
-        """Foresight if there is one, else the next layer's guess."""
-        if self.foresight is None:
-            return self.guess()
-        plan = ForesightPlan(self.options.count, tuple(self.options.leads), self.options.at_least)
-        return ForesightClimb(self.foresight, plan)
+    def ways(self) -> dict[str, Traversal | None]:
+        """Ways up the layers that expect experts, and the one that does not."""
+        seeing = {name: ForesightClimb(weights, plan) for name, (weights, plan) in self.foresight.items()}
+        return {"plain": None, "next_layer": self.guess(), **seeing}
 
     def guess(self) -> Traversal:
         """The next layer's guess, of as many as the router takes."""
@@ -174,7 +179,6 @@ class Bench:
             pace = self.lru_loads(share) * self.shelf.bundle_bytes / compute_s / 1e9
             if not pace:
                 raise SystemExit(f"LRU loads nothing with {share:.0%} of the experts in memory: no pace is equal")
-        self.is_paced = pace is not None
         self.gb_per_s = self.device_gb_per_s if pace is None else pace
         return pace  # type: ignore[no-any-return]
 
@@ -195,7 +199,7 @@ class Bench:
 
     def lru_loads(self, share: float) -> float:
         """Experts that LRU loads for a decoded token."""
-        self.is_paced = False
+        self.gb_per_s = UNLIMITED
         with self.closing():
             entrant = self.entrant(LeastRecent(), self.num_slots(share), None, "lru")
             for place, prompt in enumerate(self.prompts):
@@ -215,13 +219,13 @@ class Bench:
     def compute_s(self) -> dict[str, float]:
         """Seconds a token takes with every expert resident, by what goes up the layers."""
         with self.closing():
-            ways = {"plain": None, "next_layer": self.guess(), "ahead": self.ahead()}
-            entrants = [self.entrant(LeastRecent(), self.shelf.num_experts, way, n) for n, way in ways.items()]
+            full = self.shelf.num_experts
+            entrants = [self.entrant(LeastRecent(), full, way, name) for name, way in self.ways().items()]
             for turn in range(2):
                 for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
                     for entrant in entrants:
                         entrant.answer(prompt, self.options.tokens, counts=turn == 1)
-            return {e.name: median(e.token_s) for e in entrants}
+            return {e.name: e.token_s for e in entrants}
 
     def held(self, share: float, trace: Trace) -> list[Entrant]:
         """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
@@ -233,8 +237,11 @@ class Bench:
                 self.entrant(LeastRecent(), num, None, "lru"),
                 self.entrant(NextUse(layers, experts), num, None, "next_use"),
                 self.entrant(Static.of(trace, num), num, None, "static"),
-                self.entrant(NextUse(layers, experts), num, self.guess(), "next_layer"),
-                self.entrant(NextUse(layers, experts), num, self.ahead(), "ahead"),
+                *(
+                    self.entrant(NextUse(layers, experts), num, way, name)
+                    for name, way in self.ways().items()
+                    if way is not None
+                ),
                 self.entrant(Oracle(trace), num, None, "oracle"),
             ]
             for place, prompt in enumerate(self.prompts):
@@ -274,6 +281,14 @@ class Bench:
         return min(times)
 
 
+def named(word: str) -> tuple[str, Path]:
+    """``--foresight`` as it is given."""
+    name, _, folder = word.partition("=")
+    if not (name and folder):
+        raise argparse.ArgumentTypeError(f"NAME=DIR is needed, found {word}")
+    return name, Path(folder)
+
+
 def pace(word: str) -> float | str:
     """``--pace`` as it is given."""
     found = word if word == "equal" else float(word)
@@ -291,9 +306,10 @@ def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: f
     simulated = bench.simulated(entrant.name, trace, entrant.cache.num_slots, compute_s[kind], expert_s)
     return {
         "policy": entrant.name,
-        "tokens_per_s": 1 / median(entrant.token_s),
-        "ms_per_token": 1e3 * median(entrant.token_s),
-        "ms_by_answer": [1e3 * seconds for seconds in entrant.token_s],
+        "tokens_per_s": 1 / entrant.token_s,
+        "ms_per_token": 1e3 * entrant.token_s,
+        "ms_by_answer": [1e3 * s / n for s, n in zip(entrant.decode_s, entrant.num_tokens, strict=True)],
+        "tokens_by_answer": entrant.num_tokens,
         "simulated_ms_per_token": 1e3 * simulated,
         "compute_ms_per_token": 1e3 * compute_s[kind],
         "loads_per_token": entrant.loads_per_token,
@@ -308,16 +324,17 @@ def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: f
 
 
 def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each policy beside the baselines, answer by answer: the median, the least and the greatest gain; and how much
-    faster than LRU any order of its loads could be.
+    """Each policy beside the baselines: tokens a second over all answers, the least and the greatest gain of an answer;
+    and how much faster than LRU any order of its loads could be.
     """
     times = {each["policy"]: each["ms_by_answer"] for each in rows}
+    whole = {each["policy"]: each["ms_per_token"] for each in rows}
     lru = next(each for each in rows if each["policy"] == "lru")
     longest = lru["load_ms_per_token"] + lru["compute_ms_per_token"]
     for each in rows:
         for base in ("on_demand", "lru", "oracle"):
             gains = [theirs / ours for theirs, ours in zip(times[base], each["ms_by_answer"], strict=True)]
-            each[f"over_{base}"] = median(gains)
+            each[f"over_{base}"] = whole[base] / each["ms_per_token"]
             each[f"over_{base}_range"] = [min(gains), max(gains)]
         each["bound_over_lru"] = longest / max(each["load_ms_per_token"], each["compute_ms_per_token"])
     return rows
@@ -327,16 +344,15 @@ def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--foresight", type=Path, help="adapter; without it 'ahead' is the next layer's guess")
+    parser.add_argument(
+        "--foresight", type=named, action="append", default=[], metavar="NAME=DIR", help="an adapter; repeatable"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of experts in memory")
     parser.add_argument("--pace", type=pace, help="GB/s of a device that is not here, or 'equal'")
     parser.add_argument("--reader", default="direct")
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--count", type=int, help="experts that foresight expects for a layer; the router's own number")
-    parser.add_argument("--leads", type=int, nargs="*", default=[], help="it asks again so many layers before a router")
-    parser.add_argument("--at-least", type=float, default=0.5, help="probability from which what is forecast is loaded")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
@@ -347,10 +363,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     bench = Bench(options)
     assert bench.store.config.moe is not None
-    options.count = options.count or bench.store.config.moe.top_k
     options.out.mkdir(parents=True, exist_ok=True)
-    trace, compute_s, expert_s = bench.recorded(), bench.compute_s(), bench.expert_s()
-    trace.save(options.out / "trace.json")
+    traces = {name: bench.recorded(name) for name in bench.ways() if name != "plain"}
+    for name, each in traces.items():
+        each.save(options.out / f"trace-{name}.json")
+    trace, compute_s, expert_s = traces["next_layer"], bench.compute_s(), bench.expert_s()
     runs = []
     for share in options.share:
         paced = bench.set_pace(share, compute_s["plain"])
@@ -367,7 +384,11 @@ def main() -> None:
             )
             print(share, each["policy"], *(f"{each[k]:.2f}" for k in told), flush=True)
     report = {
-        "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
+        "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path) and k != "foresight"},
+        "foresight": {
+            name: {"config": asdict(weights.config), "plan": asdict(plan)}
+            for name, (weights, plan) in bench.foresight.items()
+        },
         "expert_bytes": bench.shelf.bundle_bytes,
         "num_experts": bench.shelf.num_experts,
         "device_gb_per_s": bench.device_gb_per_s,

@@ -61,7 +61,7 @@ class PacedDevice:
         self.places[slot] = place
         heapq.heappush(self._waiting, Load(due, rank, next(self._count), slot, place))
 
-    def postpone(self, slot: int, due: int) -> None:
+    def reschedule(self, slot: int, due: int) -> None:
         """Another place in the queue."""
         self._go_on(self._now())
         put_off(self._waiting, slot, due)

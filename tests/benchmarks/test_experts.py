@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from argparse import ArgumentTypeError
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
 from benchmarks.expert_tables import tables
-from benchmarks.experts import pace, with_gains
+from benchmarks.experts import named, pace, with_gains
 
 SIZE = 1_000_000
 
@@ -24,11 +23,18 @@ def test_a_pace_is_a_speed_or_the_equal_one() -> None:
             pace(word)
 
 
+def test_an_adapter_has_a_name() -> None:
+    assert named("ahead=some/folder") == ("ahead", Path("some/folder"))
+    for word in ("some/folder", "=folder", "ahead="):
+        with pytest.raises(ArgumentTypeError, match="NAME=DIR is needed"):
+            named(word)
+
+
 def policy(name: str, times: list[float]) -> dict[str, Any]:
     counts = {"loads": 400, "wasted": 100, "loaded_bytes": 400 * SIZE, "device_bytes": 404 * SIZE}
     return {
         "policy": name,
-        "ms_per_token": median(times),
+        "ms_per_token": sum(times) / len(times),
         "ms_by_answer": times,
         "compute_ms_per_token": 10.0,
         "load_ms_per_token": 30.0 if name == "lru" else 20.0,
@@ -37,7 +43,7 @@ def policy(name: str, times: list[float]) -> dict[str, Any]:
     }
 
 
-def test_gains_are_of_answer_beside_answer(tmp_path: Path) -> None:
+def test_gains_are_of_all_answers_and_range_over_them(tmp_path: Path) -> None:
     rows = [
         policy("on_demand", [90.0, 60.0, 100.0]),
         policy("lru", [40.0, 20.0, 80.0]),
@@ -45,23 +51,34 @@ def test_gains_are_of_answer_beside_answer(tmp_path: Path) -> None:
         policy("oracle", [10.0, 20.0, 16.0]),
     ]
     ahead = with_gains(rows)[2]
-    assert (ahead["over_lru"], ahead["over_lru_range"]) == (2.0, [1.0, 2.5])
-    assert ahead["over_oracle"] == 0.5
-    assert ahead["over_on_demand"] == 3.125
+    assert (ahead["over_lru"], ahead["over_lru_range"]) == (140 / 72, [1.0, 2.5])
+    assert ahead["over_oracle"] == pytest.approx(46 / 72)
+    assert ahead["over_on_demand"] == pytest.approx(250 / 72)
     assert ahead["bound_over_lru"] == (30 + 10) / 20
 
-    settings = {"reader": "direct", "prompts": 2, "tokens": 8, "count": 1, "refine": True, "threads": 1}
+    settings = {"reader": "direct", "prompts": 2, "tokens": 8, "threads": 1}
+    plan = {"count": None, "leads": [1, 2], "at_least": 0.5}
+    seen = {
+        "ahead": {"config": {"rate": None, "forecast": 8}, "plan": plan},
+        "far": {"config": {"rate": 1.5, "forecast": 0}, "plan": plan | {"leads": []}},
+    }
     run = {"share": 0.25, "pace_gb_per_s": None, "gb_per_s": 1.5, "policies": rows}
     report = {
         **{"num_experts": 384, "expert_bytes": SIZE, "device_gb_per_s": 1.5, "settings": settings, "runs": [run]},
-        **{"is_paced": False, "provenance": {"cpu": "a processor", "commit": None}},
+        **{"foresight": seen, "is_paced": False, "provenance": {"cpu": "a processor", "commit": None}},
     }
     assert tables(tmp_path) == "No run is committed yet."
     (tmp_path / "some.json").write_text(json.dumps(report))
     text = tables(tmp_path)
-    assert "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens" in text
+    assert (
+        "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens at most" in text
+    )
+    assert (
+        "; ahead: a forecast, the slow residual 1 and 2 layer(s) ahead; far: the accelerated residual at rate 1.5;"
+        in text
+    )
     assert "reads as fast as they are; LRU loads for 30.0 ms a token and computes for 10.0." in text
-    assert "| ahead | 20.0 | 2.00x (1.00 to 2.50) | 0.50 | 3.12x | 2.00x | 12.5 | 25% | 1.010 |" in text
+    assert "| ahead | 24.0 | 1.94x (1.00 to 2.50) | 0.64 | 3.47x | 2.00x | 12.5 | 25% | 1.010 |" in text
     paced = report | {"is_paced": True, "runs": [run | {"pace_gb_per_s": 0.5, "gb_per_s": 0.5}]}
     (tmp_path / "some.json").write_text(json.dumps(paced))
     text = tables(tmp_path)

@@ -69,9 +69,9 @@ def test_what_is_put_off_comes_later(device: PacedDevice, clock: Clock) -> None:
     for slot in range(3):
         device.submit(slot, 0, slot, 0)
     clock.sleep(0.5)
-    device.postpone(1, 7)
+    device.reschedule(1, 7)
     assert arrivals(device, clock, 3) == [(0, 4), (2, 8), (1, 12)]
-    device.postpone(1, 9)  # it is there
+    device.reschedule(1, 9)  # it is there
 
 
 def test_loads_go_on_while_others_compute(device: PacedDevice, clock: Clock) -> None:

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.multirate.test_foresight import Heard, batch, foresight, heard, model  # noqa: F401
+from tests.multirate.foreseen import Heard, batch, foresight, listening
+from tests.parity.families import make
+from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.multirate.forecast import FAR, Forecast, forecast_loss, until_next
 from vivace.multirate.foresight import ForesightClimb, ForesightLoss, ForesightObjective, ForesightPlan
 
 SLOTS = 3
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    make(request.param).save_pretrained(folder)
+    return load_decoder(folder)
+
+
+@pytest.fixture
+def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
+    return listening(model, monkeypatch)
 
 
 class Sees:
@@ -29,7 +44,9 @@ class Sees:
         self.forecast: Forecast = made.forecast
         self.climb = ForesightClimb(made, ForesightPlan(at_least=at_least))
 
-    def run(self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), chunk: bool = False) -> Tensor:
+    def run(
+        self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), chunk: bool = False
+    ) -> Tensor:
         with torch.inference_mode():
             out = self.climb.run(self.model, Draft.given_only(tokens), self.cache, chunk=chunk).hidden
         self.cache.commit(list(tokens), kept)
@@ -43,7 +60,7 @@ class Sees:
         return likely, [tuple(each.tolist()) for each in passes[0].exp2()]
 
 
-def check(heard: Heard, expected: tuple[list[set[int]], list[tuple[float, ...]]]) -> None:  # noqa: F811
+def check(heard: Heard, expected: tuple[list[set[int]], list[tuple[float, ...]]]) -> None:
     foretold = [told for kind, _, told in heard if kind == "foretold"]
     likely = {layer: set(told) for kind, layer, told in heard if kind == "expected"}
     layers = [layer for kind, layer, _ in heard if kind == "foretold"]
@@ -52,7 +69,7 @@ def check(heard: Heard, expected: tuple[list[set[int]], list[tuple[float, ...]]]
     assert [likely.get(layer, set()) for layer in layers] == expected[0]
 
 
-def test_a_pass_is_told_from_the_end_of_the_one_before(model: Decoder, heard: Heard) -> None:  # noqa: F811
+def test_a_pass_is_told_from_the_end_of_the_one_before(model: Decoder, heard: Heard) -> None:
     sees = Sees(model)
     last = sees.run({1: [4, 9, 33]}, kept=[(0, 1, 2)], chunk=True)[-1]
     assert {kind for kind, *_ in heard} == {"ran"}, "nothing goes before a prompt"
@@ -67,7 +84,7 @@ def test_a_pass_is_told_from_the_end_of_the_one_before(model: Decoder, heard: He
         last = after
 
 
-def test_rows_together_are_told_together(model: Decoder, heard: Heard) -> None:  # noqa: F811
+def test_rows_together_are_told_together(model: Decoder, heard: Heard) -> None:
     """An expert is expected if one of the rows wants it, and needed as soon as the first does."""
     sees = Sees(model)
     ends = sees.run({0: [4], 2: [9]}, kept=[(0,), (0,)])
@@ -81,7 +98,7 @@ def test_rows_together_are_told_together(model: Decoder, heard: Heard) -> None: 
     check([each for each in heard if each[0] != "ran"], (likely, soon))
 
 
-def test_of_several_guesses_the_one_that_is_followed_counts(model: Decoder, heard: Heard) -> None:  # noqa: F811
+def test_of_several_guesses_the_one_that_is_followed_counts(model: Decoder, heard: Heard) -> None:
     """A pass over four tokens of which two stay is followed from its second row."""
     sees = Sees(model)
     ends = sees.run({0: [4, 9, 33, 2]}, kept=[(0, 1)])
@@ -90,7 +107,7 @@ def test_of_several_guesses_the_one_that_is_followed_counts(model: Decoder, hear
     check([each for each in heard if each[0] != "ran"], sees.said(ends[1], 6))
 
 
-def test_the_probability_decides_who_is_expected(model: Decoder, heard: Heard) -> None:  # noqa: F811
+def test_the_probability_decides_who_is_expected(model: Decoder, heard: Heard) -> None:
     counts = []
     for at_least in (0.01, 0.5, 0.99):
         sees = Sees(model, at_least)
@@ -112,7 +129,7 @@ def test_until_next_is_what_it_says() -> None:
                 assert found[place, column] == next(after, FAR)
 
 
-def test_training_raises_recall_and_lowers_the_error_of_passes(model: Decoder) -> None:  # noqa: F811
+def test_training_raises_recall_and_lowers_the_error_of_passes(model: Decoder) -> None:
     seeing = foresight(model, rate=None, forecast=32)
     objective = ForesightObjective(seeing, ForesightLoss())
     optimiser = torch.optim.AdamW(seeing.forecast.parameters(), 0.02)  # type: ignore[union-attr]
@@ -128,7 +145,7 @@ def test_training_raises_recall_and_lowers_the_error_of_passes(model: Decoder) -
     assert recalls[-1] > recalls[0] + 0.2
 
 
-def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:  # noqa: F811
+def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     """Where the loss compares f with what was chosen, decoding tells that f of that pass."""
     sees, text = Sees(model), batch(12, 1)
     tokens, seen = text.tokens[0].tolist(), []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import pytest
 import torch
 
 from tests.decode.runs import finish
-from tests.parity.families import VOCAB, make
+from tests.multirate.foreseen import Heard, batch, foresight, listening
+from tests.parity.families import make
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
-from vivace.core.moe import MixtureOfExperts, likeliest
+from vivace.core.moe import likeliest
 from vivace.core.packed import pack_decoder
-from vivace.core.seams import Batch, Draft
+from vivace.core.seams import Draft
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -34,10 +34,6 @@ from vivace.multirate.foresight import (
 )
 
 
-Heard = list[tuple[str, int, tuple[Any, ...]]]
-"""What was said to whose experts."""
-
-
 @pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = tmp_path_factory.mktemp(request.param)
@@ -45,42 +41,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_decoder(folder)
 
 
-def foresight(model: Decoder, noise: float = 0.0, **fields: Any) -> Foresight:
-    torch.manual_seed(3)
-    made = Foresight(ForesightConfig(**{"rank": 4, "bottleneck": 8, **fields}), model.config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
-    return made
-
-
-class Listener:
-    """The experts of a layer, as they are, and what they were told."""
-
-    def __init__(self, experts: object, heard: Heard, layer: int) -> None:
-        self.experts, self.heard, self.layer = experts, heard, layer
-
-    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, object]]:
-        self.heard.append(("ran", self.layer, tuple(chosen)))
-        return self.experts.serve(chosen, num_rows)  # type: ignore[attr-defined, no-any-return]
-
-    def expect(self, likely: Sequence[int]) -> None:
-        self.heard.append(("expected", self.layer, tuple(likely)))
-
-    def foretell(self, passes: Sequence[float]) -> None:
-        self.heard.append(("foretold", self.layer, tuple(passes)))
-
-
 @pytest.fixture
 def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
-    said: Heard = []
-    for index, layer in enumerate(model.layers):
-        if isinstance(layer.feed_forward, MixtureOfExperts):
-            mixture = layer.feed_forward
-            listener = Listener(mixture.experts, said, index)
-            monkeypatch.delitem(mixture._modules, "experts")
-            monkeypatch.setattr(mixture, "experts", listener, raising=False)
-    return said
+    return listening(model, monkeypatch)
 
 
 @pytest.mark.parametrize("rate", [1.1, 1.25, 1.5, 2, 2.2, 2.5, 3, 5])
@@ -136,9 +99,7 @@ def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
         assert len(set(likely)) == len(likely)
 
 
-def test_refining_asks_again_from_the_layer_below(
-    model: Decoder, heard: Heard
-) -> None:
+def test_refining_asks_again_from_the_layer_below(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
         climb = ForesightClimb(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
         climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
@@ -146,9 +107,7 @@ def test_refining_asks_again_from_the_layer_below(
     assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
 
 
-def test_whoever_is_asked_about_the_next_layer_is_asked_once(
-    model: Decoder, heard: Heard
-) -> None:
+def test_whoever_is_asked_about_the_next_layer_is_asked_once(model: Decoder, heard: Heard) -> None:
     """A low rate speaks for the next layer itself, and knows more of it than the slow residual."""
     assert model.config.moe is not None
     seeing = foresight(model, 0.1, rate=1.25)
@@ -166,9 +125,7 @@ def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: Heard) -> None
     assert {kind for kind, *_ in heard} == {"ran"}
 
 
-def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(
-    model: Decoder, heard: Heard
-) -> None:
+def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(model: Decoder, heard: Heard) -> None:
     climb = ForesightClimb(foresight(model, 0.2), ForesightPlan(2))
     said = []
     for tokens in ([[4], [9]], [[4], [33]]):
@@ -181,11 +138,6 @@ def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(
             if place == 0:
                 said.append(list(heard))
     assert said[0] == said[1]
-
-
-def batch(length: int = 24, count: int = 4) -> Batch:
-    tokens = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(0))
-    return Batch(tokens, torch.ones(count, length, dtype=torch.bool))
 
 
 def test_training_raises_recall_and_leaves_the_model_alone(model: Decoder) -> None:

@@ -121,10 +121,10 @@ def test_what_is_due_first_comes_first_in_a_file(tmp_path: Path) -> None:
     reader.close()
     for slot, (due, rank) in enumerate([(5, 0), (9, 0), (7, 1), (7, 0), (8, 0)]):
         channel.submit(slot, slot * PAGE if slot else 0, due, rank)
-    channel.postpone(4, 10)
-    channel.postpone(4, 11)
+    channel.reschedule(4, 10)
+    channel.reschedule(4, 11)
     assert order(channel, 5) == [0, 3, 2, 1, 4]
-    channel.postpone(4, 3)  # it is there: nothing to put off
+    channel.reschedule(4, 3)  # it is there: nothing to put off
     channel.close()
 
 
@@ -134,7 +134,7 @@ def test_what_is_due_first_comes_first_in_threads() -> None:
     channel = ThreadChannel(lambda place, into: gate.wait(5) and None, slots, num_threads=1, chunk_bytes=PAGE)
     for slot, (due, rank) in enumerate([(5, 0), (9, 0), (7, 1), (7, 0), (8, 0)]):
         channel.submit(slot, 0, due, rank)
-    channel.postpone(4, 11)
+    channel.reschedule(4, 11)
     gate.set()
     assert order(channel, 5) == [0, 3, 2, 1, 4]
     channel.close()

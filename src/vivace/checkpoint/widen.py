@@ -190,9 +190,7 @@ def _accelerator_term(name: str, value: Tensor, config: ModelConfig, k: int) -> 
 
 
 def _foresight_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of a residual that runs ahead; scales (N, E) are per layer and component. A forecast's bottleneck stays
-    as wide as it is.
-    """
+    """One tensor of a residual that runs ahead, or of a forecast; scales (N, E) are per layer and component."""
     if name.startswith("forecast."):
         joined = name == "forecast.down"  # of a residual and an embedding
         return torch.cat([half.repeat(1, k) / k for half in value.chunk(2, 1)], 1) if joined else value.clone()

@@ -352,8 +352,9 @@ class Experts(Protocol):
         ...
 
     def expect(self, likely: Sequence[int]) -> None:
-        """These will probably be chosen when this layer runs next, the likeliest first, and no others, whatever was said
-        before. A guess: it may do nothing.
+        """These will probably be chosen when this layer runs next, the likeliest first, and not what was said before.
+
+        A guess: it may do nothing.
         """
         ...
 

@@ -218,7 +218,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_foresee": (POINTER(CRouters),),
     "vivace_channel_close": (c_void_p,),
     "vivace_channel_submit": (c_void_p, POINTER(CRead)),
-    "vivace_channel_postpone": (c_void_p, c_int64, c_int64),
+    "vivace_channel_reschedule": (c_void_p, c_int64, c_int64),
     "vivace_scatter_close": (c_void_p,),
     "vivace_scatter_wait": (c_void_p, c_int64, c_void_p),
     "vivace_scatter_counts": (c_void_p, c_void_p),

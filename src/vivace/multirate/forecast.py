@@ -51,7 +51,7 @@ class Forecast(nn.Module):
         self.outer = nn.Parameter(torch.zeros(math.prod(self.shape)))
 
     def forward(self, last: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
-        """f and g, each (T, mixtures, X).
+        """F and g, each (T, mixtures, X).
 
         Args:
             last: (T, E), residuals that came out of the last layer ...
@@ -77,6 +77,7 @@ class Forecaster:
         self._least = math.log(at_least / (1 - at_least))
         self._ends: dict[int, dict[int, Tensor]] = {}
         """By slot and position: where the rows of its last pass came out, (E)."""
+        self._mixtures: tuple[MixtureOfExperts, ...] = ()
 
     def tell(self, model: Decoder, entering: Tensor, step: Step) -> None:
         """Before a pass whose rows (T, E) are about to enter; a row that follows none of the last pass says nothing."""
@@ -88,8 +89,10 @@ class Forecaster:
         chosen, passes = self._forecast(last.float(), entering[rows].float())
         likely = _above(chosen.amax(0), self._least)
         again = passes.amin(0).exp2().tolist()
-        for mixture, experts, soon in zip(_mixtures(model), likely, again, strict=True):
+        mixtures = self._mixtures = self._mixtures or tuple(_mixtures(model))
+        for mixture, soon in zip(mixtures, again, strict=True):
             mixture.experts.foretell(soon)
+        for mixture, experts in zip(mixtures, likely, strict=True):
             if experts:
                 mixture.experts.expect(experts)
 

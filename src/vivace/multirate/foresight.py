@@ -20,8 +20,9 @@ and that one p speaks for R layers are ours.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import addressof, c_int64
+from ctypes import Array, addressof, c_int64
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 import torch
@@ -203,7 +204,7 @@ class ForesightClimb:
         ahead = dict.fromkeys(self.foresight.targets(depth), count)
         by_slow: dict[int, int] = {}
         for layer in (depth + lead for lead in self.leads):
-            if 0 < depth and layer < c.num_layers and c.is_moe(layer):
+            if depth > 0 and layer < c.num_layers and c.is_moe(layer):
                 near = ahead if layer in ahead else by_slow
                 near[layer] = max(count, c.moe.top_k)
         return Routers.of(model, ahead, self.foresight, by_slow) if ahead or by_slow else None
@@ -267,12 +268,19 @@ class Routers:
 
     def _alone(self, body: NativeBody, p: Tensor, slow: Tensor) -> list[list[int]]:
         """For one row: the norm is a positive factor there, which changes no order."""
+        call, out = self._call
+        body.foresee(call, p, slow)
+        most = max(self.counts)
+        return [out[place * most : place * most + count] for place, count in enumerate(self.counts)]
+
+    @cached_property
+    def _call(self) -> tuple[CRouters, Array[c_int64]]:
+        """The native call but for its rows, laid out once, and where it writes."""
         num, width, experts = self.weight.shape
         most = max(self.counts)
         out = (c_int64 * (num * most))()
         parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
-        body.foresee(CRouters(None, None, *parts, addressof(out), num, width, experts, most), p, slow)
-        return [out[place * most : place * most + count] for place, count in enumerate(self.counts)]
+        return CRouters(None, None, *parts, addressof(out), num, width, experts, most), out
 
     def logits(self, p: Tensor, slow: Tensor) -> Tensor:
         """(T, E) twice -> (n, T, X)."""
@@ -397,9 +405,7 @@ class ForesightObjective:
 
 @torch.no_grad()
 def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """The frozen pass: h^n (B * T, E) of every layer n and behind the last, and u_m (n, E) of some rows for each mixture
-    m.
-    """
+    """The frozen pass: h^n (B * T, E) from none to all layers, and u_m (n, E) of some rows for each mixture m."""
     h = model.embed(tokens, step)
     entering: list[Tensor] = []
     read: dict[int, Tensor] = {}

@@ -35,8 +35,8 @@ class Channel(Protocol):
         """Begin to fill a slot from a place in the file; what is due first is read first."""
         ...
 
-    def postpone(self, slot: int, due: int) -> None:
-        """It is less urgent than was said, unless all of it is being read already."""
+    def reschedule(self, slot: int, due: int) -> None:
+        """It is due at another time than was said, unless all of it is being read already."""
         ...
 
     def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
@@ -113,7 +113,7 @@ class ThreadChannel:
             heapq.heappush(self._waiting, Load(due, rank, next(self._number), slot, place))
             self._asked.notify(-(-len(self._slots[slot]) // self._chunk_bytes))
 
-    def postpone(self, slot: int, due: int) -> None:
+    def reschedule(self, slot: int, due: int) -> None:
         """Another place in the queue."""
         with self._asked:
             put_off(self._waiting, slot, due)
@@ -209,9 +209,9 @@ class NativeChannel:
         self._places[slot] = place
         self._library.vivace_channel_submit(self._handle, byref(CRead(slot, place, size, into, due, rank)))
 
-    def postpone(self, slot: int, due: int) -> None:
+    def reschedule(self, slot: int, due: int) -> None:
         """Another place in the queue."""
-        self._library.vivace_channel_postpone(self._handle, slot, due)
+        self._library.vivace_channel_reschedule(self._handle, slot, due)
 
     def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
         """Slots that were filled, or could not be."""

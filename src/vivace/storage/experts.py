@@ -29,7 +29,7 @@ from vivace.storage.channel import CHUNK_BYTES, NUM_THREADS, Channel
 from vivace.storage.policies import Hint, Key, Outlook, Policy, Trace, Visit
 from vivace.storage.readers import PAGE, aligned
 
-SORTS = 4
+SORTS = 2
 """How often a pass slots are sorted by who goes first."""
 
 VICTIMS = 64
@@ -146,7 +146,9 @@ class ExpertCache:
         self._victims: list[tuple[float, Key]] = []
         """Whom to evict, the best last."""
         self._sorted_at = -1
-        self._has_all_victims = False
+        self._is_sorted = self._has_all_victims = False
+        self._asked: set[Key] = set()
+        """Expected since victims were sorted."""
 
     @property
     def num_slots(self) -> int:
@@ -177,7 +179,7 @@ class ExpertCache:
     def expect(self, layer: int, likely: Sequence[int]) -> None:
         """Load these before their layer runs, if there is time and room; the likeliest first.
 
-        What was expected of the layer before, and is not any more, is not loaded unless that has begun.
+        What was expected of the layer before, and is not any more, is not loaded, and waits where that has begun.
         """
         due = self._turn(layer) * self.num_layers + layer
         if self.trace is not None:
@@ -185,11 +187,25 @@ class ExpertCache:
         self.policy.expected(layer, likely, due)
         for expert in self._expected.get(layer, ()):
             if expert not in likely:
-                self._likely.pop((layer, expert), None)
+                self._think_better_of((layer, expert), due)
         self._expected[layer] = likely
         for rank, expert in enumerate(likely):
+            self._asked.add((layer, expert))
             self._want((layer, expert), due, rank)
-        self._go_on()
+        if self._likely:
+            self._go_on()
+
+    def _think_better_of(self, key: Key, due: int) -> None:
+        self._likely.pop(key, None)
+        slot = self._at.get(key)
+        if slot is not None and slot.due == due:
+            self._reschedule(slot, due + self.num_layers)
+
+    def _reschedule(self, slot: _Slot, due: int) -> None:
+        """What is being loaded is due at another time than was thought."""
+        if not slot.is_ready:
+            slot.due = due
+            self._channel.reschedule(slot.number, due)
 
     def foretell(self, layer: int, passes: Sequence[float]) -> None:
         """After the pass to come, each expert of a layer is thought to be chosen again that many passes later."""
@@ -197,6 +213,7 @@ class ExpertCache:
         if self.trace is not None:
             self.trace.outlooks.append(Outlook(self._clock, layer, turn, tuple(passes)))
         self.policy.foretold(layer, passes, turn)
+        self._is_sorted = False
 
     def serve(self, layer: int, chosen: Sequence[int], num_rows: int = 1) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready.
@@ -237,14 +254,13 @@ class ExpertCache:
         for rank, (key, due) in enumerate(self.policy.ahead(self._clock)):
             self._want(key, due, rank)
         self._likely = {key: due for key, due in self._likely.items() if due[0] > self._clock}
-        self._postpone({(layer, expert) for expert in chosen})
+        self._put_off({(layer, expert) for expert in chosen})
 
-    def _postpone(self, chosen: set[Key]) -> None:
+    def _put_off(self, chosen: set[Key]) -> None:
         """Guesses whose layer runs without them wait until it runs again."""
         for slot in self._loading.values():
             if slot.due <= self._clock and slot.key not in chosen:
-                slot.due = self._clock + self.num_layers
-                self._channel.postpone(slot.number, slot.due)
+                self._reschedule(slot, self._clock + self.num_layers)
 
     def _count(self, chosen: dict[Key, None]) -> None:
         for key in chosen:
@@ -255,6 +271,8 @@ class ExpertCache:
             slot.used = self._clock
             if not slot.is_ready:
                 self.counts.awaited += 1
+                if slot.due > self._clock:
+                    self._reschedule(slot, self._clock)
             elif slot.is_guess:
                 self.counts.ahead += 1
             else:
@@ -283,14 +301,19 @@ class ExpertCache:
             self.counts.wait_s += time.perf_counter() - begun
 
     def _want(self, key: Key, due: int, rank: int) -> None:
-        if key not in self._at and due > self._clock:
+        slot = self._at.get(key)
+        if slot is not None:
+            if slot.due > due:
+                self._reschedule(slot, due)
+        elif due > self._clock:
             self._likely[key] = min(self._likely.get(key, (due, rank)), (due, rank))
 
     def _go_on(self) -> None:
         """Begin what is expected, the most urgent first, while the channel has little to do."""
         if not self._likely:
             return
-        self._settle(waits=False)
+        if len(self._loading) >= self._most_under_way:
+            self._settle(waits=False)
         while self._likely and len(self._loading) < self._most_under_way:
             key = min(self._likely, key=self._likely.__getitem__)
             due, rank = self._likely[key]
@@ -317,7 +340,7 @@ class ExpertCache:
         """A slot for a load: an empty one, or that of the expert which is needed last, after ``due`` at any rate."""
         if self._empty:
             return self._empty.pop()
-        if self._clock - self._sorted_at > self.num_layers // SORTS:
+        if not self._is_sorted or self._clock - self._sorted_at > self.num_layers // SORTS:
             self._sort_victims()
         while self._victims or self._sorted_at < self._clock or not self._has_all_victims:
             if not self._victims:
@@ -325,7 +348,7 @@ class ExpertCache:
                 continue
             use, key = self._victims[-1]
             slot = self._at.get(key)
-            if slot is None or not slot.is_ready or key in self._held or self._has_moved(slot, key, use):
+            if slot is None or not slot.is_ready or key in self._held or self._has_moved(slot, key):
                 self._victims.pop()  # seen again when they are sorted again
             elif due is not None and use <= due:
                 return None
@@ -335,9 +358,9 @@ class ExpertCache:
                 return slot
         return self._any_room() if due is None else None
 
-    def _has_moved(self, slot: _Slot, key: Key, use: float) -> bool:
-        """Whether it is needed sooner than was thought when victims were sorted."""
-        return slot.used >= self._sorted_at or self.policy.next_use(key, self._clock) < use
+    def _has_moved(self, slot: _Slot, key: Key) -> bool:
+        """Whether it may be needed sooner than was thought when victims were sorted."""
+        return slot.used >= self._sorted_at or key in self._asked
 
     def _sort_victims(self) -> None:
         """A few times a pass: asking about every slot for every load would cost more than it gives."""
@@ -348,6 +371,8 @@ class ExpertCache:
         last = np.argsort(uses, kind="stable")[-count:].tolist() if keys else []
         self._victims = [(uses[place], keys[place]) for place in last]
         self._sorted_at, self._has_all_victims = self._clock, count >= len(keys)
+        self._is_sorted = True
+        self._asked.clear()
 
     def _any_room(self) -> _Slot | None:
         """For a layer that waits: whoever may go, those that came since victims were sorted included."""

@@ -32,8 +32,6 @@ FloatArray = NDArray[np.float64]
 Key = tuple[int, int]
 """(layer, expert)."""
 
-Rows = int | slice | NDArray[np.intp]
-EVERY = slice(None)
 PROMPT_ROWS = 16
 """A pass of more rows is a prompt's."""
 FAR = 64.0
@@ -61,12 +59,8 @@ class Policy(Protocol):
         """After pass ``turn``, each expert of a layer is thought to be chosen again that many passes later."""
         ...
 
-    def next_use(self, key: Key, clock: int) -> float:
-        """Clock at which it is needed next, as far as one can tell."""
-        ...
-
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
-        """``next_use`` of each."""
+        """Clocks at which they are needed next, as far as one can tell."""
         ...
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:
@@ -142,13 +136,12 @@ class Static(LeastRecent):
 
 
 class NextUse:
-    """Eviction by predicted next use: when it is expected, else the turn of its layer after as many passes as it is likely
-    to be idle.
+    """Eviction by predicted next use: when it is expected, else its layer's turn after the passes it will be idle.
 
     Those are the passes between two uses of an expert that is used as often as this one was lately, f. Where it was
-    foretold to be used again after n, the forecast, which knows the words, is weighed against the past, which knows this
-    text: n^w f^(1 - w). A prompt chooses nearly all experts, whatever comes of it: while one runs, an expert is thought to
-    be needed when it was after earlier prompts.
+    foretold to be used again after n, the forecast, which knows the words, is weighed against the past, which knows
+    this text: n^w f^(1 - w). A prompt chooses nearly all experts, whatever comes of it: while one runs, an expert is
+    thought to be needed when it was after earlier prompts.
     """
 
     keeps = True
@@ -178,6 +171,12 @@ class NextUse:
         """The share of passes that used it, after the pass ``then``."""
         self._due, self._again = np.full(shape, -1.0).reshape(-1), np.full(shape, -1.0).reshape(-1)
         """When it is expected, and when it was foretold."""
+        self._expected: dict[int, tuple[Sequence[int], int]] = {}
+        self._foretold: dict[int, tuple[Sequence[float], int]] = {}
+        self._used: list[int] = []
+        self._turn = 0
+        """What was told by layer, and rows used in this pass, since the arrays were brought up to date. Small
+        operations on arrays cost more than they do: they are put off until somebody asks."""
         self._opened, self._is_answered, self._is_told = -1, False, False
         """Pass of the last prompt; whether one of an answer came behind it; and whether that ever happened."""
         self._first = np.full(shape, FAR).reshape(-1)
@@ -185,23 +184,59 @@ class NextUse:
         self._opening = np.full(shape, np.log2(FAR) / 2).reshape(-1)
         """log2 of that, after earlier prompts."""
 
-    def _row(self, key: Key) -> int:
-        return key[0] * self.num_experts + key[1]
-
-    def _rows(self, layer: int) -> slice:
-        return slice(layer * self.num_experts, (layer + 1) * self.num_experts)
-
     def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
         """One more pass that used them."""
-        first, here = layer * self.num_experts, clock // self.num_layers
-        rows = np.array([first + expert for expert in chosen], dtype=np.intp)
+        here = clock // self.num_layers
+        if here != self._turn:
+            self._count()
+            self._turn = here
         if num_rows <= PROMPT_ROWS:
-            self._first[rows] = np.minimum(self._first[rows], here - self._opened)
             self._is_answered = True
         elif self._opened < here:
             self._open(here)
-        share = self._shares(here, rows)
+        first = layer * self.num_experts
+        self._used += [first + expert for expert in chosen]
+
+    def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
+        """Remember for when."""
+        self._expected[layer] = likely, due
+
+    def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
+        """Remember for when: its layer's turn, that many passes later."""
+        self._foretold[layer] = passes, turn
+
+    def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
+        """All in a few operations: the cache asks about every expert it holds."""
+        self._learn()
+        uses = np.where(self._due > clock, self._due, self._later(clock))
+        return uses[[layer * self.num_experts + expert for layer, expert in keys]].tolist()  # type: ignore[no-any-return]
+
+    def _learn(self) -> None:
+        """Bring the arrays up to date."""
+        self._count()
+        for layer, (likely, due) in self._expected.items():
+            first = layer * self.num_experts
+            self._due[first : first + self.num_experts] = -1
+            self._due[[first + expert for expert in likely]] = due
+        if self._foretold:
+            layers = np.fromiter(self._foretold, dtype=np.intp)
+            turns = np.array([turn for _, turn in self._foretold.values()])
+            passes = np.array([passes for passes, _ in self._foretold.values()])
+            again = self._again.reshape(self.num_layers, -1)
+            again[layers] = (turns[:, None] + passes) * self.num_layers + layers[:, None]
+        self._expected.clear()
+        self._foretold.clear()
+
+    def _count(self) -> None:
+        """What this pass used: shares fade while others are used."""
+        if not self._used:
+            return
+        rows, here = np.array(self._used, dtype=np.intp), self._turn
+        share = self._shares(here)[rows]
         self._share[rows], self._then[rows] = share + self.FRESH * (1 - share), here
+        if self._opened < here:
+            self._first[rows] = np.minimum(self._first[rows], here - self._opened)
+        self._used.clear()
 
     def _open(self, here: int) -> None:
         """A prompt begins: what was foretold was of another text."""
@@ -210,45 +245,25 @@ class NextUse:
             self._is_told = True
         self._opened, self._is_answered = here, False
         self._first[:] = FAR
+        self._foretold.clear()
         self._again[:] = -1
 
-    def _shares(self, here: int, rows: Rows = EVERY) -> FloatArray:
-        """As of a pass: they fade while others are used."""
-        fading: FloatArray = (1 - self.FRESH) ** (here - self._then[rows])
-        return self.RARE + (self._share[rows] - self.RARE) * fading
+    def _shares(self, here: int) -> FloatArray:
+        """Of the passes up to one, those that used an expert, the late ones weighing more."""
+        fading: FloatArray = (1 - self.FRESH) ** (here - self._then)
+        return self.RARE + (self._share - self.RARE) * fading
 
-    def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
-        """Remember for when."""
-        dues = self._due[self._rows(layer)]
-        dues[:] = -1
-        dues[list(likely)] = due
-
-    def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
-        """Remember for when: its layer's turn, that many passes later."""
-        again = np.asarray(passes, dtype=np.float64)
-        self._again[self._rows(layer)] = (turn + again) * self.num_layers + layer
-
-    def next_use(self, key: Key, clock: int) -> float:
-        """Of one, as ``next_uses`` says."""
-        row = self._row(key)
-        due = self._due[row]
-        return float(due if due > clock else self._later(clock, row))
-
-    def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
-        """All in a few operations: the cache asks about every expert it holds."""
-        uses = np.where(self._due > clock, self._due, self._later(clock, EVERY))
-        return uses[[layer * self.num_experts + expert for layer, expert in keys]].tolist()  # type: ignore[no-any-return]
-
-    def _later(self, clock: int, rows: Rows) -> FloatArray:
+    def _later(self, clock: int) -> FloatArray:
+        """When each is needed if it is not expected."""
         layers = self.num_layers
         if self._is_told and clock // layers == self._opened:
-            after: FloatArray = self._opened + np.exp2(self._opening[rows])
-            return after * layers + self._layer[rows] + BEHIND
-        turn = clock + 1 + (self._layer[rows] - clock - 1) % layers
-        idle, again = 1 / self._shares(clock // layers, rows), self._again[rows]
-        foretold = np.maximum((again - turn) / layers + 1, 1)
-        idle = np.where(again > clock, foretold**self.FORETOLD * idle ** (1 - self.FORETOLD), idle)
-        later: FloatArray = turn + layers * (idle - 1) + BEHIND
+            after: FloatArray = self._opened + np.exp2(self._opening)
+            return after * layers + self._layer + BEHIND
+        turn = clock + 1 + (self._layer - clock - 1) % layers
+        idle = 1 / self._shares(clock // layers)
+        foretold = np.maximum((self._again - turn) / layers + 1, 1)
+        weighed = foretold**self.FORETOLD * idle ** (1 - self.FORETOLD)
+        later: FloatArray = turn + layers * (np.where(self._again > clock, weighed, idle) - 1) + BEHIND
         return later
 
     def ahead(self, clock: int) -> Iterable[tuple[Key, int]]:

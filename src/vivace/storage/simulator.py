@@ -14,7 +14,7 @@ baseline by more than (T_l + T_c) / max(T_l', T_c), which is at most 2 where T_l
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from vivace.errors import ConfigError
@@ -153,12 +153,17 @@ class _Run:
         layer, likely = told.due % self.trace.num_layers, self.state.likely
         for key in [key for key, (due, _) in likely.items() if due == told.due and key[1] not in told.likely]:
             del likely[key]
+        self._reschedule(
+            told.due + self.trace.num_layers, lambda due, key: due == told.due and key[1] not in told.likely
+        )
         self.policy.expected(layer, told.likely, told.due)
         for rank, expert in enumerate(told.likely):
             self._want((layer, expert), told.due, rank)
 
     def _want(self, key: Key, due: int, rank: int) -> None:
-        if key not in self.state.slots and due > self.state.clock:
+        if key in self.state.slots:
+            self._reschedule(due, lambda was, other: other == key and was > due)
+        elif due > self.state.clock:
             self.state.likely[key] = min(self.state.likely.get(key, (due, rank)), (due, rank))
 
     def _visit(self, visit: Visit) -> None:
@@ -170,7 +175,9 @@ class _Run:
             self._want(key, due, rank)
         state.likely = {key: due for key, due in state.likely.items() if due[0] > visit.clock}
         state.held = set(keys)
-        self._postpone()
+        later = visit.clock + self.trace.num_layers
+        self._reschedule(visit.clock, lambda due, key: due > visit.clock and key in state.held)
+        self._reschedule(later, lambda due, key: due <= visit.clock and key not in state.held)
         for key in keys:
             self._count(state.slots.get(key))
         left = list(keys)
@@ -189,14 +196,11 @@ class _Run:
             for key in keys:
                 state.slots.pop(key, None)
 
-    def _postpone(self) -> None:
-        """Guesses whose layer has run without them wait until it runs again."""
-        state, later = self.state, self.state.clock + self.trace.num_layers
-        state.queue = [
-            (later if due <= state.clock and load.key not in state.held else due, rank, number, load)
-            for due, rank, number, load in state.queue
-        ]
-        heapq.heapify(state.queue)
+    def _reschedule(self, due: int, which: Callable[[int, Key], bool]) -> None:
+        """What is being loaded is due at another time than was thought."""
+        queue = self.state.queue
+        queue[:] = [(due if which(was, load.key) else was, rank, number, load) for was, rank, number, load in queue]
+        heapq.heapify(queue)
 
     def _count(self, load: _Load | None) -> None:
         outcome = self.outcome

@@ -58,7 +58,7 @@ public:
     }
 
     // A load that has not been taken on to its end gets another place in the queue.
-    void postpone(int64_t number, int64_t due) {
+    void reschedule(int64_t number, int64_t due) {
         const std::lock_guard<std::mutex> held(lock_);
         const auto found = loads_.find(number);
         if (found == loads_.end() || waiting_.erase(found->second.urgency) == 0) return;
@@ -123,8 +123,8 @@ EXPORT void vivace_channel_close(void* channel) { delete static_cast<Channel*>(c
 
 EXPORT void vivace_channel_submit(void* channel, const Read* read) { static_cast<Channel*>(channel)->submit(*read); }
 
-EXPORT void vivace_channel_postpone(void* channel, int64_t number, int64_t due) {
-    static_cast<Channel*>(channel)->postpone(number, due);
+EXPORT void vivace_channel_reschedule(void* channel, int64_t number, int64_t due) {
+    static_cast<Channel*>(channel)->reschedule(number, due);
 }
 
 // Writes pairs of a load's number and its error, 0 where there is none; returns how many.
