@@ -16,9 +16,9 @@ It costs two small products a token and no row of its own.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
+
+Product = Callable[[Tensor], Tensor]
+"""(T, in) -> (T, out)."""
 
 FAR = 64
 """Passes; what is needed later than that is all the same."""
@@ -57,8 +60,12 @@ class Forecast(nn.Module):
             last: (T, E), residuals that came out of the last layer ...
             entering: ... and (T, E), the embeddings of the tokens that follow.
         """
+        return self.by(last, entering, partial(F.linear, weight=self.down), partial(F.linear, weight=self.up))
+
+    def by(self, last: Tensor, entering: Tensor, down: Product, up: Product) -> tuple[Tensor, Tensor]:
+        """The same with products by the two matrices as somebody else makes them."""
         x = torch.cat([F.rms_norm(each, each.shape[-1:], eps=1e-6) for each in (last, entering)], -1)
-        y = F.linear(F.silu(F.linear(x, self.down, self.inner)), self.up, self.outer)
+        y = up(F.silu(down(x) + self.inner)) + self.outer
         chosen, passes = y.view(-1, *self.shape).unbind(1)
         return chosen, passes
 
@@ -73,11 +80,12 @@ class Forecaster:
             forecast: trained on the model.
             at_least: probability from which an expert is expected.
         """
-        self._forecast = copy.deepcopy(forecast).float()  # small products in bfloat16 take PyTorch ten times as long
+        self._forecast = forecast
         self._least = math.log(at_least / (1 - at_least))
         self._ends: dict[int, dict[int, Tensor]] = {}
         """By slot and position: where the rows of its last pass came out, (E)."""
         self._mixtures: tuple[MixtureOfExperts, ...] = ()
+        self._products: tuple[Product, Product] | None = None
 
     def tell(self, model: Decoder, entering: Tensor, step: Step) -> None:
         """Before a pass whose rows (T, E) are about to enter; a row that follows none of the last pass says nothing."""
@@ -85,11 +93,14 @@ class Forecaster:
         rows = [row for row, end in enumerate(ends) if end is not None]
         if not rows:
             return
-        last = torch.stack([end for end in ends if end is not None])
-        chosen, passes = self._forecast(last.float(), entering[rows].float())
+        if self._products is None:
+            down, up = (weight.detach().to(model.dtype) for weight in (self._forecast.down, self._forecast.up))
+            self._products = model.projection(down), model.projection(up)
+            self._mixtures = tuple(_mixtures(model))
+        last, mixtures = torch.stack([end for end in ends if end is not None]), self._mixtures
+        chosen, passes = self._forecast.by(last, entering[rows], *self._products)
         likely = _above(chosen.amax(0), self._least)
-        again = passes.amin(0).exp2().tolist()
-        mixtures = self._mixtures = self._mixtures or tuple(_mixtures(model))
+        again = passes.amin(0).float().exp2().tolist()
         for mixture, soon in zip(mixtures, again, strict=True):
             mixture.experts.foretell(soon)
         for mixture, experts in zip(mixtures, likely, strict=True):

@@ -96,7 +96,7 @@ class ForesightPlan:
     leads: tuple[int, ...] = ()
     """Ask each router once more so many layers before it runs, about the slow residual, for as many as it takes: what
     was missed may still come, and what was wrong may still be left alone."""
-    at_least: float = 0.5
+    at_least: float = 0.7
     """Probability from which an expert that is forecast is expected."""
 
     def __post_init__(self) -> None:

@@ -161,9 +161,10 @@ class _Run:
             self._want((layer, expert), told.due, rank)
 
     def _want(self, key: Key, due: int, rank: int) -> None:
-        if key in self.state.slots:
+        load = self.state.slots.get(key)
+        if load is not None and not load.is_ready:
             self._reschedule(due, lambda was, other: other == key and was > due)
-        elif due > self.state.clock:
+        elif load is None and due > self.state.clock:
             self.state.likely[key] = min(self.state.likely.get(key, (due, rank)), (due, rank))
 
     def _visit(self, visit: Visit) -> None:
