@@ -129,6 +129,15 @@ def test_until_next_is_what_it_says() -> None:
                 assert found[place, column] == next(after, FAR)
 
 
+def test_a_batch_in_which_nothing_follows_teaches_nothing(model: Decoder) -> None:
+    seeing = foresight(model, rate=None, forecast=4)
+    alone = batch(8, 2)
+    alone.scored[:, :-1] = False
+    ((loss, said),) = ForesightObjective(seeing, ForesightLoss()).losses(model, alone)
+    loss.backward()
+    assert (float(loss.detach()), said["forecast"]) == (0.0, 0.0)
+
+
 def test_training_raises_recall_and_lowers_the_error_of_passes(model: Decoder) -> None:
     seeing = foresight(model, rate=None, forecast=32)
     objective = ForesightObjective(seeing, ForesightLoss())

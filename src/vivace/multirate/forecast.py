@@ -109,12 +109,13 @@ class Forecaster:
 
     def keep(self, hidden: Tensor, step: Step) -> None:
         """After a pass: its rows (T, E) as they came out; what follows a prompt chunk follows its last row."""
+        places = list(_places(step))
+        if step.chunk is not None:
+            rows = [stop - 1 for _, _, stop in step.chunk]
+            places, hidden = [places[row] for row in rows], hidden[rows]
         ends: dict[int, dict[int, Tensor]] = {}
-        for row, (slot, position) in enumerate(_places(step)):
-            of_slot = ends.setdefault(slot, {})
-            if step.chunk is not None:
-                of_slot.clear()
-            of_slot[position] = hidden[row]
+        for (slot, position), end in zip(places, hidden, strict=True):
+            ends.setdefault(slot, {})[position] = end
         self._ends |= ends
 
 
@@ -153,7 +154,9 @@ def forecast_loss(
         chosen: (n, mixtures, X) bool, by those tokens' passes.
         top_k: experts that a pass chooses of a mixture.
     """
-    f, g = forecast(last.float(), entering.float())
+    f, g = (each.float() for each in forecast(last.float(), entering.float()))
+    if not len(chosen):
+        return f.sum() + g.sum(), 0.0
     passes = until_next(chosen.flatten(1).numpy()).reshape(chosen.shape)
     loss = F.binary_cross_entropy_with_logits(f, chosen.float())
     loss = loss + F.smooth_l1_loss(g, torch.from_numpy(np.log2(passes)))
