@@ -126,12 +126,8 @@ def _places(step: Step) -> zip[tuple[int, int]]:
 
 def _above(logits: Tensor, least: float) -> list[list[int]]:
     """The experts (mixtures, X) above a logit, the likeliest first, for each mixture."""
-    found: list[list[int]] = [[] for _ in logits]
-    order = logits.argsort(dim=-1, descending=True)
-    counts = (logits > least).sum(-1).tolist()
-    for mixture, (count, experts) in enumerate(zip(counts, order.tolist(), strict=True)):
-        found[mixture] = experts[:count]
-    return found
+    order = logits.argsort(dim=-1, descending=True).tolist()
+    return [experts[:count] for experts, count in zip(order, (logits > least).sum(-1).tolist(), strict=True)]
 
 
 def _mixtures(model: Decoder) -> Iterator[MixtureOfExperts]:
