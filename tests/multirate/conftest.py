@@ -1,12 +1,16 @@
-"""Accelerators over the tiny decoders of the decoding tests."""
+"""Accelerators over the tiny decoders of the decoding tests, and mixtures of each family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.multirate.foreseen import Heard, listening
+from tests.parity.families import make
+from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.residual import Accelerator
@@ -33,3 +37,17 @@ def accelerator(deep: Callable[[torch.dtype], Decoder]) -> Callable[..., Acceler
         return made.to(dtype).requires_grad_(False)
 
     return get
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A small mixture of each family; files about other models have one of their own."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    make(request.param).save_pretrained(folder)
+    return load_decoder(folder)
+
+
+@pytest.fixture
+def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
+    """What the experts of that mixture are told."""
+    return listening(model, monkeypatch)

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.multirate.foreseen import Heard, batch, foresight, listening
-from tests.parity.families import make
-from vivace.checkpoint.load import load_decoder
+from tests.multirate.foreseen import Heard, batch, foresight
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.multirate.forecast import FAR, Forecast, forecast_loss, until_next
 from vivace.multirate.foresight import ForesightClimb, ForesightLoss, ForesightObjective, ForesightPlan
 
 SLOTS = 3
-
-
-@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    make(request.param).save_pretrained(folder)
-    return load_decoder(folder)
-
-
-@pytest.fixture
-def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
-    return listening(model, monkeypatch)
 
 
 class Sees:
@@ -93,8 +78,6 @@ def test_rows_together_are_told_together(model: Decoder, heard: Heard) -> None:
     one, other = sees.said(ends[1], 7), sees.said(ends[0], 11)
     likely = [a | b for a, b in zip(one[0], other[0], strict=True)]
     soon = [tuple(map(min, a, b)) for a, b in zip(one[1], other[1], strict=True)]
-    told = [told for kind, *_ in heard if kind == "ran" for told in ()]
-    assert not told
     check([each for each in heard if each[0] != "ran"], (likely, soon))
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.decode.runs import finish
-from tests.multirate.foreseen import Heard, batch, foresight, listening
-from tests.parity.families import make
-from vivace.checkpoint.load import load_decoder
+from tests.multirate.foreseen import Heard, batch, foresight
 from vivace.core.model import Decoder
 from vivace.core.moe import likeliest
 from vivace.core.packed import pack_decoder
@@ -32,18 +29,6 @@ from vivace.multirate.foresight import (
     ForesightPlan,
     Routers,
 )
-
-
-@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    make(request.param).save_pretrained(folder)
-    return load_decoder(folder)
-
-
-@pytest.fixture
-def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
-    return listening(model, monkeypatch)
 
 
 @pytest.mark.parametrize("rate", [1.1, 1.25, 1.5, 2, 2.2, 2.5, 3, 5])
