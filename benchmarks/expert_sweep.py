@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Trace
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle
 from vivace.storage.simulator import Machine, simulate
+from vivace.storage.traces import Trace
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
 BANDWIDTHS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0)
@@ -35,13 +36,13 @@ def asked_for(trace: Trace, count: int | None) -> Trace:
 
 def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, Any]]:
     """Every share and bandwidth."""
-    rows = []
+    rows, of_layer = [], trace.num_experts
     for share in SHARES:
         for bandwidth in BANDWIDTHS:
             here = replace(machine, num_slots=max(1, round(share * num_experts)), bytes_per_s=bandwidth * 1e9)
             lru = simulate(trace, LeastRecent(), here, guesses=False)
             none = simulate(trace, OnDemand(), here, guesses=False)
-            ahead = simulate(trace, NextUse(trace.num_layers, trace.num_experts), here)
+            ahead = simulate(trace, NextUse(trace.num_layers, of_layer), here)
             oracle = simulate(trace, Oracle(trace), here, guesses=False)
             rows.append(
                 {
@@ -64,10 +65,10 @@ def sweep_rates(traces: Mapping[str, Trace], num_experts: int, machine: Machine)
     rows = []
     for rate, trace in traces.items():
         for count in COUNTS:
-            told = asked_for(trace, count)
+            told, of_layer = asked_for(trace, count), trace.num_experts
             for bandwidth in BANDWIDTHS:
                 here = replace(machine, num_slots=max(1, round(HALF * num_experts)), bytes_per_s=bandwidth * 1e9)
-                ahead = simulate(told, NextUse(trace.num_layers, trace.num_experts), here)
+                ahead = simulate(told, NextUse(trace.num_layers, of_layer), here)
                 lru = simulate(told, LeastRecent(), here, guesses=False)
                 none = simulate(told, OnDemand(), here, guesses=False)
                 rows.append(

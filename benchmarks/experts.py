@@ -29,26 +29,30 @@ from benchmarks.paced_device import PacedShelf
 from vivace.checkpoint.adapters import load_adapter
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
-from vivace.core.seams import Expert, Traversal
+from vivace.core.seams import Drafter, Expert
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
-from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightPlan
+from vivace.multirate.foreseeing import Foreseeing
+from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
 from vivace.prompts import packaged_prompts
 from vivace.recipe import build
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
-from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static
 from vivace.storage.probing import device_bytes, open_reader, probe
 from vivace.storage.readers import aligned
 from vivace.storage.simulator import Machine, simulate
 from vivace.storage.store import Store, open_store
+from vivace.storage.traces import Trace
 
 CAPACITY = 512
+POLICIES = {"plain", "on_demand", "lru", "next_use", "static", "next_layer", "oracle", "recorded"}
+"""Entrants that need no adapter."""
 UNLIMITED = 1e9
 """GB/s of a device that takes no time: what is reckoned before a pace is."""
 
@@ -60,7 +64,7 @@ class Entrant:
     name: str
     cache: ExpertCache
     model: Decoder
-    traversal: Traversal | None
+    drafter: Drafter
     decode_s: list[float] = field(default_factory=list)
     """Seconds that decoding took, answer by answer."""
     num_tokens: list[int] = field(default_factory=list)
@@ -72,9 +76,8 @@ class Entrant:
 
     def answer(self, prompt: tuple[int, ...], num_tokens: int, *, counts: bool) -> None:
         """Greedy tokens after a prompt; the first comes with the prompt and is not timed."""
-        drafter = NoDrafts(self.name, self.traversal)
         session = Session(self.model, num_slots=1, capacity=CAPACITY)
-        session.admit(Request(prompt, num_tokens, drafter))
+        session.admit(Request(prompt, num_tokens, self.drafter))
         read, loads = device_bytes() or 0, 0
         tokens: tuple[int, ...] = ()
         with torch.inference_mode(), _uncollected():
@@ -138,13 +141,13 @@ class Bench:
         self.prompts = [tuple(tokenizer.encode_prompt(text)) for text in texts]
         self.foresight = {name: foresight_of(folder, self.store) for name, folder in options.foresight}
 
-    def entrant(self, policy: Policy, num_slots: int, traversal: Traversal | None, name: str) -> Entrant:
+    def entrant(self, policy: Policy, num_slots: int, drafter: Drafter, name: str) -> Entrant:
         """A policy over a cache of its own."""
         layers = self.store.config.num_layers
         shelf = self.paced_shelf() if self.is_paced else self.shelf
         cache = self.stack.enter_context(ExpertCache(shelf, policy, layers, num_slots))
         cache.trace = Trace(layers)
-        return Entrant(name, cache, load_around(self.store, self.reader, cache, self.body), traversal)
+        return Entrant(name, cache, load_around(self.store, self.reader, cache, self.body), drafter)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -154,23 +157,20 @@ class Bench:
         self.stack = ExitStack()
 
     def recorded(self, name: str) -> Trace:
-        """What the routers choose on these prompts, and what a way up expects."""
+        """What the routers choose on these prompts, and what is expected by whoever goes by that name."""
         with self.closing():
-            entrant = self.entrant(LeastRecent(), self.shelf.num_experts, self.ways()[name], "recorded")
+            entrant = self.entrant(LeastRecent(), self.shelf.num_experts, self.drafters()[name], "recorded")
             for prompt in self.prompts:
                 entrant.answer(prompt, self.options.tokens, counts=False)
             assert entrant.cache.trace is not None
             return entrant.cache.trace
 
-    def ways(self) -> dict[str, Traversal | None]:
-        """Ways up the layers that expect experts, and the one that does not."""
-        seeing = {name: ForesightClimb(weights, plan) for name, (weights, plan) in self.foresight.items()}
-        return {"plain": None, "next_layer": self.guess(), **seeing}
-
-    def guess(self) -> Traversal:
-        """The next layer's guess, of as many as the router takes."""
+    def drafters(self) -> dict[str, Drafter]:
+        """Ways of decoding that expect experts, and the one that does not."""
         assert self.store.config.moe is not None
-        return GuessingClimb(self.store.config.moe.top_k)
+        guess = NoDrafts("next_layer", GuessingClimb(self.store.config.moe.top_k))
+        seeing = {name: Foreseeing(weights, plan, name) for name, (weights, plan) in self.foresight.items()}
+        return {"plain": NoDrafts(), "next_layer": guess, **seeing}
 
     def set_pace(self, share: float, compute_s: float) -> float | None:
         """GB/s of the device for a share of the experts; None is the one that is here."""
@@ -201,7 +201,7 @@ class Bench:
         """Experts that LRU loads for a decoded token."""
         self.gb_per_s = UNLIMITED
         with self.closing():
-            entrant = self.entrant(LeastRecent(), self.num_slots(share), None, "lru")
+            entrant = self.entrant(LeastRecent(), self.num_slots(share), NoDrafts(), "lru")
             for place, prompt in enumerate(self.prompts):
                 entrant.answer(prompt, self.options.tokens, counts=place > 0)
             return entrant.loads_per_token
@@ -217,10 +217,10 @@ class Bench:
         return max(1, round(share * self.shelf.num_experts))
 
     def compute_s(self) -> dict[str, float]:
-        """Seconds a token takes with every expert resident, by what goes up the layers."""
+        """Seconds a token takes with every expert resident, by who expects what."""
         with self.closing():
             full = self.shelf.num_experts
-            entrants = [self.entrant(LeastRecent(), full, way, name) for name, way in self.ways().items()]
+            entrants = [self.entrant(LeastRecent(), full, way, name) for name, way in self.drafters().items()]
             for turn in range(2):
                 for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
                     for entrant in entrants:
@@ -231,18 +231,16 @@ class Bench:
         """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
         num = self.num_slots(share)
         layers, experts = self.store.config.num_layers, self.num_experts
+        seeing = self.drafters()
+        plain = seeing.pop("plain")
         with self.closing():
             entrants = [
-                self.entrant(OnDemand(), num, None, "on_demand"),
-                self.entrant(LeastRecent(), num, None, "lru"),
-                self.entrant(NextUse(layers, experts), num, None, "next_use"),
-                self.entrant(Static.of(trace, num), num, None, "static"),
-                *(
-                    self.entrant(NextUse(layers, experts), num, way, name)
-                    for name, way in self.ways().items()
-                    if way is not None
-                ),
-                self.entrant(Oracle(trace), num, None, "oracle"),
+                self.entrant(OnDemand(), num, plain, "on_demand"),
+                self.entrant(LeastRecent(), num, plain, "lru"),
+                self.entrant(NextUse(layers, experts), num, plain, "next_use"),
+                self.entrant(Static.of(trace, num), num, plain, "static"),
+                *(self.entrant(NextUse(layers, experts), num, way, name) for name, way in seeing.items()),
+                self.entrant(Oracle(trace), num, plain, "oracle"),
             ]
             for place, prompt in enumerate(self.prompts):
                 for entrant in entrants:
@@ -354,7 +352,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
+    found = parser.parse_args()
+    names = [name for name, _ in found.foresight]
+    taken = sorted(POLICIES.intersection(names)) or [name for name in names if names.count(name) > 1]
+    if taken:
+        parser.error(f"--foresight {taken[0]}=...: another entrant has that name")
+    return found
 
 
 def main() -> None:
@@ -364,7 +367,7 @@ def main() -> None:
     bench = Bench(options)
     assert bench.store.config.moe is not None
     options.out.mkdir(parents=True, exist_ok=True)
-    traces = {name: bench.recorded(name) for name in bench.ways() if name != "plain"}
+    traces = {name: bench.recorded(name) for name in bench.drafters() if name != "plain"}
     for name, each in traces.items():
         each.save(options.out / f"trace-{name}.json")
     trace, compute_s, expert_s = traces["next_layer"], bench.compute_s(), bench.expert_s()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vivace.core.seams import Expert
 from vivace.core.step import Step
-from vivace.storage.channel import Channel, Load, put_off
-from vivace.storage.policies import Key
+from vivace.storage.channel import Channel, Load, reschedule
+from vivace.storage.traces import Key
 
 SPIN_S = 2e-4
 """Of a wait, not slept: sleeping ends late."""
@@ -64,7 +64,7 @@ class PacedDevice:
     def reschedule(self, slot: int, due: int) -> None:
         """Another place in the queue."""
         self._go_on(self._now())
-        put_off(self._waiting, slot, due)
+        reschedule(self._waiting, slot, due)
 
     def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
         """Slots that were filled since the last call."""

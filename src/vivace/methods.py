@@ -29,14 +29,15 @@ from vivace.core.seams import Drafter
 from vivace.decode.adaptive import Adaptive
 from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.decode.plain import NoDrafts, RunsAhead
+from vivace.decode.plain import RunsAhead
 from vivace.decode.session import DRAFT_SLACK
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.drafter import AcceleratedGuess, drafter_by
 from vivace.multirate.dynamic import DynamicConfig, DynamicDepth, DynamicPlan, DynamicWeights
-from vivace.multirate.foresight import Foresight, ForesightClimb, ForesightConfig, ForesightPlan
+from vivace.multirate.foreseeing import Foreseeing
+from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
 from vivace.multirate.residual import Accelerator
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
@@ -72,7 +73,7 @@ class Stored:
 STORED: Mapping[str, Stored] = {
     "multirate": Stored(MultirateConfig, DraftPlan, Accelerator, "an accelerator"),
     "multistream": Stored(MultistreamConfig, StreamPlan, Streams, "speculative streams"),
-    "foresight": Stored(ForesightConfig, ForesightPlan, Foresight, "a residual that runs ahead"),
+    "foresight": Stored(ForesightConfig, ForesightPlan, Foresight, "foresight"),
     "dynamic": Stored(DynamicConfig, DynamicPlan, DynamicWeights, "gates and a router", is_float32=True),
     "calm": Stored(ConfidenceConfig, ConfidencePlan, Confidence, "thresholds", is_float32=True),
     "lite": Stored(ConfidenceConfig, ConfidencePlan, Confidence, "thresholds", is_float32=True),
@@ -204,7 +205,7 @@ class Methods:
                 return self._lookahead(length)
             case "foresight":
                 foresight, ahead = self._trained(method)
-                return NoDrafts("foresight", ForesightClimb(foresight, ahead))
+                return Foreseeing(foresight, ahead)
             case "skipdecode":
                 return self._skipdecode()
             case "mod":

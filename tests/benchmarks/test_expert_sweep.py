@@ -6,19 +6,19 @@ import random
 from pathlib import Path
 
 from benchmarks import expert_sweep
-from vivace.storage.policies import Hint, Trace, Visit
 from vivace.storage.simulator import Machine
+from vivace.storage.traces import Hint, Trace, Visit
 
 LAYERS, EXPERTS = 4, 6
 
 
 def trace() -> Trace:
     draw, made = random.Random(0), Trace(LAYERS)
-    made.visits.append(Visit(0, 9, tuple(range(EXPERTS))))  # a short prompt
+    made.visits.append(Visit(0, True, tuple(range(EXPERTS))))
     for clock in range(LAYERS, 16 * LAYERS):
         chosen = tuple(sorted(draw.sample(range(EXPERTS), 2)))
         made.hints.append(Hint(clock - 2, clock, (*chosen, 5)))
-        made.visits.append(Visit(clock, 1, chosen))
+        made.visits.append(Visit(clock, False, chosen))
     return made
 
 

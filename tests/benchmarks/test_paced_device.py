@@ -88,5 +88,8 @@ def test_a_cache_over_it_serves_who_was_asked_for() -> None:
     step: Step = None  # type: ignore[assignment]
     with ExpertCache(shelf, LeastRecent(), 2, 3) as cache:
         for layer, chosen in [(0, (1, 3)), (1, (0, 2)), (0, (0, 1)), (1, (2, 3))]:
-            served = {expert: float(feed(torch.zeros(1), step)) for expert, feed in cache.serve(layer, chosen)}
+            served = {
+                expert: float(feed(torch.zeros(1), step))
+                for expert, feed in cache.serve(layer, chosen, is_prompt=False)
+            }
             assert served == {expert: 10.0 * layer + expert for expert in chosen}

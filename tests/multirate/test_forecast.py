@@ -3,61 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.multirate.foreseen import Heard, batch, foresight
+from tests.multirate.foreseen import Heard, Sees, batch, check, foresight
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft
 from vivace.multirate.forecast import FAR, Forecast, forecast_loss, until_next
-from vivace.multirate.foresight import ForesightClimb, ForesightLoss, ForesightObjective, ForesightPlan
-
-SLOTS = 3
-
-
-class Sees:
-    """The climb of a forecast alone, over a cache, and all that its passes came out with."""
-
-    def __init__(self, model: Decoder, at_least: float = 0.5) -> None:
-        self.model, self.cache = model, model.new_cache(SLOTS, 32)
-        made = foresight(model, 0.5, rate=None, forecast=8)
-        assert made.forecast is not None
-        self.forecast: Forecast = made.forecast
-        self.climb = ForesightClimb(made, ForesightPlan(at_least=at_least))
-
-    def run(
-        self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), chunk: bool = False
-    ) -> Tensor:
-        with torch.inference_mode():
-            out = self.climb.run(self.model, Draft.given_only(tokens), self.cache, chunk=chunk).hidden
-        self.cache.commit(list(tokens), kept)
-        return out
-
-    def said(self, last: Tensor, token: int) -> tuple[list[set[int]], list[tuple[float, ...]]]:
-        """What is to be told of each mixture."""
-        with torch.inference_mode():
-            chosen, passes = self.forecast(last[None], self.model.embed(torch.tensor([token]), None))  # type: ignore[arg-type]
-        likely = [set(each.nonzero()[:, 0].tolist()) for each in chosen[0] > 0]
-        return likely, [tuple(each.tolist()) for each in passes[0].exp2()]
-
-
-def check(heard: Heard, expected: tuple[list[set[int]], list[tuple[float, ...]]]) -> None:
-    foretold = [told for kind, _, told in heard if kind == "foretold"]
-    likely = {layer: set(told) for kind, layer, told in heard if kind == "expected"}
-    layers = [layer for kind, layer, _ in heard if kind == "foretold"]
-    for mine, theirs in zip(foretold, expected[1], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4)
-    assert [likely.get(layer, set()) for layer in layers] == expected[0]
+from vivace.multirate.foresight import ForesightLoss, ForesightObjective
 
 
 def test_a_pass_is_told_from_the_end_of_the_one_before(model: Decoder, heard: Heard) -> None:
     sees = Sees(model)
-    last = sees.run({1: [4, 9, 33]}, kept=[(0, 1, 2)], chunk=True)[-1]
-    assert {kind for kind, *_ in heard} == {"ran"}, "nothing goes before a prompt"
+    last = sees.run({1: [4, 9, 33]}, kept=[(0, 1, 2)], is_prompt=True)[-1]
+    assert {kind for kind, *_ in heard} == {"prompt"}, "nothing goes before a prompt"
     for token in (7, 12):
         heard.clear()
         sees.run({0: [5]}, kept=[(0,)])  # somebody else's pass in between, the first with nothing before it
@@ -156,7 +117,7 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vivace.multirate.foresight.forecast_loss", spy)
-        list(ForesightObjective(sees.climb.foresight, ForesightLoss()).losses(model, text))
+        list(ForesightObjective(sees.foresight, ForesightLoss()).losses(model, text))
     ((chosen, passes),) = calls
     assert len(chosen) == len(tokens) - 2, "the first follows nothing that is scored, the last is followed by nothing"
     for place, (ran, foretold) in enumerate(seen[: len(chosen)]):

@@ -25,7 +25,8 @@ from vivace.storage.channel import ThreadChannel
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import feed_forward_over
-from vivace.storage.policies import Key, LeastRecent, NextUse, OnDemand, Oracle, Policy, Static, Trace
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static
+from vivace.storage.traces import Key, Trace
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe")
 PROMPTS = ((5, 17, 42, 8, 23, 23, 71), tuple(range(3, 60)))

@@ -27,8 +27,9 @@ from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.loading import load_stored
-from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Trace
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy
 from vivace.storage.probing import open_reader
+from vivace.storage.traces import Trace
 
 POLICIES = 5
 
@@ -162,7 +163,7 @@ def test_a_prompt_runs_in_waves_and_reads_each_expert_once(mixture: Mixture) -> 
     shelf = MemoryShelf(mixture.resident)
     with ExpertCache(shelf, LeastRecent(), mixture.num_layers, 2) as cache:
         first = next(i for i in range(mixture.num_layers) if mixture.resident.config.is_moe(i))
-        served = [expert for expert, _ in cache.serve(first, [0, 1, 2, 3])]
+        served = [expert for expert, _ in cache.serve(first, [0, 1, 2, 3], is_prompt=False)]
         assert sorted(served) == [0, 1, 2, 3]
         assert cache.counts.loads == 4
         assert len({key for key, *_ in shelf.reads}) == 4
@@ -182,7 +183,7 @@ def test_looking_for_fewer_victims_at_a_time_changes_none(
 
 def test_guesses_never_evict_what_runs(mixture: Mixture) -> None:
     with ExpertCache(MemoryShelf(mixture.resident), next_use(mixture), mixture.num_layers, 1) as cache:
-        serving = cache.serve(0, [1])
+        serving = cache.serve(0, [1], is_prompt=False)
         _, expert = next(serving)
         before = expert.up.weight.clone()  # type: ignore[attr-defined]
         cache.expect(2, [0, 1, 2, 3])
@@ -193,22 +194,22 @@ def test_guesses_never_evict_what_runs(mixture: Mixture) -> None:
 
 def test_guesses_are_counted(mixture: Mixture) -> None:
     with ExpertCache(MemoryShelf(mixture.resident), next_use(mixture), mixture.num_layers, 8) as cache:
-        list(cache.serve(0, [0]))
+        list(cache.serve(0, [0], is_prompt=False))
         cache.expect(2, [1, 2])
         wait_until(lambda: cache.counts.loads == 3 and cache.is_idle)
-        list(cache.serve(2, [1, 3]))
+        list(cache.serve(2, [1, 3], is_prompt=False))
     assert (cache.counts.ahead, cache.counts.missed, cache.counts.wasted) == (1, 2, 1)
 
 
 def test_what_is_needed_last_by_the_outlook_goes_first(mixture: Mixture) -> None:
     with ExpertCache(MemoryShelf(mixture.resident), next_use(mixture), mixture.num_layers, 3) as cache:
-        list(cache.serve(0, [0, 1, 2]))
+        list(cache.serve(0, [0, 1, 2], is_prompt=False))
         assert mixture.resident.config.moe is not None
         cache.foretell(0, [1.5, 9.0, 2.5, *[4.0] * (mixture.resident.config.moe.num_experts - 3)])
-        list(cache.serve(2, [0]))
-        list(cache.serve(0, [0, 2]))
+        list(cache.serve(2, [0], is_prompt=False))
+        list(cache.serve(0, [0, 2], is_prompt=False))
         assert (cache.counts.resident, cache.counts.missed) == (2, 4)
-        list(cache.serve(0, [1]))
+        list(cache.serve(0, [1], is_prompt=False))
     assert cache.counts.missed == 5
 
 
@@ -231,7 +232,7 @@ def test_a_demand_overtakes_guesses(mixture: Mixture) -> None:
     with ExpertCache(shelf, next_use(mixture), mixture.num_layers, 8, num_threads=1) as cache:
         cache.expect(2, [0, 1, 2])
         wait_until(lambda: len(shelf.asked) == 1)
-        serving = cache.serve(0, [3])
+        serving = cache.serve(0, [3], is_prompt=False)
         threading.Timer(0.02, gate.set).start()
         list(serving)
         wait_until(lambda: cache.is_idle and cache.counts.loads == 4)

@@ -24,6 +24,7 @@ from vivace.prompts import Prompt
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.store import Layout, open_store
+from vivace.storage.traces import Trace
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
 from vivace.training.foresight import ForesightRecipe
@@ -111,6 +112,20 @@ def test_gradients_pass_what_is_not_there_any_more(
         assert (found - resident).norm() < 1e-5 * resident.norm()
     else:
         assert torch.equal(found, resident)
+
+
+def test_going_back_through_experts_is_no_pass(mixture: Path, tmp_path: Path) -> None:
+    with stored(mixture, tmp_path, 0.9) as engine:
+        assert engine.storage is not None
+        cache = engine.storage.experts
+        assert cache is not None
+        cache.trace = Trace(4)
+        gradient(engine)
+        loads = cache.counts.loads
+        assert [visit.clock for visit in cache.trace.visits] == list(range(4))
+        gradient(engine)
+        assert cache.counts.loads > loads, "there is not room for all"
+        assert [visit.clock for visit in cache.trace.visits] == list(range(8))
 
 
 def test_a_base_without_some_neurons_is_refused(dense: Path, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.storage.policies import Hint, LeastRecent, NextUse, OnDemand, Oracle, Outlook, Policy, Static, Trace, Visit
+from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static
 from vivace.storage.simulator import Machine, Outcome, simulate
+from vivace.storage.traces import Hint, Outlook, Trace, Visit
 
 LAYERS, EXPERTS, TOP_K = 8, 8, 2
 MACHINE = Machine(1e9, 1_000_000, 24, layer_s=0.5e-3, expert_s=0.25e-3, latency_s=0.0, chunk_bytes=250_000)
@@ -34,7 +35,7 @@ def make_trace(passes: int = 40, recall: float = 0.9, seed: int = 0, sticky: flo
                     likely = [e if draw.random() < recall else draw.randrange(EXPERTS) for e in chosen[target]]
                     issued = turn * LAYERS + layer - 1
                     trace.hints.append(Hint(issued, turn * LAYERS + target, tuple(dict.fromkeys(likely))))
-            trace.visits.append(Visit(turn * LAYERS + layer, 1, chosen[layer]))
+            trace.visits.append(Visit(turn * LAYERS + layer, False, chosen[layer]))
     return trace
 
 
@@ -59,7 +60,7 @@ def run(trace: Trace, policy: Policy, guesses: bool, **changes: float) -> Outcom
 
 def test_by_hand() -> None:
     """Two layers, one expert each, nothing cached: a layer's 0.5 ms, the load's 1 ms and the expert's 0.25 ms."""
-    trace = Trace(2, [Visit(0, 1, (3,)), Visit(1, 1, (4,))])
+    trace = Trace(2, [Visit(0, False, (3,)), Visit(1, False, (4,))])
     assert simulate(trace, OnDemand(), MACHINE).total_s == pytest.approx(2 * 1.75e-3)
     late = replace(MACHINE, latency_s=0.1e-3)
     assert simulate(trace, OnDemand(), late).total_s == pytest.approx(2 * 1.85e-3)
@@ -102,7 +103,7 @@ def test_a_channel_without_end_makes_no_difference(trace: Trace) -> None:
 
 def test_a_guess_whose_layer_is_past_waits_for_demands() -> None:
     """The guess for layer 0 is wrong and half loaded; layer 1's expert goes before its other half."""
-    trace = Trace(3, [Visit(0, 1, ()), Visit(1, 1, (4,)), Visit(2, 1, ())], [Hint(-1, 0, (7,))])
+    trace = Trace(3, [Visit(0, False, ()), Visit(1, False, (4,)), Visit(2, False, ())], [Hint(-1, 0, (7,))])
     out = simulate(trace, NextUse(3, EXPERTS), replace(MACHINE, layer_s=0.25e-3))
     assert out.total_s == pytest.approx(0.5e-3 + 1e-3 + 0.25e-3 + 0.25e-3)
 
@@ -126,7 +127,32 @@ def test_recall_counts_what_was_expected_in_time(trace: Trace) -> None:
     assert make_trace(recall=1.0).recall() == 1.0
     assert 0.85 < trace.recall() < 0.97
     with pytest.raises(AssertionError, match="no guess"):
-        Trace(2, [Visit(0, 1, (1,))], [Hint(0, 0, (1,))]).recall()
+        Trace(2, [Visit(0, False, (1,))], [Hint(0, 0, (1,))]).recall()
+
+
+def test_what_was_thought_better_of_is_not_recalled() -> None:
+    hints = [Hint(-1, 1, (1, 2)), Hint(-1, 2, (3,)), Hint(0, 1, (5, 1))]
+    visits = [Visit(0, False, (7,)), Visit(1, False, (1, 2)), Visit(2, False, (3, 4))]
+    assert Trace(3, visits, hints).recall() == 0.5
+
+
+def test_guesses_are_wasted_by_the_answer_that_made_them() -> None:
+    """Expert 7 is loaded while an answer's second layer runs; the prompt behind it evicts it unused."""
+    visits = [Visit(0, False, (0,)), Visit(1, False, (1,)), Visit(2, True, (2, 3)), Visit(3, True, (4, 5))]
+    out = simulate(Trace(2, visits, [Hint(0, 3, (7,))]), LeastRecent(), replace(MACHINE, num_slots=2))
+    assert (out.loads, out.wasted) == (3, 1)
+    assert out.channel_s == pytest.approx(3e-3)
+
+
+def test_least_recent_takes_back_what_is_not_expected_any_more() -> None:
+    policy, keys = LeastRecent(), [(0, 1), (0, 2)]
+    for expert, clock in ((1, 0), (2, 2)):
+        policy.used(0, [expert], clock, is_prompt=False)
+    assert operator.gt(*policy.next_uses(keys, 3))
+    policy.expected(0, [1], 4)
+    assert operator.lt(*policy.next_uses(keys, 3)), "it counts as fresh"
+    policy.expected(0, [3], 4)
+    assert operator.gt(*policy.next_uses(keys, 3)), "another is expected instead"
 
 
 def test_traces_come_back_from_disk(trace: Trace, tmp_path: Path) -> None:
@@ -135,9 +161,11 @@ def test_traces_come_back_from_disk(trace: Trace, tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "trace.json") == told
     with pytest.raises(NotFoundError, match="record one first"):
         Trace.load(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text('{"visits": 3}')
-    with pytest.raises(CorruptError, match="is not a trace"):
-        Trace.load(tmp_path / "bad.json")
+    rows_instead = '{"num_layers": 1, "visits": [[0, 1, [2]]], "hints": [], "outlooks": []}'
+    for bad in ('{"visits": 3}', rows_instead):
+        (tmp_path / "bad.json").write_text(bad)
+        with pytest.raises(CorruptError, match="is not a trace"):
+            Trace.load(tmp_path / "bad.json")
 
 
 def test_impossible_machines() -> None:
@@ -159,7 +187,7 @@ def test_next_use_is_what_it_says_it_is() -> None:
     for clock in range(30 * LAYERS):
         layer, turn = clock % LAYERS, clock // LAYERS
         for expert in draw.sample(range(40), 2):
-            policy.used(layer, [expert], clock, 1)
+            policy.used(layer, [expert], clock, is_prompt=False)
             used.setdefault((layer, expert), []).append(turn)
         ahead = clock + draw.randrange(1, 4)
         likely = draw.sample(range(40), 3)
@@ -191,7 +219,7 @@ def test_next_use_is_what_it_says_it_is() -> None:
 
 def test_prompts_are_run_and_not_counted() -> None:
     """A prompt's two experts are loaded; of the answer's one is there, and loading the other takes 1 ms."""
-    trace = Trace(1, [Visit(0, 30, (1, 2)), Visit(1, 1, (2, 3))])
+    trace = Trace(1, [Visit(0, True, (1, 2)), Visit(1, False, (2, 3))])
     out = simulate(trace, LeastRecent(), MACHINE)
     assert (out.num_passes, out.resident, out.missed, out.loads) == (1, 1, 1, 1)
     assert out.total_s == pytest.approx(0.5e-3 + 1e-3 + 0.25e-3)
@@ -203,10 +231,10 @@ def test_while_a_prompt_runs_what_comes_first_in_answers_stays() -> None:
     policy, order = NextUse(1, 4), []
     for answer in range(12):
         clock = 12 * answer
-        policy.used(0, range(4), clock, 40)
+        policy.used(0, range(4), clock, is_prompt=True)
         order.append(operator.lt(*policy.next_uses([(0, 0), (0, 1)], clock)))
         for place in range(1, 12):
-            policy.used(0, [int(place > 3), 2], clock + place, 1)
+            policy.used(0, [int(place > 3), 2], clock + place, is_prompt=False)
             assert operator.lt(*policy.next_uses([(0, 2), (0, 3)], clock + place))
         policy.foretold(0, [40.0, 1.0, 2.0, 3.0], clock + 11)
     assert order[3:] == [True] * 9, "also where something was foretold of the answer before"
@@ -215,7 +243,7 @@ def test_while_a_prompt_runs_what_comes_first_in_answers_stays() -> None:
 
 def test_what_is_not_expected_any_more_is_not_loaded() -> None:
     """Of three experts that are expected of layer 2 two are loaded or next when the third is thought better of."""
-    visits = [Visit(clock, 1, chosen) for clock, chosen in enumerate([(), (), (5,)])]
+    visits = [Visit(clock, False, chosen) for clock, chosen in enumerate([(), (), (5,)])]
     trace = Trace(3, visits, [Hint(-1, 2, (7, 6, 4)), Hint(0, 2, (5,))])
     out = simulate(trace, NextUse(3, EXPERTS), replace(MACHINE, layer_s=0.9e-3))
     assert (out.loads, out.wasted, out.missed) == (3, 2, 0)

@@ -16,7 +16,7 @@ from vivace.core.step import Step
 class ResidentExperts(nn.ModuleList):
     """All experts of a layer, in memory."""
 
-    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, Expert]]:
+    def serve(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert, in the order given."""
         for expert in chosen:
             yield expert, self[expert]
@@ -92,20 +92,21 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E)."""
         weights, chosen = self.choose(x)
-        return self.mix(self._run_alone(x, chosen) if len(x) == 1 else self._run(x, chosen), weights, add)
+        run = self._run_alone if len(x) == 1 else self._run
+        return self.mix(run(x, chosen, is_prompt=step.is_prompt), weights, add)
 
-    def _run_alone(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
+    def _run_alone(self, x: Tensor, chosen: Tensor, *, is_prompt: bool) -> Sequence[Tensor]:
         """As ``_run`` for a single row, as while decoding: it does not have to find its experts."""
         order = chosen[0].tolist()
-        made = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order), 1)}
+        made = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order), is_prompt=is_prompt)}
         return [made[expert] for expert in order]
 
-    def _run(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
+    def _run(self, x: Tensor, chosen: Tensor, *, is_prompt: bool) -> Sequence[Tensor]:
         """What each row's first, second ... expert makes of it, top_k of (T, E), whatever order they come in."""
         if not len(x):
             return [x] * self.config.top_k
         flat, made, places = chosen.reshape(-1), [], []
-        for expert, feed in self.experts.serve(torch.unique(flat).tolist(), len(x)):
+        for expert, feed in self.experts.serve(torch.unique(flat).tolist(), is_prompt=is_prompt):
             places.append((flat == expert).nonzero()[:, 0])
             made.append(feed(x.index_select(0, places[-1] // self.config.top_k), _BARE))
         each = torch.cat(made).index_select(0, torch.cat(places).argsort())

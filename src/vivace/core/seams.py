@@ -67,11 +67,13 @@ class Draft:
     hidden: Tensor | None = None
     """(T, E) residuals entering ``entry_layer``: the layers below are done and their entries stored."""
     entry_layer: int = 0
+    is_prompt: bool = False
+    """The rows are of prompts: nothing is decided behind them."""
     passes: tuple[Passes, ...] = ()
     """Of each slot, where the model decided the given tokens meanwhile; ``hidden`` then left the last layer."""
 
     @staticmethod
-    def given_only(tokens: Mapping[int, Sequence[int]]) -> Draft:
+    def given_only(tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False) -> Draft:
         """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk."""
         slots = tuple(tokens)
         flat: list[int] = []
@@ -92,6 +94,7 @@ class Draft:
             slot=torch.tensor(slot, dtype=torch.int64),
             node=torch.tensor(node, dtype=torch.int64),
             parent=torch.tensor(parent, dtype=torch.int64),
+            is_prompt=is_prompt,
         )
 
     @cached_property
@@ -347,8 +350,13 @@ class Expert(Protocol):
 class Experts(Protocol):
     """Who gives a layer's experts: memory that holds them all, or a store that brings them."""
 
-    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, Expert]]:
-        """Each expert that some of the rows chose once, as they are ready; one is good until the next is asked for."""
+    def serve(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
+        """Each expert that some of the rows chose once, as they are ready; one is good until the next is asked for.
+
+        Args:
+            chosen: their numbers.
+            is_prompt: the rows are of prompts, which choose nearly all experts, whatever comes of it.
+        """
         ...
 
     def expect(self, likely: Sequence[int]) -> None:

@@ -47,7 +47,9 @@ class Step:
     """(B, T/B) of a dense call, every row over its own batch element's rows."""
     causal: bool = True
     chunk: tuple[tuple[int, int, int], ...] | None = None
-    """(slot, first row, one past) of each prompt chunk when all rows are such."""
+    """(slot, first row, one past) of each prompt chunk when all rows are such and attend together."""
+    is_prompt: bool = False
+    """The rows are of prompts, whichever way they go up."""
 
     @staticmethod
     def of(draft: Draft, memory: KVCache, *, chunk: bool = False) -> Step:
@@ -71,7 +73,10 @@ class Step:
             position, seen, tail = _tree(draft, [lengths[s] for s in slots])
         count = len(slots)
         extent = _extent(slots, position, memory)
-        return Step(memory, draft.slot, position, entry, seen, tail, count, count, extent=extent, chunk=chunks)
+        told = draft.is_prompt
+        return Step(
+            memory, draft.slot, position, entry, seen, tail, count, count, extent=extent, chunk=chunks, is_prompt=told
+        )
 
     @staticmethod
     def at(

@@ -227,7 +227,7 @@ class Session:
             batch.append(sequence)
             rows += stop - first
         spans = {s.slot: s.chunks.popleft() for s in batch}
-        draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch})
+        draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch}, is_prompt=True)
         with self._threads() if as_rows else nullcontext():
             passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
         kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
@@ -432,4 +432,4 @@ def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, Ta
         return draft, passed
     tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
     rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
-    return Draft.given_only(tokens), TargetPass(passed.hidden[rows], torch.arange(len(rows)))
+    return Draft.given_only(tokens, is_prompt=draft.is_prompt), TargetPass(passed.hidden[rows], torch.arange(len(rows)))

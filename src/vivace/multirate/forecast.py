@@ -17,7 +17,7 @@ It costs two small products a token and no row of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.step import Step
+from vivace.core.seams import Draft
 
 Product = Callable[[Tensor], Tensor]
 """(T, in) -> (T, out)."""
@@ -73,55 +73,39 @@ class Forecast(nn.Module):
 class Forecaster:
     """Tells a model's mixtures before a pass what it will choose, from where the pass before has ended."""
 
-    def __init__(self, forecast: Forecast, at_least: float) -> None:
+    def __init__(self, forecast: Forecast, at_least: float, ends: Mapping[int, Tensor]) -> None:
         """Set how.
 
         Args:
             forecast: trained on the model.
             at_least: probability from which an expert is expected.
+            ends: by slot, where the pass before has come out (E), as far as it is known; changed by whoever knows.
         """
         self._forecast = forecast
         self._least = math.log(at_least / (1 - at_least))
-        self._ends: dict[int, dict[int, Tensor]] = {}
-        """By slot and position: where the rows of its last pass came out, (E)."""
+        self._ends = ends
         self._mixtures: tuple[MixtureOfExperts, ...] = ()
         self._products: tuple[Product, Product] | None = None
 
-    def tell(self, model: Decoder, entering: Tensor, step: Step) -> None:
-        """Before a pass whose rows (T, E) are about to enter; a row that follows none of the last pass says nothing."""
-        ends = [self._ends.get(slot, {}).get(position - 1) for slot, position in _places(step)]
-        rows = [row for row, end in enumerate(ends) if end is not None]
+    def tell(self, model: Decoder, draft: Draft, entering: Tensor) -> None:
+        """Before a pass whose rows (T, E) are about to enter: what the first row of each slot will choose."""
+        nodes = enumerate(zip(draft.lists.slot, draft.lists.node, strict=True))
+        rows = {row: self._ends[slot] for row, (slot, node) in nodes if node == 0 and slot in self._ends}
         if not rows:
             return
         if self._products is None:
             down, up = (weight.detach().to(model.dtype) for weight in (self._forecast.down, self._forecast.up))
             self._products = model.projection(down), model.projection(up)
             self._mixtures = tuple(_mixtures(model))
-        last, mixtures = torch.stack([end for end in ends if end is not None]), self._mixtures
-        chosen, passes = self._forecast.by(last, entering[rows], *self._products)
+        last = torch.stack(list(rows.values()))
+        chosen, passes = self._forecast.by(last, entering[list(rows)], *self._products)
         likely = _above(chosen.amax(0), self._least)
         again = passes.amin(0).float().exp2().tolist()
-        for mixture, soon in zip(mixtures, again, strict=True):
+        for mixture, soon in zip(self._mixtures, again, strict=True):
             mixture.experts.foretell(soon)
-        for mixture, experts in zip(mixtures, likely, strict=True):
+        for mixture, experts in zip(self._mixtures, likely, strict=True):
             if experts:
                 mixture.experts.expect(experts)
-
-    def keep(self, hidden: Tensor, step: Step) -> None:
-        """After a pass: its rows (T, E) as they came out; what follows a prompt chunk follows its last row."""
-        places = list(_places(step))
-        if step.chunk is not None:
-            rows = [stop - 1 for _, _, stop in step.chunk]
-            places, hidden = [places[row] for row in rows], hidden[rows]
-        ends: dict[int, dict[int, Tensor]] = {}
-        for (slot, position), end in zip(places, hidden, strict=True):
-            ends.setdefault(slot, {})[position] = end
-        self._ends |= ends
-
-
-def _places(step: Step) -> zip[tuple[int, int]]:
-    """Slot and position of each row."""
-    return zip(step.slot.tolist(), step.position.tolist(), strict=True)
 
 
 def _above(logits: Tensor, least: float) -> list[list[int]]:
@@ -153,9 +137,9 @@ def forecast_loss(
     f, g = (each.float() for each in forecast(last.float(), entering.float()))
     if not len(chosen):
         return f.sum() + g.sum(), 0.0
-    passes = until_next(chosen.flatten(1).numpy()).reshape(chosen.shape)
+    passes = until_next(chosen.flatten(1).cpu().numpy()).reshape(chosen.shape)
     loss = F.binary_cross_entropy_with_logits(f, chosen.float())
-    loss = loss + F.smooth_l1_loss(g, torch.from_numpy(np.log2(passes)))
+    loss = loss + F.smooth_l1_loss(g, torch.from_numpy(np.log2(passes)).to(g.device))
     found = torch.zeros_like(chosen).scatter_(2, f.topk(top_k, -1)[1], value=True)
     return loss, float((found & chosen).sum() / chosen.sum())
 

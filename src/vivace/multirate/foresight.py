@@ -12,36 +12,27 @@ be (``ForesightObjective``):
 
     L = mean over m, t of  a_rt KL(softmax Router_m(LN2_m(u_m)) || softmax g_m) + a_al (1 - cos(p^n, u_m))
 
-The guess only moves loads earlier; what runs is what the true router chooses. That an accelerated residual tells which
-experts come is the paper's; its rates, its losses, the scales s_m and t_m (the slow residual is there too when p is)
-and that one p speaks for R layers are ours.
+The guess only moves loads earlier (``foreseeing.py``); what runs is what the true router chooses. That an accelerated
+residual tells which experts come is the paper's; its rates, its losses, the scales s_m and t_m (the slow residual is
+there too when p is) and that one p speaks for R layers are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from ctypes import Array, addressof, c_int64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import ceil
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas
-from vivace.core.layers import RMSNorm
 from vivace.core.model import Decoder, Layer
-from vivace.core.moe import MixtureOfExperts, likeliest
-from vivace.core.packed import NativeNorm, PackedLinear
-from vivace.core.seams import Batch, Draft, TargetPass
+from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.kernels.library import CRouters
-from vivace.kernels.native import NativeBody
-from vivace.multirate.forecast import Forecast, Forecaster, forecast_loss
+from vivace.multirate.forecast import Forecast, forecast_loss
 from vivace.multirate.terms import AcceleratorTerms
 
 P_AT_FIRST = 0.25
@@ -124,179 +115,30 @@ class Foresight(AcceleratorTerms):
         super().__init__(model, config.depth(model.num_layers), config.rank, config.bottleneck)
         self.config = config
         self.model = model
-        self.scale = nn.Parameter(torch.full((model.num_layers, model.width), P_AT_FIRST))
-        """s_m, per component, before the norm of the router that is asked."""
-        self.slow_scale = nn.Parameter(torch.ones(model.num_layers, model.width))
-        """t_m, of the slow residual at p's depth."""
+        self.scale: nn.Parameter | None = None
+        """s_m, (layers, E), before the norm of the router that is asked; None without a rate."""
+        self.slow_scale: nn.Parameter | None = None
+        """t_m, (layers, E), of the slow residual at p's depth."""
+        if config.rate is not None:
+            self.scale = nn.Parameter(torch.full((model.num_layers, model.width), P_AT_FIRST))
+            self.slow_scale = nn.Parameter(torch.ones(model.num_layers, model.width))
         self.forecast = Forecast(model, config.forecast) if config.forecast else None
 
     def targets(self, depth: int) -> Iterator[int]:
         """Mixtures that p speaks for after ``depth`` layers."""
         return filter(self.model.is_moe, self.config.targets(depth, self.model.num_layers))
 
+    def scales(self, layers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """s_m and t_m of some layers, each (n, E)."""
+        assert self.scale is not None, "no residual is accelerated without a rate"
+        assert self.slow_scale is not None
+        which = list(layers)
+        return self.scale[which], self.slow_scale[which]
+
     def at(self, layer: int, p: Tensor, slow: Tensor) -> Tensor:
         """What stands for the residual that the router of a layer will read, (T, E); ``slow`` is at p's depth."""
-        return p * self.scale[layer] + slow * self.slow_scale[layer]
-
-
-class ForesightClimb:
-    """Fills ``Traversal``: all rows up the layers, while mixtures are told which experts will be needed."""
-
-    def __init__(self, foresight: Foresight, plan: ForesightPlan) -> None:
-        """For weights that were trained on the model, and how they are used."""
-        assert foresight.model.moe is not None
-        self.foresight = foresight
-        self.count = foresight.model.moe.top_k if plan.count is None else plan.count
-        self.leads = plan.leads
-        self.depth = foresight.config.depth(foresight.model.num_layers)
-        self._forecaster = None if foresight.forecast is None else Forecaster(foresight.forecast, plan.at_least)
-        self._asked: dict[int, Routers | None] = {}
-        """By depth; None where nothing is asked."""
-        self._terms: dict[int, Deltas] = {}
-        """By rows of a call, so that whoever lays them out does so once."""
-
-    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone."""
-        step = Step.of(draft, cache, chunk=chunk)
-        start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
-        slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
-        if chunk or start:
-            slow = model.run(slow, step, start)
-        else:
-            if self._forecaster is not None:
-                self._forecaster.tell(model, slow, step)
-            if self.foresight.config.rate is not None:
-                slow = self._ahead(model, slow, step, rows)
-            watch = (lambda index, h: self._tell(model, index + 1, h, h)) if self.leads else None
-            slow = model.run(slow, step, self.depth, watch=watch)
-        if self._forecaster is not None:
-            self._forecaster.keep(slow, step)
-        return TargetPass(hidden=slow, rows=rows)
-
-    def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> Tensor:
-        """Both streams as far as the accelerated one goes: slow rows there."""
-        count = len(rows)
-        if count not in self._terms:
-            which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
-            self._terms[count] = self.foresight.terms(which)
-        both = step.readers(rows, self._terms[count], fed=False)
-        self._tell(model, 0, slow, slow)
-        out = model.run(
-            torch.cat((slow, slow)),
-            both,
-            stop=self.depth,
-            watch=lambda index, h: self._tell(model, index + 1, h[count:], h[:count]),
-        )
-        return out[:count]
-
-    def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
-        """What p says of later layers, and the slow residual of those that lie a lead ahead."""
-        if depth not in self._asked:
-            self._asked[depth] = self._routers(model, depth)
-        routers = self._asked[depth]
-        if routers is not None:
-            for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow), strict=True):
-                mixture.experts.expect(experts)
-
-    def _routers(self, model: Decoder, depth: int) -> Routers | None:
-        c, count = model.config, self.count
-        assert c.moe is not None
-        ahead = dict.fromkeys(self.foresight.targets(depth), count)
-        by_slow: dict[int, int] = {}
-        for layer in (depth + lead for lead in self.leads):
-            if depth > 0 and layer < c.num_layers and c.is_moe(layer):
-                near = ahead if layer in ahead else by_slow
-                near[layer] = max(count, c.moe.top_k)
-        return Routers.of(model, ahead, self.foresight, by_slow) if ahead or by_slow else None
-
-
-@dataclass(frozen=True, eq=False)
-class Routers:
-    """Routers of n layers asked at once, in float32: small products in bfloat16 take PyTorch ten times as long.
-
-    Their logits are those of ``Layer.route`` but for rounding.
-    """
-
-    mixtures: tuple[MixtureOfExperts, ...]
-    scale: Tensor
-    """s_m, (n, 1, E)."""
-    slow_scale: Tensor
-    """t_m, (n, 1, E)."""
-    weight: Tensor
-    """(n, E, X), what the norms multiply by folded in."""
-    eps: float | None
-    """Of the norm before routers; None where there is none."""
-    body: NativeBody | None = None
-    """What the routers themselves run on."""
-
-    counts: tuple[int, ...] = ()
-    """Experts that each is asked for, for every row."""
-
-    @staticmethod
-    def of(model: Decoder, ahead: Mapping[int, int], foresight: Foresight, by_slow: Mapping[int, int]) -> Routers:
-        """Those of some mixtures of a model, which stays as it is.
-
-        Args:
-            model: whose routers are asked.
-            ahead: how many experts each of these layers is asked for about p ...
-            foresight: ... and how p and the slow residual are mixed there.
-            by_slow: the same of layers that are asked about the slow residual as it stands.
-        """
-        c, mixtures, weights, body = model.config, [], [], None
-        layers = (*ahead, *by_slow)
-        for index in layers:
-            layer = model.layers[index]
-            assert isinstance(layer, Layer)
-            assert isinstance(layer.feed_forward, MixtureOfExperts)
-            mixtures.append(layer.feed_forward)
-            weights.append(_router_rows(layer))
-            router = layer.feed_forward.router
-            body = router.body if isinstance(router, PackedLinear) else None
-        weight = torch.stack(weights).float().mT.contiguous()
-        scale, slow_scale = (s[list(layers), None].float() for s in (foresight.scale, foresight.slow_scale))
-        scale[len(ahead) :], slow_scale[len(ahead) :] = 0, 1
-        eps = None if c.norm_placement == "post" else c.norm_eps
-        counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *by_slow.values()))
-        return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body, counts)
-
-    def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
-        """The most likely experts of each row (T, E), together, the likeliest first, for each router."""
-        if self.body is not None and len(p) == 1:
-            return self._alone(self.body, p, slow)
-        each = self.logits(p, slow)[:, None]
-        return [likeliest(logits, count)[0] for logits, count in zip(each, self.counts, strict=True)]
-
-    def _alone(self, body: NativeBody, p: Tensor, slow: Tensor) -> list[list[int]]:
-        """For one row: the norm is a positive factor there, which changes no order."""
-        call, out = self._call
-        body.foresee(call, p, slow)
-        most = max(self.counts)
-        return [out[place * most : place * most + count] for place, count in enumerate(self.counts)]
-
-    @cached_property
-    def _call(self) -> tuple[CRouters, Array[c_int64]]:
-        """The native call but for its rows, laid out once, and where it writes."""
-        num, width, experts = self.weight.shape
-        most = max(self.counts)
-        out = (c_int64 * (num * most))()
-        parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
-        return CRouters(None, None, *parts, addressof(out), num, width, experts, most), out
-
-    def logits(self, p: Tensor, slow: Tensor) -> Tensor:
-        """(T, E) twice -> (n, T, X)."""
-        x = torch.addcmul(p.float() * self.scale, slow.float(), self.slow_scale)
-        return torch.bmm(x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps), self.weight)
-
-
-def _router_rows(layer: Layer) -> Tensor:
-    """The router of a layer (X, E) as it acts on a residual whose mean square is 1."""
-    mixture, norm = layer.feed_forward, layer.ffn_norm
-    assert isinstance(mixture, MixtureOfExperts)
-    found = mixture.router
-    weight = found.matrix.rows_of_weights() if isinstance(found, PackedLinear) else found.weight
-    assert isinstance(weight, Tensor)
-    assert norm is None or isinstance(norm, RMSNorm | NativeNorm)
-    return weight if norm is None else weight * (norm.weight + norm.offset)
+        scale, slow_scale = self.scales([layer])
+        return p * scale + slow * slow_scale
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Load:
     error: Exception | None = field(default=None, compare=False)
 
 
-def put_off(waiting: list[Load], slot: int, due: int) -> None:
+def reschedule(waiting: list[Load], slot: int, due: int) -> None:
     """Another place in the heap for whatever fills a slot, if it waits there."""
     for load in waiting:
         if load.slot == slot:
@@ -116,7 +116,7 @@ class ThreadChannel:
     def reschedule(self, slot: int, due: int) -> None:
         """Another place in the queue."""
         with self._asked:
-            put_off(self._waiting, slot, due)
+            reschedule(self._waiting, slot, due)
 
     def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
         """Slots that were filled, or could not be."""

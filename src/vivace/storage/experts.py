@@ -26,8 +26,9 @@ from vivace.core.seams import Expert
 from vivace.core.step import Step
 from vivace.errors import CapacityError, CheckpointError, VivaceError
 from vivace.storage.channel import CHUNK_BYTES, NUM_THREADS, Channel
-from vivace.storage.policies import Hint, Key, Outlook, Policy, Trace, Visit
+from vivace.storage.policies import Policy
 from vivace.storage.readers import PAGE, aligned
+from vivace.storage.traces import Hint, Key, Outlook, Trace, Visit
 
 SORTS = 2
 """How often a pass slots are sorted by who goes first."""
@@ -215,14 +216,18 @@ class ExpertCache:
         self.policy.foretold(layer, passes, turn)
         self._is_sorted = False
 
-    def serve(self, layer: int, chosen: Sequence[int], num_rows: int = 1) -> Iterator[tuple[int, Expert]]:
-        """Each chosen expert once, as it becomes ready.
+    def serve(self, layer: int, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
+        """Each expert that a layer chose once, as it becomes ready.
 
         Raises:
             CheckpointError: one could not be read; the cache stays usable.
         """
+        self._begin(layer, chosen, is_prompt=is_prompt)
+        yield from self.again(layer, chosen)
+
+    def again(self, layer: int, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+        """The same experts once more, where gradients go back through them: no layer runs, and nobody chose."""
         left = {(layer, expert): None for expert in chosen}
-        self._begin(layer, chosen, num_rows)
         self._held = held = set(left)
         self._settle(waits=False)
         self._count(left)
@@ -245,12 +250,12 @@ class ExpertCache:
         """The pass in which a layer runs next."""
         return self._clock // self.num_layers + (layer <= self._clock % self.num_layers)
 
-    def _begin(self, layer: int, chosen: Sequence[int], num_rows: int) -> None:
+    def _begin(self, layer: int, chosen: Sequence[int], *, is_prompt: bool) -> None:
         """Turn the clock to this layer."""
         self._clock = self._turn(layer) * self.num_layers + layer
         if self.trace is not None:
-            self.trace.visits.append(Visit(self._clock, num_rows, tuple(chosen)))
-        self.policy.used(layer, chosen, self._clock, num_rows)
+            self.trace.visits.append(Visit(self._clock, is_prompt, tuple(chosen)))
+        self.policy.used(layer, chosen, self._clock, is_prompt=is_prompt)
         for rank, (key, due) in enumerate(self.policy.ahead(self._clock)):
             self._want(key, due, rank)
         self._likely = {key: due for key, due in self._likely.items() if due[0] > self._clock}
@@ -407,9 +412,9 @@ class LayerExperts:
         self.cache = cache
         self.index = layer
 
-    def serve(self, chosen: Sequence[int], num_rows: int) -> Iterator[tuple[int, Expert]]:
+    def serve(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
         """Each chosen expert once, as it becomes ready."""
-        for number, expert in self.cache.serve(self.index, chosen, num_rows):
+        for number, expert in self.cache.serve(self.index, chosen, is_prompt=is_prompt):
             yield number, _Learning(self, number, expert) if torch.is_grad_enabled() else expert
 
     def expect(self, likely: Sequence[int]) -> None:
@@ -450,7 +455,7 @@ class _Again(torch.autograd.Function):
         (saved,) = ctx.saved_tensors
         x = saved.detach().requires_grad_()
         cache, layer = ctx.learning.experts.cache, ctx.learning.experts.index
-        for _, expert in cache.serve(layer, [ctx.learning.number]):
+        for _, expert in cache.again(layer, [ctx.learning.number]):
             with torch.enable_grad(), torch.autocast("cpu", ctx.dtype, enabled=ctx.is_cast):
                 y = expert(x, ctx.step)
             y.backward(grad)

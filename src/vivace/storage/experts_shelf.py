@@ -15,9 +15,9 @@ from vivace.errors import UnsupportedError
 from vivace.kernels.library import found_library
 from vivace.kernels.native import NativeBody
 from vivace.storage.channel import Channel, NativeChannel, ThreadChannel
-from vivace.storage.policies import Key
 from vivace.storage.readers import Reader
 from vivace.storage.store import Store, view
+from vivace.storage.traces import Key
 
 
 class StoreShelf:

@@ -3,7 +3,8 @@
 Time is a *clock* of layers: pass number times layers of the model, plus the layer. An expert is (layer, expert). The
 cache (``experts.py``) and the simulator (``simulator.py``) tell a policy what was used and what is expected, and ask
 it when an expert will be needed next; the one that is needed last is evicted. Guesses themselves come from outside:
-from the slow residual (``experts_guess.py``) or from an accelerated one (``multirate/foresight.py``).
+from the slow residual (``experts_guess.py``), or from a forecast or an accelerated residual
+(``multirate/foreseeing.py``).
 
 The baselines: reading on demand without a cache; least recently used, whose misses of a layer are read in parallel;
 the most frequent experts pinned (static frequency); the next layer's router on the present residual (Eliseev and
@@ -14,28 +15,21 @@ residual is M2R2's (Bhendawade et al. 2025, arXiv:2502.02040); evicting by predi
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from math import inf
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vivace.errors import CorruptError, NotFoundError
-from vivace.files import write_text
+from vivace.storage.traces import Key, Trace
 
 FloatArray = NDArray[np.float64]
-Key = tuple[int, int]
-"""(layer, expert)."""
-
-PROMPT_ROWS = 16
-"""A pass of more rows is a prompt's."""
-FAR = 64.0
-"""Passes; what is needed later than that is all the same."""
+NOT_SEEN = 64.0
+"""Passes after a prompt; what none of them uses counts as used then."""
+NOBODY: tuple[frozenset[int], int] = (frozenset(), -1)
+"""Expected of a layer of which nothing was said."""
 BEHIND = 0.5
 """Of a layer: what is expected goes before what merely was there."""
 
@@ -47,8 +41,8 @@ class Policy(Protocol):
     keeps: bool
     """Experts stay after their layer has run."""
 
-    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
-        """A layer's router chose these for some rows."""
+    def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
+        """A layer's router chose these, for a prompt's rows or for others."""
         ...
 
     def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
@@ -76,23 +70,27 @@ class LeastRecent:
 
     def __init__(self) -> None:
         self.last: dict[Key, int] = {}
+        self._expected: dict[int, tuple[frozenset[int], int]] = {}
+        """By layer, what was said last: whom, and for when."""
 
-    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
+    def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
         """Remember when."""
         for expert in chosen:
             self.last[layer, expert] = clock
 
     def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
         """Loaded by the cache; it decides nothing about eviction here, but it counts as fresh."""
-        for expert in likely:
-            self.last[layer, expert] = max(self.last.get((layer, expert), due), due)
+        self._expected[layer] = frozenset(likely), due
 
     def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
         """The past decides."""
 
     def next_use(self, key: Key, clock: int) -> float:
         """As far ahead as its last use lies behind; of those used together, the first goes first."""
-        return 2 * clock - self.last.get(key, -1) - key[1] * 1e-6
+        layer, expert = key
+        likely, due = self._expected.get(layer, NOBODY)
+        last = self.last.get(key, -1)
+        return 2 * clock - (max(last, due) if expert in likely else last) - expert * 1e-6
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
         """One by one."""
@@ -170,7 +168,7 @@ class NextUse:
         self._share, self._then = np.full(shape, self.RARE).reshape(-1), np.zeros(shape).reshape(-1)
         """The share of passes that used it, after the pass ``then``."""
         self._due, self._again = np.full(shape, -1.0).reshape(-1), np.full(shape, -1.0).reshape(-1)
-        """When it is expected, and when it was foretold."""
+        """Clocks: for when each is expected, and at which it was foretold to be used again; -1 where nobody said."""
         self._expected: dict[int, tuple[Sequence[int], int]] = {}
         self._foretold: dict[int, tuple[Sequence[float], int]] = {}
         self._used: list[int] = []
@@ -179,18 +177,18 @@ class NextUse:
         operations on arrays cost more than they do: they are put off until somebody asks."""
         self._opened, self._is_answered, self._is_told = -1, False, False
         """Pass of the last prompt; whether one of an answer came behind it; and whether that ever happened."""
-        self._first = np.full(shape, FAR).reshape(-1)
+        self._first = np.full(shape, NOT_SEEN).reshape(-1)
         """Passes from the last prompt to its first use, as far as it was used."""
-        self._opening = np.full(shape, np.log2(FAR) / 2).reshape(-1)
+        self._opening = np.full(shape, np.log2(NOT_SEEN) / 2).reshape(-1)
         """log2 of that, after earlier prompts."""
 
-    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
+    def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
         """One more pass that used them."""
         here = clock // self.num_layers
         if here != self._turn:
             self._count()
             self._turn = here
-        if num_rows <= PROMPT_ROWS:
+        if not is_prompt:
             self._is_answered = True
         elif self._opened < here:
             self._open(here)
@@ -244,7 +242,7 @@ class NextUse:
             self._opening += self.OPENING * (np.log2(self._first) - self._opening)
             self._is_told = True
         self._opened, self._is_answered = here, False
-        self._first[:] = FAR
+        self._first[:] = NOT_SEEN
         self._foretold.clear()
         self._again[:] = -1
 
@@ -285,7 +283,7 @@ class Oracle:
             for key in visit.keys(trace.num_layers):
                 self._uses.setdefault(key, []).append(visit.clock)
 
-    def used(self, layer: int, chosen: Sequence[int], clock: int, num_rows: int) -> None:
+    def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
         """It knew."""
 
     def expected(self, layer: int, likely: Sequence[int], due: int) -> None:
@@ -310,114 +308,3 @@ class Oracle:
         for visit in self.trace.visits[first : first + self.trace.num_layers]:
             for key in visit.keys(self.trace.num_layers):
                 yield key, visit.clock
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A layer ran: who was chosen."""
-
-    clock: int
-    num_rows: int
-    chosen: tuple[int, ...]
-
-    @property
-    def is_prompt(self) -> bool:
-        """Of a prompt, not of an answer."""
-        return self.num_rows > PROMPT_ROWS
-
-    def keys(self, num_layers: int) -> list[Key]:
-        """The experts."""
-        return [(self.clock % num_layers, expert) for expert in self.chosen]
-
-
-@dataclass(frozen=True)
-class Hint:
-    """Experts were expected."""
-
-    issued: int
-    """Clock of the last layer that had run."""
-    due: int
-    likely: tuple[int, ...]
-    """Most likely first."""
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """It was foretold when a layer's experts will be chosen again."""
-
-    issued: int
-    """Clock of the last layer that had run."""
-    layer: int
-    turn: int
-    """Of the pass that is counted from."""
-    passes: tuple[float, ...]
-
-
-@dataclass
-class Trace:
-    """What routers chose, what was expected and foretold, in order; grows while it is recorded."""
-
-    num_layers: int
-    visits: list[Visit] = field(default_factory=list)
-    hints: list[Hint] = field(default_factory=list)
-    outlooks: list[Outlook] = field(default_factory=list)
-
-    @property
-    def num_experts(self) -> int:
-        """Of a layer, as far as they were chosen, expected or foretold."""
-        named = max((max(each, default=-1) for each in self._named()), default=-1)
-        return max(1 + named, max((len(each.passes) for each in self.outlooks), default=0))
-
-    def _named(self) -> Iterator[tuple[int, ...]]:
-        yield from (visit.chosen for visit in self.visits)
-        yield from (hint.likely for hint in self.hints)
-
-    @property
-    def widest(self) -> int:
-        """Most experts chosen at once."""
-        return max((len(visit.chosen) for visit in self.visits), default=0)
-
-    def most_frequent(self) -> list[Key]:
-        """Experts by how often they were chosen."""
-        counts: dict[Key, int] = {}
-        for visit in self.visits:
-            for key in visit.keys(self.num_layers):
-                counts[key] = counts.get(key, 0) + 1
-        return sorted(counts, key=lambda key: (-counts[key], key))
-
-    def recall(self) -> float:
-        """Share of chosen experts that were expected in time, over the visits anything was expected for."""
-        expected: dict[int, set[int]] = {}
-        for hint in self.hints:
-            assert hint.issued < hint.due, "a guess for a layer that has run is no guess"
-            expected.setdefault(hint.due, set()).update(hint.likely)
-        known = [visit for visit in self.visits if visit.clock in expected]
-        right = sum(len(expected[visit.clock].intersection(visit.chosen)) for visit in known)
-        return right / max(1, sum(len(visit.chosen) for visit in known))
-
-    def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        visits = [[v.clock, v.num_rows, list(v.chosen)] for v in self.visits]
-        hints = [[h.issued, h.due, list(h.likely)] for h in self.hints]
-        outlooks = [[o.issued, o.layer, o.turn, [round(each, 2) for each in o.passes]] for o in self.outlooks]
-        told = {"num_layers": self.num_layers, "visits": visits, "hints": hints, "outlooks": outlooks}
-        write_text(Path(path), json.dumps(told) + "\n")
-
-    @staticmethod
-    def load(path: str | Path) -> Trace:
-        """Read what ``save`` wrote.
-
-        Raises:
-            NotFoundError: no such file.
-            CorruptError: it is not a trace.
-        """
-        try:
-            found: Mapping[str, Sequence[Sequence[object]]] = json.loads(Path(path).read_text(encoding="utf-8"))
-            visits = [Visit(int(c), int(n), tuple(map(int, e))) for c, n, e in found["visits"]]  # type: ignore
-            hints = [Hint(int(i), int(d), tuple(map(int, e))) for i, d, e in found["hints"]]  # type: ignore
-            outlooks = [Outlook(int(i), int(n), int(t), tuple(map(float, p))) for i, n, t, p in found["outlooks"]]  # type: ignore
-            return Trace(int(found["num_layers"]), visits, hints, outlooks)  # type: ignore
-        except OSError as exc:
-            raise NotFoundError(f"cannot read the trace {path}: {exc.strerror}; record one first") from exc
-        except (KeyError, TypeError, ValueError) as exc:
-            raise CorruptError(f"{path} is not a trace of experts: {exc!r}; record it again") from exc

@@ -2,7 +2,7 @@
 
 Two resources: the processor, which runs layers in order, and one channel of given bandwidth, which takes the most
 urgent load first and lets a demand go before a guess at the next chunk, as ``experts.py`` does. A trace says what
-routers chose and what was expected when (``policies.py``); the policies are the same objects that the cache asks.
+routers chose and what was expected when (``traces.py``); the policies are the same objects that the cache asks.
 
 Times: a layer takes ``layer_s`` before its experts are known (attention, router) and ``expert_s`` for each of them. A
 load takes ``latency_s + bytes / bandwidth``; the latency passes while other loads are on the channel.
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from vivace.errors import ConfigError
-from vivace.storage.policies import Hint, Key, Outlook, Policy, Trace, Visit
+from vivace.storage.policies import Policy
+from vivace.storage.traces import Hint, Key, Outlook, Trace, Visit
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class _Load:
     left: int
     asked: float
     is_guess: bool
+    outcome: Outcome
+    """Whose: an answer's, or a prompt's that was running when it began."""
     is_ready: bool = False
 
 
@@ -133,7 +136,8 @@ class _Run:
                 self._hear(told)
                 told = next(words, None)
             self._run(visit)
-        self.outcome.wasted += sum(load.is_guess for load in self.state.slots.values())
+        for load in self.state.slots.values():
+            load.outcome.wasted += load.is_guess
         return self.outcome
 
     def _run(self, visit: Visit) -> None:
@@ -171,7 +175,7 @@ class _Run:
         state = self.state
         state.clock = visit.clock
         keys = visit.keys(self.trace.num_layers)
-        self.policy.used(visit.clock % self.trace.num_layers, visit.chosen, visit.clock, visit.num_rows)
+        self.policy.used(visit.clock % self.trace.num_layers, visit.chosen, visit.clock, is_prompt=visit.is_prompt)
         for rank, (key, due) in enumerate(self.policy.ahead(visit.clock)):
             self._want(key, due, rank)
         state.likely = {key: due for key, due in state.likely.items() if due[0] > visit.clock}
@@ -242,7 +246,7 @@ class _Run:
         begun = max(state.channel, load.asked + machine.latency_s)
         taken = size / machine.bytes_per_s
         state.channel = begun + taken
-        self.outcome.channel_s += taken
+        load.outcome.channel_s += taken
         load.left -= size
         if not load.left:
             heapq.heappop(state.queue)
@@ -252,7 +256,7 @@ class _Run:
     def _start(self, key: Key, urgency: tuple[int, int], *, is_guess: bool) -> None:
         state = self.state
         asked = max(state.now, state.channel - self.machine.latency_s) if is_guess else state.now
-        load = _Load(key, self.machine.expert_bytes, asked, is_guess)
+        load = _Load(key, self.machine.expert_bytes, asked, is_guess, self.outcome)
         self._number += 1
         state.slots[key] = load
         state.likely.pop(key, None)
@@ -271,7 +275,8 @@ class _Run:
                 best, latest = key, use
         if best is None:
             return False
-        self.outcome.wasted += state.slots.pop(best).is_guess
+        gone = state.slots.pop(best)
+        gone.outcome.wasted += gone.is_guess
         return True
 
     def _evictable(self) -> Iterator[Key]:

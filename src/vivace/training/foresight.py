@@ -1,4 +1,4 @@
-"""Training foresight (``multirate/foresight.py``): the residual that tells which experts will be needed."""
+"""Training foresight (``multirate/foresight.py``): what tells which experts will be needed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ForesightRecipe(FrozenRecipe):
     adapter: ForesightConfig = field(default_factory=ForesightConfig)
     loss: ForesightLoss = field(default_factory=ForesightLoss)
     plan: ForesightPlan = field(default_factory=ForesightPlan)
-    """How many experts are expected, saved with the weights."""
+    """How decoding uses it, saved with the weights."""
 
     def begin(self, ground: Ground) -> ForesightTraining:
-        """A residual that does what the slow one's attention does."""
+        """Weights that were not trained."""
         return ForesightTraining(self, ground)
 
 
@@ -32,7 +32,7 @@ class ForesightTraining:
         self.recipe = recipe
         self.foresight = Foresight(recipe.adapter, model)
         self.objective = ForesightObjective(self.foresight, recipe.loss)
-        self.depth = recipe.adapter.depth(model.num_layers)
+        self.depth = max(1, recipe.adapter.depth(model.num_layers))
 
     def finish(self) -> Outcome:
         """The weights as they are."""

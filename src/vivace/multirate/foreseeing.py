@@ -1,0 +1,235 @@
+"""Decoding while experts are foreseen: what ``foresight.py`` and ``forecast.py`` were trained for.
+
+Before a pass the forecast speaks of all its layers. On the way up the accelerated residual, where there is one, speaks
+of layers above it, and the slow residual of those that lie a lead ahead. Whoever gives the experts is told, and may
+load what is likely; what runs is what the true routers choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import Array, addressof, c_int64
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.deltas import Deltas
+from vivace.core.layers import RMSNorm
+from vivace.core.model import Decoder, Layer
+from vivace.core.moe import MixtureOfExperts, likeliest
+from vivace.core.packed import NativeNorm, PackedLinear
+from vivace.core.seams import Draft, TargetPass, Verdict
+from vivace.core.step import Step
+from vivace.decode.plain import NoDrafts
+from vivace.kernels.library import CRouters
+from vivace.kernels.native import NativeBody
+from vivace.multirate.forecast import Forecaster
+from vivace.multirate.foresight import Foresight, ForesightPlan
+
+
+class Foreseeing(NoDrafts):
+    """Plain decoding whose experts are foreseen; it remembers where each text has come out."""
+
+    def __init__(self, foresight: Foresight, plan: ForesightPlan, name: str = "foresight") -> None:
+        """Set how.
+
+        Args:
+            foresight: trained on the model.
+            plan: how it is used.
+            name: of the method.
+        """
+        self._ends: dict[int, Tensor] = {}
+        """By slot: the residual (E) that the token which is not stored yet was decided from."""
+        super().__init__(name, ForesightClimb(foresight, plan, self._ends))
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """The next token follows the last row that was kept; after a prompt chunk its last row."""
+        rows = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        for slot, row in zip(draft.slots, rows, strict=True):
+            self._ends[slot] = passed.hidden[row].clone()
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """What a text came out with is of its end, which is another one now."""
+        self.release(slots)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
+        """A copy of a whole text goes on where that came out."""
+        found = [self._ends.get(slot) if length is None else None for slot in sources]
+        self.release(targets)
+        self._ends |= {slot: end for slot, end in zip(targets, found, strict=True) if end is not None}
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Whoever is in the slot next says something else."""
+        for slot in slots:
+            self._ends.pop(slot, None)
+
+
+class ForesightClimb:
+    """Fills ``Traversal``: all rows up the layers, while mixtures are told which experts will be needed."""
+
+    def __init__(self, foresight: Foresight, plan: ForesightPlan, ends: Mapping[int, Tensor]) -> None:
+        """Set how.
+
+        Args:
+            foresight: trained on the model.
+            plan: how it is used.
+            ends: by slot, the residual (E) that its first row was decided from, as far as it is known.
+        """
+        assert foresight.model.moe is not None
+        self.foresight = foresight
+        self.count = foresight.model.moe.top_k if plan.count is None else plan.count
+        self.leads = plan.leads
+        self.depth = foresight.config.depth(foresight.model.num_layers)
+        forecast = foresight.forecast
+        self._forecaster = None if forecast is None else Forecaster(forecast, plan.at_least, ends)
+        self._asked: dict[int, Routers | None] = {}
+        """By depth; None where nothing is asked."""
+        self._terms: dict[int, Deltas] = {}
+        """By rows of a call, so that whoever lays them out does so once."""
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone."""
+        step = Step.of(draft, cache, chunk=chunk)
+        start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
+        slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
+        if chunk or start:
+            slow = model.run(slow, step, start)
+        else:
+            if self._forecaster is not None:
+                self._forecaster.tell(model, draft, slow)
+            if self.foresight.config.rate is not None:
+                slow = self._ahead(model, slow, step, rows)
+            watch = (lambda index, h: self._tell(model, index + 1, h, h)) if self.leads else None
+            slow = model.run(slow, step, self.depth, watch=watch)
+        return TargetPass(hidden=slow, rows=rows)
+
+    def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Both streams as far as the accelerated one goes: slow rows there."""
+        count = len(rows)
+        if count not in self._terms:
+            which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
+            self._terms[count] = self.foresight.terms(which)
+        both = step.readers(rows, self._terms[count], fed=False)
+        self._tell(model, 0, slow, slow)
+        out = model.run(
+            torch.cat((slow, slow)),
+            both,
+            stop=self.depth,
+            watch=lambda index, h: self._tell(model, index + 1, h[count:], h[:count]),
+        )
+        return out[:count]
+
+    def _tell(self, model: Decoder, depth: int, p: Tensor, slow: Tensor) -> None:
+        """What p says of later layers, and the slow residual of those that lie a lead ahead."""
+        if depth not in self._asked:
+            self._asked[depth] = self._routers(model, depth)
+        routers = self._asked[depth]
+        if routers is not None:
+            for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow), strict=True):
+                mixture.experts.expect(experts)
+
+    def _routers(self, model: Decoder, depth: int) -> Routers | None:
+        c, count = model.config, self.count
+        assert c.moe is not None
+        ahead = dict.fromkeys(self.foresight.targets(depth), count)
+        by_slow: dict[int, int] = {}
+        for layer in (depth + lead for lead in self.leads):
+            if depth > 0 and layer < c.num_layers and c.is_moe(layer):
+                near = ahead if layer in ahead else by_slow
+                near[layer] = max(count, c.moe.top_k)
+        return Routers.of(model, ahead, self.foresight, by_slow) if ahead or by_slow else None
+
+
+@dataclass(frozen=True, eq=False)
+class Routers:
+    """Routers of n layers asked at once, in float32: small products in bfloat16 take PyTorch ten times as long.
+
+    Their logits are those of ``Layer.route`` but for rounding.
+    """
+
+    mixtures: tuple[MixtureOfExperts, ...]
+    scale: Tensor
+    """s_m, (n, 1, E)."""
+    slow_scale: Tensor
+    """t_m, (n, 1, E)."""
+    weight: Tensor
+    """(n, E, X), what the norms multiply by folded in."""
+    eps: float | None
+    """Of the norm before routers; None where there is none."""
+    body: NativeBody | None = None
+    """What the routers themselves run on."""
+
+    counts: tuple[int, ...] = ()
+    """Experts that each is asked for, for every row."""
+
+    @staticmethod
+    def of(model: Decoder, ahead: Mapping[int, int], foresight: Foresight, by_slow: Mapping[int, int]) -> Routers:
+        """Those of some mixtures of a model, which stays as it is.
+
+        Args:
+            model: whose routers are asked.
+            ahead: how many experts each of these layers is asked for about p ...
+            foresight: ... and how p and the slow residual are mixed there.
+            by_slow: the same of layers that are asked about the slow residual as it stands.
+        """
+        c, mixtures, weights, body = model.config, [], [], None
+        layers = (*ahead, *by_slow)
+        for index in layers:
+            layer = model.layers[index]
+            assert isinstance(layer, Layer)
+            assert isinstance(layer.feed_forward, MixtureOfExperts)
+            mixtures.append(layer.feed_forward)
+            weights.append(_router_rows(layer))
+            router = layer.feed_forward.router
+            body = router.body if isinstance(router, PackedLinear) else None
+        weight = torch.stack(weights).float().mT.contiguous()
+        scale = torch.zeros(len(layers), 1, c.width)
+        slow_scale = torch.ones_like(scale)
+        if ahead:
+            scale[: len(ahead)], slow_scale[: len(ahead)] = (each[:, None].float() for each in foresight.scales(ahead))
+        eps = None if c.norm_placement == "post" else c.norm_eps
+        counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *by_slow.values()))
+        return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body, counts)
+
+    def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
+        """The most likely experts of each row (T, E), together, the likeliest first, for each router."""
+        if self.body is not None and len(p) == 1:
+            return self._alone(self.body, p, slow)
+        each = self.logits(p, slow)[:, None]
+        return [likeliest(logits, count)[0] for logits, count in zip(each, self.counts, strict=True)]
+
+    def _alone(self, body: NativeBody, p: Tensor, slow: Tensor) -> list[list[int]]:
+        """For one row: the norm is a positive factor there, which changes no order."""
+        call, out = self._call
+        body.foresee(call, p, slow)
+        most = max(self.counts)
+        return [out[place * most : place * most + count] for place, count in enumerate(self.counts)]
+
+    @cached_property
+    def _call(self) -> tuple[CRouters, Array[c_int64]]:
+        """The native call but for its rows, laid out once, and where it writes."""
+        num, width, experts = self.weight.shape
+        most = max(self.counts)
+        out = (c_int64 * (num * most))()
+        parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
+        return CRouters(None, None, *parts, addressof(out), num, width, experts, most), out
+
+    def logits(self, p: Tensor, slow: Tensor) -> Tensor:
+        """(T, E) twice -> (n, T, X)."""
+        x = torch.addcmul(p.float() * self.scale, slow.float(), self.slow_scale)
+        return torch.bmm(x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps), self.weight)
+
+
+def _router_rows(layer: Layer) -> Tensor:
+    """The router of a layer (X, E) as it acts on a residual whose mean square is 1."""
+    mixture, norm = layer.feed_forward, layer.ffn_norm
+    assert isinstance(mixture, MixtureOfExperts)
+    found = mixture.router
+    weight = found.matrix.rows_of_weights() if isinstance(found, PackedLinear) else found.weight
+    assert isinstance(weight, Tensor)
+    assert norm is None or isinstance(norm, RMSNorm | NativeNorm)
+    return weight if norm is None else weight * (norm.weight + norm.offset)
