@@ -35,10 +35,10 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
+from vivace.methods import trained
 from vivace.multirate.foreseeing import Foreseeing
-from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
+from vivace.multirate.foresight import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts
-from vivace.recipe import build
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
@@ -118,9 +118,10 @@ def _uncollected() -> Iterator[None]:
 def foresight_of(folder: Path, store: Store) -> tuple[Foresight, ForesightPlan]:
     """The weights of an adapter of the store's checkpoint, and how they are used."""
     written, tensors = load_adapter(folder)
-    made = Foresight(build(ForesightConfig, written["config"]), store.config)
-    made.load_state_dict(dict(tensors))
-    return made.to(store.dtype).requires_grad_(False), build(ForesightPlan, written["plan"])
+    if written["kind"] != "foresight":
+        raise SystemExit(f"{folder} is an adapter for {written['kind']}, not for foresight")
+    weights, plan = trained(folder, written, tensors, store.config)
+    return weights.to(store.dtype), plan
 
 
 class Bench:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace import methods
 from vivace.checkpoint.load import load_decoder
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, MismatchError
 from vivace.methods import Methods, adapters_by_method
 
 
@@ -62,3 +64,13 @@ def test_a_base_is_read_once_for_all_adapters_named(folder: Path, tmp_path: Path
     with pytest.raises(ConfigError, match="are both adapters for multirate"):
         adapters_by_method([one, two], folder)
     assert calls == ["base_hash", "load_adapter", "load_adapter"]
+
+
+def test_weights_of_another_adapter_are_refused(folder: Path) -> None:
+    adapter = make_adapter(folder / "adapters" / "multirate", folder)
+    config = adapter / "config.json"
+    written = json.loads(config.read_text(encoding="utf-8"))
+    written["config"]["bottleneck"] += 1
+    config.write_text(json.dumps(written), encoding="utf-8")
+    with pytest.raises(MismatchError, match=f"the weights in {re.escape(str(adapter))} do not fit its config.json"):
+        Methods(load_decoder(folder), folder, {}).drafter("multirate")

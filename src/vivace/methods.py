@@ -83,6 +83,29 @@ STORED: Mapping[str, Stored] = {
 """By the name of the method."""
 
 
+def trained(
+    folder: Path, written: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ModelConfig
+) -> tuple[Any, Any]:
+    """Weights of an adapter as they were read, and the plan they are used by.
+
+    Args:
+        folder: where it lies.
+        written: its ``config.json``.
+        tensors: its weights.
+        model: what they were trained on.
+
+    Raises:
+        MismatchError: the two files are not of one adapter.
+    """
+    stored = STORED[written["kind"]]
+    weights = stored.weights(build(stored.config, written["config"]), model)
+    expected = {name: value.shape for name, value in weights.tensors().items()}
+    if expected != {name: value.shape for name, value in tensors.items()}:
+        raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
+    weights.load_state_dict(tensors, strict=False)  # a rival's borrowed layers are no tensors of the file
+    return weights.requires_grad_(False), build(stored.plan, written["plan"])
+
+
 def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
     """Adapter folders by the method they are for, as their own ``config.json`` says.
 
@@ -239,11 +262,11 @@ class Methods:
         stored = STORED[kind]
         if kind not in self._read:
             written, tensors = self._adapter(kind, stored.what)
-            weights = stored.weights(build(stored.config, written["config"]), self.model.config)
-            self._require_shapes(kind, weights.tensors(), tensors)
-            weights.load_state_dict(tensors, strict=False)  # a rival's borrowed layers are no tensors of the file
+            folder = self.adapter_folder(kind)
+            assert folder is not None
+            weights, plan = trained(folder, written, tensors, self.model.config)
             weights.to(self.model.device, torch.float32 if stored.is_float32 else self.model.dtype)
-            self._read[kind] = weights.requires_grad_(False), build(stored.plan, written["plan"])
+            self._read[kind] = weights, plan
         weights, plan = self._read[kind]
         return weights, self.plan if isinstance(self.plan, stored.plan) else plan
 
@@ -289,11 +312,6 @@ class Methods:
     def _base_hash(self) -> str:
         assert self.folder is not None, "a model in memory has no adapters"
         return base_hash(self.folder)
-
-    def _require_shapes(self, kind: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-        if {name: value.shape for name, value in expected.items()} != {n: v.shape for n, v in found.items()}:
-            folder = self.adapter_folder(kind)
-            raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
 
     def adapter_folder(self, kind: str) -> Path | None:
         """Where the adapter of a kind is, or would be; None for a model that only lives in memory."""
