@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from vivace.methods import trained
 from vivace.multirate.foreseeing import Foreseeing
 from vivace.multirate.foresight import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts
+from vivace.storage.channel import CHUNK_BYTES
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_guess import GuessingClimb
 from vivace.storage.experts_parts import load_around
@@ -117,7 +118,7 @@ def _uncollected() -> Iterator[None]:
 
 def foresight_of(folder: Path, store: Store) -> tuple[Foresight, ForesightPlan]:
     """The weights of an adapter of the store's checkpoint, and how they are used."""
-    written, tensors = load_adapter(folder)
+    written, tensors = load_adapter(folder, store.base)
     if written["kind"] != "foresight":
         raise SystemExit(f"{folder} is an adapter for {written['kind']}, not for foresight")
     weights, plan = trained(folder, written, tensors, store.config)
@@ -229,7 +230,7 @@ class Bench:
             return {e.name: e.token_s for e in entrants}
 
     def held(self, share: float, trace: Trace) -> list[Entrant]:
-        """All policies on all prompts, in turns; the first prompt of each task only fills caches."""
+        """All policies on all prompts, in turns; the first prompt only fills caches."""
         num = self.num_slots(share)
         layers, experts = self.store.config.num_layers, self.num_experts
         seeing = self.drafters()
@@ -255,7 +256,11 @@ class Bench:
         assert moe is not None
         layers = trace.num_layers
         layer_s = max(0.0, compute_s / layers - moe.top_k * expert_s)
-        machine = Machine(self.gb_per_s * 1e9, self.shelf.bundle_bytes, num_slots, layer_s, expert_s)
+        machine = Machine(
+            self.gb_per_s * 1e9, self.shelf.bundle_bytes, num_slots, layer_s, expert_s, chunk_bytes=CHUNK_BYTES
+        )
+        if self.is_paced:
+            machine = replace(machine, latency_s=0.0)
         policies: dict[str, Policy] = {
             "on_demand": OnDemand(),
             "lru": LeastRecent(),
@@ -263,7 +268,7 @@ class Bench:
             "oracle": Oracle(trace),
         }
         policy = policies.get(name) or NextUse(layers, moe.num_experts)
-        return simulate(trace, policy, machine).pass_s
+        return simulate(trace, policy, machine, warm_up=1).pass_s
 
     def expert_s(self) -> float:
         """Seconds one resident expert takes for one row, the least of many."""

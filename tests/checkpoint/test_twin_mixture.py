@@ -13,7 +13,7 @@ from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.core.step import Step
-from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
+from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan, of_mean_square_one
 
 TOKENS = torch.tensor([5, 9, 41, 7, 7, 80])
 
@@ -24,7 +24,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
     make(family).save_pretrained(base)
     small = load_decoder(base)
     torch.manual_seed(3)
-    seen = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6), small.config)
+    seen = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6, leads=(1,)), small.config)
     tensors = {name: value + 0.3 * torch.randn_like(value) for name, value in seen.tensors().items()}
     folder = base / "adapters" / "foresight"
     save_adapter(folder, "foresight", base_hash(base), asdict(ForesightPlan()), asdict(seen.config), tensors)
@@ -37,7 +37,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
 
     found = []
     for model, place in ((small, folder), (wide, tmp_path / "wide" / "adapters" / "foresight")):
-        foresight = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6), model.config)
+        foresight = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6, leads=(1,)), model.config)
         foresight.load_state_dict(load_adapter(place)[1])
         step = Step.dense(1, len(TOKENS))
         with torch.no_grad():
@@ -45,9 +45,10 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
             which = torch.zeros(len(TOKENS), dtype=torch.int64)
             p = model.run(h, replace(step, deltas=(foresight.terms(which),)), stop=1)
             routed = [
-                model.layers[index].route(foresight.at(index, p, h))  # type: ignore[operator]
+                of_mean_square_one(seen, model.config) @ foresight.router(model.layers[index], lead).T  # type: ignore[arg-type]
                 for index in range(model.config.num_layers)
                 if model.config.is_moe(index)
+                for lead, seen in ((None, foresight.at(index, p, h)), (1, h))
             ]
             out = model.run(h, step)
             assert foresight.forecast is not None

@@ -76,7 +76,7 @@ def test_until_next_is_what_it_says() -> None:
 def test_a_batch_in_which_nothing_follows_teaches_nothing(model: Decoder) -> None:
     seeing = foresight(model, rate=None, forecast=4)
     alone = batch(8, 2)
-    alone.scored[:, :-1] = False
+    alone.scored[:, 2:] = False
     ((loss, said),) = ForesightObjective(seeing, ForesightLoss()).losses(model, alone)
     loss.backward()
     assert (float(loss.detach()), said["forecast"]) == (0.0, 0.0)
@@ -98,9 +98,11 @@ def test_training_raises_recall_and_lowers_the_error_of_passes(model: Decoder) -
     assert recalls[-1] > recalls[0] + 0.2
 
 
-def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
-    """Where the loss compares f with what was chosen, decoding tells that f of that pass."""
+@pytest.mark.parametrize("given", [0, 5])
+def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard, given: int) -> None:
+    """Where the loss compares f with what was chosen, decoding tells that f of that pass, from a prompt's last on."""
     sees, text = Sees(model), batch(12, 1)
+    text.scored[:, :given] = False
     tokens, seen = text.tokens[0].tolist(), []
     for token in tokens:
         heard.clear()
@@ -119,7 +121,8 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
         patch.setattr("vivace.multirate.foresight.forecast_loss", spy)
         list(ForesightObjective(sees.foresight, ForesightLoss()).losses(model, text))
     ((chosen, passes),) = calls
-    assert len(chosen) == len(tokens) - 2, "the first follows nothing that is scored, the last is followed by nothing"
-    for place, (ran, foretold) in enumerate(seen[: len(chosen)]):
+    first = max(0, given - 2)
+    assert len(chosen) == len(tokens) - 2 - first, "the first follows nothing, the last is followed by nothing"
+    for place, (ran, foretold) in enumerate(seen[first:-1]):
         torch.testing.assert_close(passes[place], foretold, rtol=1e-3, atol=1e-3)
         assert [set(each.nonzero()[:, 0].tolist()) for each in chosen[place]] == [ran[layer] for layer in sorted(ran)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.decode.runs import finish
 from tests.multirate.foreseen import Heard, Sees, check, foresight
@@ -15,17 +16,22 @@ from vivace.core.model import Decoder
 from vivace.core.moe import likeliest
 from vivace.core.packed import pack_decoder
 from vivace.core.seams import Draft, Verdict
+from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
 from vivace.multirate.foreseeing import Foreseeing, ForesightClimb, Routers
-from vivace.multirate.foresight import ForesightPlan
+from vivace.multirate.foresight import ForesightPlan, router_rows
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("leads", [(), (1,), (2, 1)])
-@pytest.mark.parametrize("fields", [{}, {"forecast": 8}, {"forecast": 8, "rate": None}], ids=["p", "both", "forecast"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"forecast": 8, "leads": (2,)}, {"forecast": 8, "rate": None}, {"rate": None, "leads": (1, 2)}],
+    ids=["p", "all", "forecast", "leads"],
+)
 def test_the_text_is_the_plain_one(
     model: Decoder, noise: float, leads: tuple[int, ...], fields: dict[str, Any]
 ) -> None:
@@ -42,7 +48,7 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
     p, slow = torch.randn(2, 5, model.config.width, generator=torch.Generator().manual_seed(2)).unbind()
     layers = tuple(index for index in range(1, model.config.num_layers) if model.config.is_moe(index))
     with torch.no_grad():
-        together = Routers.of(model, dict.fromkeys(layers, 2), seen, {}).logits(p, slow)
+        together = Routers.of(model, seen, dict.fromkeys(layers, 2), []).logits(p, slow)
         for index, logits in zip(layers, together, strict=True):
             alone = model.layers[index].route(seen.at(index, p, slow))  # type: ignore[operator]
             torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
@@ -88,7 +94,7 @@ def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: Heard) -> None
     with torch.inference_mode():
         climb = ForesightClimb(foresight(model), ForesightPlan(), {})
         climb.run(model, Draft.given_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
-    assert {kind for kind, *_ in heard} == {"ran"}
+    assert {kind for kind, *_ in heard} == {"prompt"}
 
 
 def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(model: Decoder, heard: Heard) -> None:
@@ -110,16 +116,18 @@ def test_native_routers_say_what_torch_says_of_one_row(model: Decoder, body: Nat
     rounded = copy.deepcopy(model).to(torch.bfloat16).eval()
     pack_decoder(rounded, body)
     seen, layers = foresight(rounded, 0.3), tuple(filter(model.config.is_moe, range(model.config.num_layers)))
-    native = Routers.of(rounded, dict.fromkeys(layers, 3), seen, {layers[0]: 2})
+    native = Routers.of(rounded, seen, dict.fromkeys(layers, 3), [(layers[0], 1)])
     assert native.body is body
+    assert model.config.moe is not None
+    count = model.config.moe.top_k
     draw = torch.Generator().manual_seed(4)
     for _ in range(20):
         p, slow = torch.randn(2, 1, model.config.width, generator=draw).bfloat16().unbind()
         alone = native.likeliest(p, slow)
         assert alone == replace(native, body=None).likeliest(p, slow)
         logits = slow.float() @ native.weight[0]
-        assert alone[-1] == logits[0].topk(2)[1].tolist(), "the last is asked about the slow residual alone"
-    greedy = Routers.of(rounded, dict.fromkeys(layers, 99), seen, {})
+        assert alone[-1] == logits[0].topk(count)[1].tolist(), "the last is asked about the slow residual alone"
+    greedy = Routers.of(rounded, seen, dict.fromkeys(layers, 99), [])
     assert greedy.likeliest(p, slow) == replace(greedy, body=None).likeliest(p, slow)
 
 
@@ -205,3 +213,34 @@ def test_a_rejected_guess_is_followed_by_nothing(model: Decoder, heard: Heard) -
     heard.clear()
     sees.run({0: [6]})
     check([each for each in heard if each[0] != "ran"], sees.said(passed.hidden[2], 6))
+
+
+@pytest.mark.parametrize("leads", [(), (1,), (2, 1)])
+def test_early_routers_are_asked_about_the_residual_so_many_layers_below(
+    model: Decoder, heard: Heard, leads: tuple[int, ...]
+) -> None:
+    """Those that were taught with what they were taught, the others as they are."""
+    seen = foresight(model, 0.3, rate=None, leads=leads, forecast=4)
+    entering: list[torch.Tensor] = []
+    asked, count = (2, 1), model.config.num_layers
+    drafter, step = Foreseeing(seen, ForesightPlan(leads=asked)), Step.dense(1, 1)
+    with torch.inference_mode():
+        entering.append(model.embed(torch.tensor([4]), step))
+        model.run(entering[0], step, watch=lambda _, h: entering.append(h))
+        heard.clear()
+        drafter.traversal.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
+        told = [(layer, set(experts)) for kind, layer, experts in heard if kind == "expected"]
+        pairs = [(depth + lead, lead) for depth in range(1, count) for lead in asked if depth + lead < count]
+        expected = []
+        for index, lead in pairs:
+            layer = model.layers[index]
+            if not model.config.is_moe(index):
+                continue
+            rows = router_rows(layer)  # type: ignore[arg-type]
+            if lead in leads:
+                assert seen.near is not None
+                rows = rows + seen.near[leads.index(lead), index]
+            logits = F.linear(F.rms_norm(entering[index - lead], rows.shape[1:], eps=model.config.norm_eps), rows)
+            expected.append((index, set(logits.topk(model.config.moe.top_k)[1][0].tolist())))  # type: ignore[union-attr]
+    assert told == expected
+    assert told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,26 @@ def test_training_raises_recall_and_leaves_the_model_alone(model: Decoder) -> No
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("rate", [None, 1.5])
+def test_training_teaches_routers_to_be_asked_early(model: Decoder, rate: float | None) -> None:
+    """Those that the untrained ask as they are begin from the router itself; so do those of p."""
+    seeing = foresight(model, rate=rate, leads=(1,))
+    assert seeing.near is not None
+    objective = ForesightObjective(seeing, ForesightLoss())
+    trained = [seeing.near, *([] if seeing.far is None else [seeing.far])]
+    optimiser = torch.optim.AdamW(trained, 0.01)
+    said: list[Mapping[str, float]] = []
+    for _ in range(60):
+        optimiser.zero_grad()
+        ((loss, seen),) = objective.losses(model, batch())
+        loss.backward()
+        optimiser.step()
+        said.append(seen)
+    assert list(said[0]) == [*(["recall"] if rate else []), "lead_1"]
+    for name in said[0]:
+        assert said[-1][name] > said[0][name] + 0.03, name
+
+
 def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     """Incremental equals dense: recall while decoding a text is the objective's."""
     assert model.config.moe is not None
@@ -84,6 +105,8 @@ def test_refusals(model: Decoder) -> None:
         ForesightConfig(rate=None)
     with pytest.raises(ConfigError, match="at least 1 layer"):
         ForesightPlan(leads=(0,))
+    with pytest.raises(ConfigError, match="different numbers of layers"):
+        ForesightConfig(leads=(2, 2))
     with pytest.raises(ConfigError, match="between 0 and 1"):
         ForesightPlan(at_least=1.0)
 

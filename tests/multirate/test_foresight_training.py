@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,23 @@ RECIPE = ForesightRecipe(
     tokens_per_batch=128,
     held_back=8,
 )
+
+
+def test_what_the_recipe_makes_comes_back_from_disk(tmp_path: Path) -> None:
+    """A forecast and early routers without a residual of their own: no other weights are written, these are read."""
+    mixture = upcycle_checkpoint(make_checkpoint(tmp_path / "dense", layers=4), tmp_path / "moe", num_experts=4)
+    adapter = ForesightConfig(rate=None, forecast=6, leads=(1, 3))
+    recipe = replace(RECIPE, adapter=adapter, plan=ForesightPlan(leads=(1, 2, 3)))
+    notes: list[str] = []
+    runs = train_adapter(recipe, vivace.load(mixture), WORDS, tmp_path / "ahead", Lines(notes.append))
+    assert [(run.method, run.identical) for run in runs] == [("plain", True), ("foresight", True)]
+    assert any("lead_3" in note and "forecast" in note for note in notes)
+    found, tensors = load_adapter(tmp_path / "ahead")
+    assert found["config"]["leads"] == [1, 3]
+    assert set(tensors) == {"near", *(f"forecast.{name}" for name in ("down", "up", "inner", "outer"))}
+    engine = vivace.load(mixture, adapters=tmp_path / "ahead")
+    plain, seeing = (engine.generate("aka", method=method, max_new_tokens=6)[0] for method in ("plain", "foresight"))
+    assert seeing.token_ids == plain.token_ids
 
 
 def test_a_trained_foresight_decodes_the_same_text(tmp_path: Path) -> None:

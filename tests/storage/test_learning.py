@@ -126,6 +126,8 @@ def test_going_back_through_experts_is_no_pass(mixture: Path, tmp_path: Path) ->
         gradient(engine)
         assert cache.counts.loads > loads, "there is not room for all"
         assert [visit.clock for visit in cache.trace.visits] == list(range(8))
+        assert cache.counts.uses == sum(len(visit.chosen) for visit in cache.trace.visits)
+        assert all(visit.is_prompt for visit in cache.trace.visits), "whole texts are no answer's tokens"
 
 
 def test_a_base_without_some_neurons_is_refused(dense: Path, tmp_path: Path) -> None:

@@ -218,12 +218,16 @@ def test_next_use_is_what_it_says_it_is() -> None:
 
 
 def test_prompts_are_run_and_not_counted() -> None:
-    """A prompt's two experts are loaded; of the answer's one is there, and loading the other takes 1 ms."""
-    trace = Trace(1, [Visit(0, True, (1, 2)), Visit(1, False, (2, 3))])
-    out = simulate(trace, LeastRecent(), MACHINE)
+    """Nor is the pass that brings a prompt's token. Of the next one's experts one is there, the other takes 1 ms."""
+    answer = [Visit(0, True, (1, 2)), Visit(1, False, (4,)), Visit(2, False, (2, 3))]
+    out = simulate(Trace(1, answer), LeastRecent(), MACHINE)
     assert (out.num_passes, out.resident, out.missed, out.loads) == (1, 1, 1, 1)
     assert out.total_s == pytest.approx(0.5e-3 + 1e-3 + 0.25e-3)
     assert out.channel_s == pytest.approx(1e-3)
+    again = [replace(visit, clock=visit.clock + 3) for visit in answer]
+    assert simulate(Trace(1, answer + again), LeastRecent(), MACHINE).missed == 1
+    warm = simulate(Trace(1, answer + again), LeastRecent(), MACHINE, warm_up=1)
+    assert (warm.num_passes, warm.resident, warm.missed) == (1, 2, 0)
 
 
 def test_while_a_prompt_runs_what_comes_first_in_answers_stays() -> None:
@@ -239,6 +243,9 @@ def test_while_a_prompt_runs_what_comes_first_in_answers_stays() -> None:
         policy.foretold(0, [40.0, 1.0, 2.0, 3.0], clock + 11)
     assert order[3:] == [True] * 9, "also where something was foretold of the answer before"
     assert not order[0], "nothing is known yet"
+    policy.used(0, range(4), 12 * 12, is_prompt=True)
+    policy.foretold(0, [9.0, 1.0, 2.0, 3.0], 12 * 12 + 1)
+    assert operator.gt(*policy.next_uses([(0, 0), (0, 1)], 12 * 12)), "of this answer something else is foretold"
 
 
 def test_what_is_not_expected_any_more_is_not_loaded() -> None:

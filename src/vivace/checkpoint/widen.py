@@ -190,7 +190,9 @@ def _accelerator_term(name: str, value: Tensor, config: ModelConfig, k: int) -> 
 
 
 def _foresight_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of a residual that runs ahead, or of a forecast; scales (N, E) are per layer and component."""
+    """One tensor of what foresees experts; scales (N, E) are per layer and component, routers' parts (..., X, E)."""
+    if name in ("near", "far"):
+        return value.repeat(*(1,) * (value.dim() - 1), k) / k
     if name.startswith("forecast."):
         joined = name == "forecast.down"  # of a residual and an embedding
         return torch.cat([half.repeat(1, k) / k for half in value.chunk(2, 1)], 1) if joined else value.clone()

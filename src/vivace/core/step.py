@@ -49,7 +49,7 @@ class Step:
     chunk: tuple[tuple[int, int, int], ...] | None = None
     """(slot, first row, one past) of each prompt chunk when all rows are such and attend together."""
     is_prompt: bool = False
-    """The rows are of prompts, whichever way they go up."""
+    """The rows are of prompts, whichever way they go up, or of whole texts: many of which nothing is decided."""
 
     @staticmethod
     def of(draft: Draft, memory: KVCache, *, chunk: bool = False) -> Step:
@@ -73,9 +73,18 @@ class Step:
             position, seen, tail = _tree(draft, [lengths[s] for s in slots])
         count = len(slots)
         extent = _extent(slots, position, memory)
-        told = draft.is_prompt
         return Step(
-            memory, draft.slot, position, entry, seen, tail, count, count, extent=extent, chunk=chunks, is_prompt=told
+            memory,
+            draft.slot,
+            position,
+            entry,
+            seen,
+            tail,
+            count,
+            count,
+            extent=extent,
+            chunk=chunks,
+            is_prompt=chunk or draft.is_prompt,
         )
 
     @staticmethod
@@ -110,7 +119,17 @@ class Step:
         position = torch.arange(length).repeat(batch)
         slot = torch.arange(batch).repeat_interleave(length)
         return Step(
-            Fresh(), slot, position, position, position + 1, None, count, count, grid=(batch, length), causal=causal
+            Fresh(),
+            slot,
+            position,
+            position,
+            position + 1,
+            None,
+            count,
+            count,
+            grid=(batch, length),
+            causal=causal,
+            is_prompt=True,
         )
 
     @property

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.deltas import Deltas
-from vivace.core.layers import RMSNorm
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts, likeliest
-from vivace.core.packed import NativeNorm, PackedLinear
+from vivace.core.packed import PackedLinear
 from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
@@ -32,7 +31,10 @@ from vivace.multirate.foresight import Foresight, ForesightPlan
 
 
 class Foreseeing(NoDrafts):
-    """Plain decoding whose experts are foreseen; it remembers where each text has come out."""
+    """Plain decoding whose experts are foreseen; it remembers where the text of each slot has come out.
+
+    Two sessions that decode by turns with the same one hear of each other's texts, which costs loads and no bits.
+    """
 
     def __init__(self, foresight: Foresight, plan: ForesightPlan, name: str = "foresight") -> None:
         """Set how.
@@ -96,7 +98,7 @@ class ForesightClimb:
         step = Step.of(draft, cache, chunk=chunk)
         start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
         slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
-        if chunk or start:
+        if step.is_prompt or start:
             slow = model.run(slow, step, start)
         else:
             if self._forecaster is not None:
@@ -136,12 +138,15 @@ class ForesightClimb:
         c, count = model.config, self.count
         assert c.moe is not None
         ahead = dict.fromkeys(self.foresight.targets(depth), count)
-        by_slow: dict[int, int] = {}
-        for layer in (depth + lead for lead in self.leads):
+        early: list[tuple[int, int]] = []
+        for lead in self.leads:
+            layer = depth + lead
             if depth > 0 and layer < c.num_layers and c.is_moe(layer):
-                near = ahead if layer in ahead else by_slow
-                near[layer] = max(count, c.moe.top_k)
-        return Routers.of(model, ahead, self.foresight, by_slow) if ahead or by_slow else None
+                if layer in ahead:
+                    ahead[layer] = max(count, c.moe.top_k)
+                else:
+                    early.append((layer, lead))
+        return Routers.of(model, self.foresight, ahead, early) if ahead or early else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,32 +172,32 @@ class Routers:
     """Experts that each is asked for, for every row."""
 
     @staticmethod
-    def of(model: Decoder, ahead: Mapping[int, int], foresight: Foresight, by_slow: Mapping[int, int]) -> Routers:
+    def of(model: Decoder, foresight: Foresight, ahead: Mapping[int, int], early: Sequence[tuple[int, int]]) -> Routers:
         """Those of some mixtures of a model, which stays as it is.
 
         Args:
             model: whose routers are asked.
-            ahead: how many experts each of these layers is asked for about p ...
-            foresight: ... and how p and the slow residual are mixed there.
-            by_slow: the same of layers that are asked about the slow residual as it stands.
+            foresight: what is added to them, and how p and the slow residual are mixed.
+            ahead: how many experts each of these layers is asked for about p.
+            early: layers that are asked about the slow residual, for as many as they take, and how early.
         """
         c, mixtures, weights, body = model.config, [], [], None
-        layers = (*ahead, *by_slow)
-        for index in layers:
+        assert c.moe is not None
+        for index, lead in (*((index, None) for index in ahead), *early):
             layer = model.layers[index]
             assert isinstance(layer, Layer)
             assert isinstance(layer.feed_forward, MixtureOfExperts)
             mixtures.append(layer.feed_forward)
-            weights.append(_router_rows(layer))
+            weights.append(foresight.router(layer, lead))
             router = layer.feed_forward.router
             body = router.body if isinstance(router, PackedLinear) else None
-        weight = torch.stack(weights).float().mT.contiguous()
-        scale = torch.zeros(len(layers), 1, c.width)
+        weight = torch.stack(weights).detach().float().mT.contiguous()
+        scale = torch.zeros(len(weights), 1, c.width)
         slow_scale = torch.ones_like(scale)
         if ahead:
             scale[: len(ahead)], slow_scale[: len(ahead)] = (each[:, None].float() for each in foresight.scales(ahead))
         eps = None if c.norm_placement == "post" else c.norm_eps
-        counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *by_slow.values()))
+        counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *(c.moe.top_k for _ in early)))
         return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body, counts)
 
     def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
@@ -222,14 +227,3 @@ class Routers:
         """(T, E) twice -> (n, T, X)."""
         x = torch.addcmul(p.float() * self.scale, slow.float(), self.slow_scale)
         return torch.bmm(x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps), self.weight)
-
-
-def _router_rows(layer: Layer) -> Tensor:
-    """The router of a layer (X, E) as it acts on a residual whose mean square is 1."""
-    mixture, norm = layer.feed_forward, layer.ffn_norm
-    assert isinstance(mixture, MixtureOfExperts)
-    found = mixture.router
-    weight = found.matrix.rows_of_weights() if isinstance(found, PackedLinear) else found.weight
-    assert isinstance(weight, Tensor)
-    assert norm is None or isinstance(norm, RMSNorm | NativeNorm)
-    return weight if norm is None else weight * (norm.weight + norm.offset)

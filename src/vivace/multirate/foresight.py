@@ -7,14 +7,20 @@ included, and the frozen routers of those layers are asked about it:
     p^0 = h^0      g_m = Router_m(LN2_m(s_m p^n + t_m h^n)),  n = floor(m / R),  m > n
     expected at m: the top k' of g_m
 
+A router can also be asked about the slow residual l layers before its own, where it has not been trained to stand. A
+matrix for each such *lead*, added to the router's, teaches it what attention and experts in between will make of it:
+
+    g_lm = (W_m + V_lm) RMS(h^(m-l)),  and with leads W_m + V_m stands for p's routers too
+
 A router reads the residual u_m *after* its layer's attention, so that, and not the layer's input, is what p learns to
 be (``ForesightObjective``):
 
     L = mean over m, t of  a_rt KL(softmax Router_m(LN2_m(u_m)) || softmax g_m) + a_al (1 - cos(p^n, u_m))
+        + the same KL of each g_lm
 
 The guess only moves loads earlier (``foreseeing.py``); what runs is what the true router chooses. That an accelerated
 residual tells which experts come is the paper's; its rates, its losses, the scales s_m and t_m (the slow residual is
-there too when p is) and that one p speaks for R layers are ours.
+there too when p is), the matrices V and that one p speaks for R layers are ours.
 """
 
 from __future__ import annotations
@@ -28,7 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
+from vivace.core.layers import RMSNorm
 from vivace.core.model import Decoder, Layer
+from vivace.core.moe import MixtureOfExperts
+from vivace.core.packed import NativeNorm, PackedLinear
 from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
@@ -52,6 +61,8 @@ class ForesightConfig:
     """Width of the silu bottleneck that stands for the experts."""
     forecast: int = 0
     """Width of the bottleneck that tells a whole pass from the end of the one before; 0 is none."""
+    leads: tuple[int, ...] = ()
+    """Layers ahead for which routers are taught to be asked early; others may be asked as they are."""
 
     def __post_init__(self) -> None:
         if self.rate is not None and not self.rate > 1:
@@ -61,8 +72,10 @@ class ForesightConfig:
                 "rank and forecast must be >= 0 and bottleneck >= 1, found "
                 f"{self.rank}, {self.forecast} and {self.bottleneck}"
             )
-        if self.rate is None and not self.forecast:
-            raise ConfigError("foresight without a rate and without a forecast sees nothing; give one of them")
+        if self.rate is None and not self.forecast and not self.leads:
+            raise ConfigError("foresight without a rate, a forecast and leads sees nothing; give one of them")
+        if min(self.leads, default=1) < 1 or len(set(self.leads)) < len(self.leads):
+            raise ConfigError(f"leads must be different numbers of layers, at least 1, found {self.leads}")
 
     def depth(self, num_layers: int) -> int:
         """Layers it goes through: enough to speak for the last."""
@@ -85,8 +98,8 @@ class ForesightPlan:
     count: int | None = None
     """Experts that p expects for each row and layer, k'; None is as many as the router takes."""
     leads: tuple[int, ...] = ()
-    """Ask each router once more so many layers before it runs, about the slow residual, for as many as it takes: what
-    was missed may still come, and what was wrong may still be left alone."""
+    """Ask each router so many layers before it runs, about the slow residual, for as many as it takes: what was missed
+    may still come, and what was wrong may still be left alone."""
     at_least: float = 0.7
     """Probability from which an expert that is forecast is expected."""
 
@@ -123,10 +136,24 @@ class Foresight(AcceleratorTerms):
             self.scale = nn.Parameter(torch.full((model.num_layers, model.width), P_AT_FIRST))
             self.slow_scale = nn.Parameter(torch.ones(model.num_layers, model.width))
         self.forecast = Forecast(model, config.forecast) if config.forecast else None
+        routers = model.num_layers, model.moe.num_experts, model.width
+        self.near = nn.Parameter(torch.zeros(len(config.leads), *routers)) if config.leads else None
+        """V_lm, (leads, layers, X, E); None without leads."""
+        self.far = nn.Parameter(torch.zeros(routers)) if config.leads and config.rate is not None else None
+        """V_m of p's routers, (layers, X, E)."""
 
     def targets(self, depth: int) -> Iterator[int]:
         """Mixtures that p speaks for after ``depth`` layers."""
         return filter(self.model.is_moe, self.config.targets(depth, self.model.num_layers))
+
+    def router(self, layer: Layer, lead: int | None) -> Tensor:
+        """What a router (X, E) multiplies a residual of mean square 1 by, so many layers early; None asks about p."""
+        rows = router_rows(layer)
+        if lead is None:
+            return rows if self.far is None else rows + self.far[layer.index]
+        if self.near is None or lead not in self.config.leads:
+            return rows
+        return rows + self.near[self.config.leads.index(lead), layer.index]
 
     def scales(self, layers: Iterable[int]) -> tuple[Tensor, Tensor]:
         """s_m and t_m of some layers, each (n, E)."""
@@ -139,6 +166,22 @@ class Foresight(AcceleratorTerms):
         """What stands for the residual that the router of a layer will read, (T, E); ``slow`` is at p's depth."""
         scale, slow_scale = self.scales([layer])
         return p * scale + slow * slow_scale
+
+
+def router_rows(layer: Layer) -> Tensor:
+    """The router of a layer (X, E) as it acts on a residual whose mean square is 1, float32."""
+    mixture, norm = layer.feed_forward, layer.ffn_norm
+    assert isinstance(mixture, MixtureOfExperts)
+    found = mixture.router
+    weight = found.matrix.rows_of_weights() if isinstance(found, PackedLinear) else found.weight
+    assert isinstance(weight, Tensor)
+    assert norm is None or isinstance(norm, RMSNorm | NativeNorm)
+    return weight.float() if norm is None else weight.float() * (norm.weight + norm.offset).float()
+
+
+def of_mean_square_one(x: Tensor, model: ModelConfig) -> Tensor:
+    """Residuals (..., E) as routers' rows read them, float32."""
+    return x.float() if model.norm_placement == "post" else F.rms_norm(x.float(), x.shape[-1:], eps=model.norm_eps)
 
 
 @dataclass(frozen=True)
@@ -169,7 +212,8 @@ class ForesightObjective:
     def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         """One loss over all mixtures and answer positions, ready for ``backward``.
 
-        ``recall`` is of the top k by the accelerated residual, ``forecast`` of those that are forecast.
+        ``recall`` is of the top k by the accelerated residual, ``forecast`` of those that are forecast, ``lead_l`` of
+        those that routers name l layers early.
         """
         rows = batch.predicting
         step = Step.dense(*batch.tokens.shape)
@@ -180,7 +224,28 @@ class ForesightObjective:
         if self.foresight.forecast is not None:
             forecast, said["forecast"] = self._forecast(self.foresight.forecast, model, entering, truth, batch)
             loss = loss + self.loss.forecast * forecast
+        for lead in self.foresight.config.leads:
+            kl, said[f"lead_{lead}"] = self._early(lead, model, entering, truth, rows)
+            loss = loss + self.loss.routing * kl
         yield loss, said
+
+    def _early(
+        self, lead: int, model: Decoder, entering: Sequence[Tensor], truth: Mapping[int, Tensor], rows: Tensor
+    ) -> tuple[Tensor, float]:
+        """Loss and recall of routers that are asked a lead early about the slow residual; the embedding tells none."""
+        layers = [index for index in truth if index > lead]
+        seen = ((index, self._asked(model, index, lead, entering[index - lead][rows])) for index in layers)
+        found = [self._compare(model, index, guess, truth[index]) for index, guess in seen]
+        if not found:
+            return entering[0].new_zeros(()), 0.0
+        return torch.stack([kl for kl, _ in found]).mean(), sum(right for _, right in found) / len(found)
+
+    def _asked(self, model: Decoder, index: int, lead: int | None, residual: Tensor) -> Tensor:
+        """Logits of an early router (n, X), in float32 whatever the rest of the pass is in."""
+        layer = model.layers[index]
+        assert isinstance(layer, Layer)
+        with torch.autocast(residual.device.type, enabled=False):
+            return F.linear(of_mean_square_one(residual, model.config), self.foresight.router(layer, lead))
 
     def _ahead(
         self, model: Decoder, entering: Sequence[Tensor], truth: Mapping[int, Tensor], step: Step, rows: Tensor
@@ -189,7 +254,8 @@ class ForesightObjective:
         loss, recall = entering[0].new_zeros(()), 0.0
         for depth, p in self._accelerated(model, entering[0], step):
             for index in self.foresight.targets(depth):
-                guess = self.foresight.at(index, p[rows], entering[depth][rows])
+                seen = self.foresight.at(index, p[rows], entering[depth][rows])
+                guess = self._asked(model, index, None, seen)
                 kl, right = self._compare(model, index, guess, truth[index])
                 away = (1 - F.cosine_similarity(p[rows].float(), truth[index].float(), dim=-1)).mean()
                 loss = loss + self.loss.routing * kl + self.loss.alignment * away
@@ -204,12 +270,10 @@ class ForesightObjective:
         truth: Mapping[int, Tensor],
         batch: Batch,
     ) -> tuple[Tensor, float]:
-        """Loss and recall of what the end of a pass says of the next; an answer's last token has no next."""
+        """Loss and recall of what the end of a pass says of the next, from a prompt's last token on."""
         assert model.config.moe is not None
         rows, top_k = batch.predicting, model.config.moe.top_k
-        scored = batch.scored.clone()
-        scored[:, 0] = False  # nothing is before it
-        follows = scored.reshape(-1)[rows]
+        follows = rows % batch.tokens.shape[1] > 0
         places, chosen = rows[follows], []
         for index, u in truth.items():
             layer = model.layers[index]
@@ -231,12 +295,11 @@ class ForesightObjective:
             p = model.run(p, reading, index, index + 1)
             yield index + 1, p
 
-    def _compare(self, model: Decoder, index: int, seen: Tensor, u: Tensor) -> tuple[Tensor, float]:
-        """Mean KL of the routings of two residuals (n, E), and recall of the true top k."""
+    def _compare(self, model: Decoder, index: int, guess: Tensor, u: Tensor) -> tuple[Tensor, float]:
+        """Mean KL of guessed logits (n, X) and those of the router's own residual (n, E), and recall of its top k."""
         layer, moe = model.layers[index], model.config.moe
         assert isinstance(layer, Layer)
         assert moe is not None
-        guess = layer.route(seen).float()
         true = layer.route(u).float()
         kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(true, -1), reduction="batchmean", log_target=True)
         with torch.no_grad():

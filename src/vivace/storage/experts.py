@@ -14,7 +14,7 @@ another by then.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -223,14 +223,15 @@ class ExpertCache:
             CheckpointError: one could not be read; the cache stays usable.
         """
         self._begin(layer, chosen, is_prompt=is_prompt)
+        self._held = {(layer, expert) for expert in chosen}
+        self._settle(waits=False)
+        self._count(self._held)
         yield from self.again(layer, chosen)
 
     def again(self, layer: int, chosen: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """The same experts once more, where gradients go back through them: no layer runs, and nobody chose."""
         left = {(layer, expert): None for expert in chosen}
         self._held = held = set(left)
-        self._settle(waits=False)
-        self._count(left)
         try:
             while left:
                 slot = self._wait_for(left)
@@ -267,7 +268,7 @@ class ExpertCache:
             if slot.due <= self._clock and slot.key not in chosen:
                 self._reschedule(slot, self._clock + self.num_layers)
 
-    def _count(self, chosen: dict[Key, None]) -> None:
+    def _count(self, chosen: Iterable[Key]) -> None:
         for key in chosen:
             slot = self._at.get(key)
             if slot is None:

@@ -40,7 +40,7 @@ class GuessingClimb:
                 assert isinstance(above, Layer)
                 above.expect(rows, self.count)
 
-        if chunk:
+        if step.is_prompt:
             h = model.run(h, step, first)
         else:
             for layer in range(first, first + self.ahead + 1):

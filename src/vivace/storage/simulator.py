@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from vivace.errors import ConfigError
 from vivace.storage.policies import Policy
@@ -52,7 +53,11 @@ class Machine:
 
 @dataclass
 class Outcome:
-    """What the answers of a trace took. Prompts are run, since they fill the slots, and not counted."""
+    """What the decoded tokens of a trace took.
+
+    Prompts are run, since they fill the slots, and not counted, nor is an answer's first pass, whose token is the
+    prompt's.
+    """
 
     num_passes: int
     total_s: float = 0.0
@@ -89,7 +94,7 @@ class _Load:
     asked: float
     is_guess: bool
     outcome: Outcome
-    """Whose: an answer's, or a prompt's that was running when it began."""
+    """Of the pass that ran when it began."""
     is_ready: bool = False
 
 
@@ -106,7 +111,7 @@ class _State:
     """When it is free."""
 
 
-def simulate(trace: Trace, policy: Policy, machine: Machine, *, guesses: bool = True) -> Outcome:
+def simulate(trace: Trace, policy: Policy, machine: Machine, *, guesses: bool = True, warm_up: int = 0) -> Outcome:
     """Run a trace.
 
     Args:
@@ -114,16 +119,17 @@ def simulate(trace: Trace, policy: Policy, machine: Machine, *, guesses: bool = 
         policy: what stays and what comes early; used up by this run.
         machine: how fast things are.
         guesses: whether the trace's hints reach the policy; a baseline on demand gets none.
+        warm_up: answers that only fill the slots.
     """
-    return _Run(trace, policy, machine).run(guesses=guesses)
+    return _Run(trace, policy, machine, warm_up).run(guesses=guesses)
 
 
 class _Run:
-    def __init__(self, trace: Trace, policy: Policy, machine: Machine) -> None:
+    def __init__(self, trace: Trace, policy: Policy, machine: Machine, warm_up: int) -> None:
         self.trace, self.policy, self.machine = trace, policy, machine
         self.state = _State()
-        passes = len({visit.clock // trace.num_layers for visit in trace.visits if not visit.is_prompt})
-        self.outcome, self._prompts = Outcome(passes), Outcome(0)
+        self._counted = set(_decoded(trace, warm_up))
+        self.outcome, self._others = Outcome(len(self._counted)), Outcome(0)
         self._number = 0
 
     def run(self, *, guesses: bool) -> Outcome:
@@ -141,10 +147,10 @@ class _Run:
         return self.outcome
 
     def _run(self, visit: Visit) -> None:
-        """A layer; what it takes is its answer's or its prompt's."""
+        """A layer, counted or not."""
         counted, begun = self.outcome, self.state.now
-        if visit.is_prompt:
-            self.outcome = self._prompts
+        if visit.clock // self.trace.num_layers not in self._counted:
+            self.outcome = self._others
         self._compute(self.machine.layer_s)
         self._visit(visit)
         self.outcome.total_s += self.state.now - begun
@@ -268,7 +274,7 @@ class _Run:
         state = self.state
         if len(state.slots) < self.machine.num_slots:
             return True
-        best, latest = None, -1.0 if due is None else float(due)
+        best, latest = None, -inf if due is None else float(due)
         keys = list(self._evictable())
         for key, use in zip(keys, self.policy.next_uses(keys, state.clock), strict=True):
             if use > latest:
@@ -281,3 +287,16 @@ class _Run:
 
     def _evictable(self) -> Iterator[Key]:
         return (key for key, load in self.state.slots.items() if load.is_ready and key not in self.state.held)
+
+
+def _decoded(trace: Trace, warm_up: int) -> Iterator[int]:
+    """Passes that count: those of answers but the first of each, after so many whole answers."""
+    prompts: dict[int, bool] = {}
+    for visit in trace.visits:
+        prompts[visit.clock // trace.num_layers] = visit.is_prompt
+    answers, was_prompt = 0, False
+    for number, is_prompt in prompts.items():
+        answers += is_prompt and not was_prompt
+        if not is_prompt and not was_prompt and max(answers, 1) > warm_up:
+            yield number
+        was_prompt = is_prompt
