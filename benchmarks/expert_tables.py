@@ -38,10 +38,14 @@ def _device(report: dict[str, Any]) -> str:
 
 def _seen(found: dict[str, Any]) -> str:
     """What an adapter sees with."""
-    rate, leads = found["config"]["rate"], found["plan"]["leads"]
+    rate, taught, leads = found["config"]["rate"], found["config"]["leads"], found["plan"]["leads"]
     parts = [f"the accelerated residual at rate {rate:g}"] if rate else []
     parts += ["a forecast"] if found["config"]["forecast"] else []
-    parts += [f"the slow residual {' and '.join(map(str, leads))} layer(s) ahead"] if leads else []
+    for kind, asked in (
+        ("taught routers", [lead for lead in leads if lead in taught]),
+        ("routers as they are", [lead for lead in leads if lead not in taught]),
+    ):
+        parts += [f"{kind} {' and '.join(map(str, asked))} layer(s) early"] if asked else []
     return ", ".join(parts)
 
 

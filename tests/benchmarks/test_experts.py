@@ -57,10 +57,10 @@ def test_gains_are_of_all_answers_and_range_over_them(tmp_path: Path) -> None:
     assert ahead["bound_over_lru"] == (30 + 10) / 20
 
     settings = {"reader": "direct", "prompts": 2, "tokens": 8, "threads": 1}
-    plan = {"count": None, "leads": [1, 2], "at_least": 0.5}
+    plan = {"count": None, "leads": [1, 2, 3], "at_least": 0.5}
     seen = {
-        "ahead": {"config": {"rate": None, "forecast": 8}, "plan": plan},
-        "far": {"config": {"rate": 1.5, "forecast": 0}, "plan": plan | {"leads": []}},
+        "ahead": {"config": {"rate": None, "forecast": 8, "leads": [3, 2]}, "plan": plan},
+        "far": {"config": {"rate": 1.5, "forecast": 0, "leads": []}, "plan": plan | {"leads": []}},
     }
     run = {"share": 0.25, "pace_gb_per_s": None, "gb_per_s": 1.5, "policies": rows}
     report = {
@@ -74,8 +74,8 @@ def test_gains_are_of_all_answers_and_range_over_them(tmp_path: Path) -> None:
         "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens at most" in text
     )
     assert (
-        "; ahead: a forecast, the slow residual 1 and 2 layer(s) ahead; far: the accelerated residual at rate 1.5;"
-        in text
+        "; ahead: a forecast, taught routers 2 and 3 layer(s) early, routers as they are 1 layer(s) early; "
+        "far: the accelerated residual at rate 1.5;" in text
     )
     assert "reads as fast as they are; LRU loads for 30.0 ms a token and computes for 10.0." in text
     assert "| ahead | 24.0 | 1.94x (1.00 to 2.50) | 0.64 | 3.47x | 2.00x | 12.5 | 25% | 1.010 |" in text
