@@ -88,6 +88,24 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     assert told / (11 * mixtures) == pytest.approx(seen["recall"], abs=1e-6)
 
 
+def test_recall_of_early_routers_is_that_of_decoding(model: Decoder, heard: Heard) -> None:
+    """Of the residual so many layers below, and not of the embedding."""
+    assert model.config.moe is not None
+    seeing, text = foresight(model, 0.05, rate=None, leads=(1,)), batch(12, 1)
+    with torch.inference_mode():
+        ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
+        climb, cache, found = ForesightClimb(seeing, ForesightPlan(leads=(1,)), {}), model.new_cache(1, 16), []
+        for token in text.tokens[0, :-1].tolist():
+            heard.clear()
+            climb.run(model, Draft.given_only({0: [token]}), cache)
+            cache.commit([0], [[0]])
+            told = {layer: set(experts) for kind, layer, experts in heard if kind == "expected"}
+            ran = {layer: set(experts) for kind, layer, experts in heard if kind == "ran"}
+            found += [len(told[layer] & ran[layer]) / model.config.moe.top_k for layer in told]
+    assert 0 < seen["lead_1"] < 1
+    assert sum(found) / len(found) == pytest.approx(seen["lead_1"], abs=1e-6)
+
+
 def _by_layer(expected: list[set[int]], count: int) -> list[set[int]]:
     """Guesses come in the order of their layers, pass by pass."""
     assert len(expected) == 11 * count
