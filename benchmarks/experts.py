@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from benchmarks.paced_device import PacedShelf
-from vivace.checkpoint.adapters import load_adapter
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter, Expert
@@ -35,7 +34,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
-from vivace.methods import trained
+from vivace.methods import read_adapter, trained
 from vivace.multirate.foreseeing import Foreseeing
 from vivace.multirate.foresight import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts
@@ -118,10 +117,7 @@ def _uncollected() -> Iterator[None]:
 
 def foresight_of(folder: Path, store: Store) -> tuple[Foresight, ForesightPlan]:
     """The weights of an adapter of the store's checkpoint, and how they are used."""
-    written, tensors = load_adapter(folder, store.base)
-    if written["kind"] != "foresight":
-        raise SystemExit(f"{folder} is an adapter for {written['kind']}, not for foresight")
-    weights, plan = trained(folder, written, tensors, store.config)
+    weights, plan = trained(folder, *read_adapter("foresight", folder, store.base), store.config)
     return weights.to(store.dtype), plan
 
 
@@ -256,11 +252,10 @@ class Bench:
         assert moe is not None
         layers = trace.num_layers
         layer_s = max(0.0, compute_s / layers - moe.top_k * expert_s)
+        latency_s = 0.0 if self.is_paced else Machine.latency_s
         machine = Machine(
-            self.gb_per_s * 1e9, self.shelf.bundle_bytes, num_slots, layer_s, expert_s, chunk_bytes=CHUNK_BYTES
+            self.gb_per_s * 1e9, self.shelf.bundle_bytes, num_slots, layer_s, expert_s, latency_s, CHUNK_BYTES
         )
-        if self.is_paced:
-            machine = replace(machine, latency_s=0.0)
         policies: dict[str, Policy] = {
             "on_demand": OnDemand(),
             "lru": LeastRecent(),

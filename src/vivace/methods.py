@@ -83,6 +83,24 @@ STORED: Mapping[str, Stored] = {
 """By the name of the method."""
 
 
+def read_adapter(kind: str, folder: Path, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and weights of an adapter for a method.
+
+    Args:
+        kind: name of the method.
+        folder: where it lies.
+        base: ``base_hash`` of what it shall run on.
+
+    Raises:
+        CheckpointError: it is missing, broken or of another base.
+        MismatchError: it is for another method.
+    """
+    written, tensors = load_adapter(folder, base)
+    if written["kind"] != kind:
+        raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for {kind}")
+    return written, tensors
+
+
 def trained(
     folder: Path, written: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ModelConfig
 ) -> tuple[Any, Any]:
@@ -303,10 +321,7 @@ class Methods:
             )
         if self.folder is None:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
-        written, tensors = load_adapter(folder, self._base_hash)
-        if written["kind"] != kind:
-            raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for {kind}")
-        return written, tensors
+        return read_adapter(kind, folder, self._base_hash)
 
     @cached_property
     def _base_hash(self) -> str:

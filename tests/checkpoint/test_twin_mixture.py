@@ -37,7 +37,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
 
     found = []
     for model, place in ((small, folder), (wide, tmp_path / "wide" / "adapters" / "foresight")):
-        foresight = Foresight(ForesightConfig(rank=4, bottleneck=8, forecast=6, leads=(1,)), model.config)
+        foresight = Foresight(seen.config, model.config)
         foresight.load_state_dict(load_adapter(place)[1])
         step = Step.dense(1, len(TOKENS))
         with torch.no_grad():
@@ -45,10 +45,10 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
             which = torch.zeros(len(TOKENS), dtype=torch.int64)
             p = model.run(h, replace(step, deltas=(foresight.terms(which),)), stop=1)
             routed = [
-                of_mean_square_one(seen, model.config) @ foresight.router(model.layers[index], lead).T  # type: ignore[arg-type]
+                of_mean_square_one(residual, model.config) @ foresight.router(model.layers[index], lead).T  # type: ignore[arg-type]
                 for index in range(model.config.num_layers)
                 if model.config.is_moe(index)
-                for lead, seen in ((None, foresight.at(index, p, h)), (1, h))
+                for lead, residual in ((None, foresight.at(index, p, h)), (1, h))
             ]
             out = model.run(h, step)
             assert foresight.forecast is not None

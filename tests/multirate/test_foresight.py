@@ -10,7 +10,7 @@ import torch
 
 from tests.multirate.foreseen import Heard, batch, foresight
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft
+from vivace.core.seams import Batch, Draft
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multirate.foreseeing import ForesightClimb
 from vivace.multirate.foresight import (
@@ -69,6 +69,16 @@ def test_training_teaches_routers_to_be_asked_early(model: Decoder, rate: float 
         assert said[-1][name] > said[0][name] + 0.03, name
 
 
+def decoded(model: Decoder, climb: ForesightClimb, text: Batch, heard: Heard) -> None:
+    """One token after another; from here on nothing else is heard."""
+    heard.clear()
+    cache = model.new_cache(1, 16)
+    with torch.inference_mode():
+        for token in text.tokens[0, :-1].tolist():
+            climb.run(model, Draft.given_only({0: [token]}), cache)
+            cache.commit([0], [[0]])
+
+
 def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     """Incremental equals dense: recall while decoding a text is the objective's."""
     assert model.config.moe is not None
@@ -76,11 +86,7 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     text = batch(12, 1)
     with torch.inference_mode():
         ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
-        heard.clear()
-        cache = model.new_cache(1, 16)
-        for token in text.tokens[0, :-1].tolist():
-            ForesightClimb(seeing, ForesightPlan(), {}).run(model, Draft.given_only({0: [token]}), cache)
-            cache.commit([0], [[0]])
+    decoded(model, ForesightClimb(seeing, ForesightPlan(), {}), text, heard)
     expected = [set(experts) for kind, _, experts in heard if kind == "expected"]
     ran = [set(experts) for kind, layer, experts in heard if kind == "ran" and layer > 0]
     mixtures = sum(model.config.is_moe(i) for i in range(model.config.num_layers))
@@ -94,14 +100,14 @@ def test_recall_of_early_routers_is_that_of_decoding(model: Decoder, heard: Hear
     seeing, text = foresight(model, 0.05, rate=None, leads=(1,)), batch(12, 1)
     with torch.inference_mode():
         ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
-        climb, cache, found = ForesightClimb(seeing, ForesightPlan(leads=(1,)), {}), model.new_cache(1, 16), []
-        for token in text.tokens[0, :-1].tolist():
-            heard.clear()
-            climb.run(model, Draft.given_only({0: [token]}), cache)
-            cache.commit([0], [[0]])
-            told = {layer: set(experts) for kind, layer, experts in heard if kind == "expected"}
-            ran = {layer: set(experts) for kind, layer, experts in heard if kind == "ran"}
-            found += [len(told[layer] & ran[layer]) / model.config.moe.top_k for layer in told]
+    decoded(model, ForesightClimb(seeing, ForesightPlan(leads=(1,)), {}), text, heard)
+    told: dict[int, set[int]] = {}
+    found = []
+    for kind, layer, experts in heard:
+        if kind == "expected":
+            told[layer] = set(experts)
+        elif layer in told:
+            found.append(len(told.pop(layer).intersection(experts)) / model.config.moe.top_k)
     assert 0 < seen["lead_1"] < 1
     assert sum(found) / len(found) == pytest.approx(seen["lead_1"], abs=1e-6)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
 from vivace.core.deltas import Deltas
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts, likeliest
@@ -27,7 +27,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.kernels.library import CRouters
 from vivace.kernels.native import NativeBody
 from vivace.multirate.forecast import Forecaster
-from vivace.multirate.foresight import Foresight, ForesightPlan
+from vivace.multirate.foresight import Foresight, ForesightPlan, of_mean_square_one
 
 
 class Foreseeing(NoDrafts):
@@ -163,8 +163,8 @@ class Routers:
     """t_m, (n, 1, E)."""
     weight: Tensor
     """(n, E, X), what the norms multiply by folded in."""
-    eps: float | None
-    """Of the norm before routers; None where there is none."""
+    model: ModelConfig
+    """Says how residuals are normed before routers."""
     body: NativeBody | None = None
     """What the routers themselves run on."""
 
@@ -196,9 +196,8 @@ class Routers:
         slow_scale = torch.ones_like(scale)
         if ahead:
             scale[: len(ahead)], slow_scale[: len(ahead)] = (each[:, None].float() for each in foresight.scales(ahead))
-        eps = None if c.norm_placement == "post" else c.norm_eps
         counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *(c.moe.top_k for _ in early)))
-        return Routers(tuple(mixtures), scale, slow_scale, weight, eps, body, counts)
+        return Routers(tuple(mixtures), scale, slow_scale, weight, c, body, counts)
 
     def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
         """The most likely experts of each row (T, E), together, the likeliest first, for each router."""
@@ -226,4 +225,4 @@ class Routers:
     def logits(self, p: Tensor, slow: Tensor) -> Tensor:
         """(T, E) twice -> (n, T, X)."""
         x = torch.addcmul(p.float() * self.scale, slow.float(), self.slow_scale)
-        return torch.bmm(x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps), self.weight)
+        return torch.bmm(of_mean_square_one(x, self.model), self.weight)

@@ -202,8 +202,10 @@ class ForesightObjective:
     """Fills ``Objective``: owns a foresight, leaves the decoder as it is."""
 
     def __init__(self, foresight: Foresight, loss: ForesightLoss) -> None:
+        assert foresight.model.moe is not None
         self.foresight = foresight
         self.loss = loss
+        self._top_k = foresight.model.moe.top_k
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """All adapter weights, no decay."""
@@ -218,24 +220,25 @@ class ForesightObjective:
         rows = batch.predicting
         step = Step.dense(*batch.tokens.shape)
         entering, truth = _slow(model, batch.tokens.reshape(-1), step, rows)
+        routed = {index: model.layers[index].route(u) for index, u in truth.items()}  # type: ignore[operator]
         loss, said = entering[0].new_zeros(()), {}
         if self.foresight.config.rate is not None:
-            loss, said["recall"] = self._ahead(model, entering, truth, step, rows)
+            loss, said["recall"] = self._ahead(model, entering, truth, routed, step, rows)
         if self.foresight.forecast is not None:
-            forecast, said["forecast"] = self._forecast(self.foresight.forecast, model, entering, truth, batch)
+            forecast, said["forecast"] = self._forecast(self.foresight.forecast, entering, routed, batch)
             loss = loss + self.loss.forecast * forecast
         for lead in self.foresight.config.leads:
-            kl, said[f"lead_{lead}"] = self._early(lead, model, entering, truth, rows)
+            kl, said[f"lead_{lead}"] = self._early(lead, model, entering, routed, rows)
             loss = loss + self.loss.routing * kl
         yield loss, said
 
     def _early(
-        self, lead: int, model: Decoder, entering: Sequence[Tensor], truth: Mapping[int, Tensor], rows: Tensor
+        self, lead: int, model: Decoder, entering: Sequence[Tensor], routed: Mapping[int, Tensor], rows: Tensor
     ) -> tuple[Tensor, float]:
         """Loss and recall of routers that are asked a lead early about the slow residual; the embedding tells none."""
-        layers = [index for index in truth if index > lead]
+        layers = [index for index in routed if index > lead]
         seen = ((index, self._asked(model, index, lead, entering[index - lead][rows])) for index in layers)
-        found = [self._compare(model, index, guess, truth[index]) for index, guess in seen]
+        found = [self._compare(guess, routed[index]) for index, guess in seen]
         if not found:
             return entering[0].new_zeros(()), 0.0
         return torch.stack([kl for kl, _ in found]).mean(), sum(right for _, right in found) / len(found)
@@ -248,7 +251,13 @@ class ForesightObjective:
             return F.linear(of_mean_square_one(residual, model.config), self.foresight.router(layer, lead))
 
     def _ahead(
-        self, model: Decoder, entering: Sequence[Tensor], truth: Mapping[int, Tensor], step: Step, rows: Tensor
+        self,
+        model: Decoder,
+        entering: Sequence[Tensor],
+        truth: Mapping[int, Tensor],
+        routed: Mapping[int, Tensor],
+        step: Step,
+        rows: Tensor,
     ) -> tuple[Tensor, float]:
         """Loss and recall of p."""
         loss, recall = entering[0].new_zeros(()), 0.0
@@ -256,7 +265,7 @@ class ForesightObjective:
             for index in self.foresight.targets(depth):
                 seen = self.foresight.at(index, p[rows], entering[depth][rows])
                 guess = self._asked(model, index, None, seen)
-                kl, right = self._compare(model, index, guess, truth[index])
+                kl, right = self._compare(guess, routed[index])
                 away = (1 - F.cosine_similarity(p[rows].float(), truth[index].float(), dim=-1)).mean()
                 loss = loss + self.loss.routing * kl + self.loss.alignment * away
                 recall += right / len(truth)
@@ -265,20 +274,16 @@ class ForesightObjective:
     def _forecast(
         self,
         forecast: Forecast,
-        model: Decoder,
         entering: Sequence[Tensor],
-        truth: Mapping[int, Tensor],
+        routed: Mapping[int, Tensor],
         batch: Batch,
     ) -> tuple[Tensor, float]:
         """Loss and recall of what the end of a pass says of the next, from a prompt's last token on."""
-        assert model.config.moe is not None
-        rows, top_k = batch.predicting, model.config.moe.top_k
+        rows, top_k = batch.predicting, self._top_k
         follows = rows % batch.tokens.shape[1] > 0
         places, chosen = rows[follows], []
-        for index, u in truth.items():
-            layer = model.layers[index]
-            assert isinstance(layer, Layer)
-            logits = layer.route(u[follows])
+        for each in routed.values():
+            logits = each[follows]
             chosen.append(torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(top_k, -1)[1], value=True))
         last, first = entering[-1][places - 1], entering[0][places]
         return forecast_loss(forecast, last, first, torch.stack(chosen, 1), top_k)
@@ -295,15 +300,12 @@ class ForesightObjective:
             p = model.run(p, reading, index, index + 1)
             yield index + 1, p
 
-    def _compare(self, model: Decoder, index: int, guess: Tensor, u: Tensor) -> tuple[Tensor, float]:
-        """Mean KL of guessed logits (n, X) and those of the router's own residual (n, E), and recall of its top k."""
-        layer, moe = model.layers[index], model.config.moe
-        assert isinstance(layer, Layer)
-        assert moe is not None
-        true = layer.route(u).float()
+    def _compare(self, guess: Tensor, routed: Tensor) -> tuple[Tensor, float]:
+        """Mean KL of guessed logits (n, X) and those of the router itself, and recall of its top k."""
+        true, top_k = routed.float(), self._top_k
         kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(true, -1), reduction="batchmean", log_target=True)
         with torch.no_grad():
-            found, sought = guess.topk(moe.top_k, -1)[1], true.topk(moe.top_k, -1)[1]
+            found, sought = guess.topk(top_k, -1)[1], true.topk(top_k, -1)[1]
             right = (sought[:, :, None] == found[:, None, :]).any(-1).float().mean()
         return kl, float(right)
 

@@ -177,8 +177,6 @@ class NextUse:
         operations on arrays cost more than they do: they are put off until somebody asks."""
         self._opened, self._is_answered, self._is_told = -1, False, False
         """Pass of the last prompt; whether one of an answer came behind it; and whether that ever happened."""
-        self._is_foretold = False
-        """Something was foretold since the last prompt."""
         self._first = np.full(shape, NOT_SEEN).reshape(-1)
         """Passes from the last prompt to its first use, as far as it was used."""
         self._opening = np.full(shape, np.log2(NOT_SEEN) / 2).reshape(-1)
@@ -204,7 +202,6 @@ class NextUse:
     def foretold(self, layer: int, passes: Sequence[float], turn: int) -> None:
         """Remember for when: its layer's turn, that many passes later."""
         self._foretold[layer] = passes, turn
-        self._is_foretold = True
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
         """All in a few operations: the cache asks about every expert it holds."""
@@ -244,7 +241,7 @@ class NextUse:
         if self._is_answered and self._opened >= 0:
             self._opening += self.OPENING * (np.log2(self._first) - self._opening)
             self._is_told = True
-        self._opened, self._is_answered, self._is_foretold = here, False, False
+        self._opened, self._is_answered = here, False
         self._first[:] = NOT_SEEN
         self._foretold.clear()
         self._again[:] = -1
@@ -257,7 +254,7 @@ class NextUse:
     def _later(self, clock: int) -> FloatArray:
         """When each is needed if it is not expected."""
         layers = self.num_layers
-        if self._is_told and clock // layers == self._opened and not self._is_foretold:
+        if self._is_told and clock // layers == self._opened and self._again.max() < 0:
             after: FloatArray = self._opened + np.exp2(self._opening)
             return after * layers + self._layer + BEHIND
         turn = clock + 1 + (self._layer - clock - 1) % layers
