@@ -31,7 +31,7 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss
 from vivace.multistream.shared import SharedLoss
 from vivace.recipe import METHODS, RECIPES
-from vivace.serve import bodies, meters
+from vivace.serve import bodies, foreign, meters
 from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,8 +153,12 @@ def _as_json(value: Any) -> str:
 
 
 def refused_fields() -> str:
-    """Fields that other servers know, and what to do instead."""
-    return table(("field", "instead"), [(f"`{name}`", text) for name, text in bodies.REFUSED.items()])
+    """Fields that other servers know, the values of them that ask for nothing, and what to do instead of others."""
+    rows = []
+    for name in [*foreign.REFUSED, *(name for name in foreign.NEUTRAL if name not in foreign.REFUSED)]:
+        accepted = ["any text" if one is str else f"`{json.dumps(one)}`" for one in foreign.NEUTRAL.get(name, ())]
+        rows.append((f"`{name}`", ", ".join(accepted), foreign.REFUSED.get(name, "see above")))
+    return table(("field", "accepted, as if left out", "instead of other values"), rows)
 
 
 def metrics_table() -> str:

@@ -14,8 +14,8 @@ from tests.serve.conftest import Reached, local
 from vivace.cli.app import run
 from vivace.engine import Engine
 from vivace.errors import ConfigError
-from vivace.serve.bodies import REFUSED
 from vivace.serve.config import ServeConfig
+from vivace.serve.foreign import REFUSED
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 ODD = {"type": "function", "function": {"name": "f", "parameters": {"type": "odd"}}}
@@ -81,7 +81,7 @@ def test_limits(locked: Reached) -> None:
         ({**CHAT, "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({**CHAT, "logit_bias": {"99999": 1}}, "logit_bias", "99999"),
         ({**CHAT, "stop_token_ids": [99999]}, "stop_token_ids", "99999"),
-        ({**CHAT, "stop": [""]}, "stop", ""),
+        ({**CHAT, "stop": [7]}, "stop", ""),
         ({**CHAT, "stop": ["a"] * 17}, "stop", "at most 16"),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({**CHAT, "stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
@@ -116,7 +116,7 @@ def test_a_bad_body_is_one_sentence(http: httpx2.Client, body: Any, param: str |
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_fields_of_others_are_refused_by_name(http: httpx2.Client, name: str) -> None:
-    reply = http.post("/v1/chat/completions", json={**CHAT, name: 1})
+    reply = http.post("/v1/chat/completions", json={**CHAT, name: {"odd": 1}})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == name
     assert REFUSED[name] in reply.json()["error"]["message"]

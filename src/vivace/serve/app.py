@@ -162,8 +162,9 @@ class Server:
 
     @staticmethod
     def _note(body: GenerationBody, request: Request) -> None:
-        user = "" if body.user is None else f" user={body.user[:100]!r}"
-        log.info("%s %s%s", request.state.request_id, request.url.path, user)
+        user = body.safety_identifier if body.user is None else body.user
+        told = "" if user is None else f" user={user[:100]!r}"
+        log.info("%s %s%s", request.state.request_id, request.url.path, told)
 
 
 def build(server: Server) -> FastAPI:

@@ -1,15 +1,17 @@
 """Fields of requests: every one that is here has an effect, and every other is refused by name.
 
-The table in ``docs/serving.md`` is written from these classes. A field whose value is null counts as left out.
+The table in ``docs/serving.md`` is written from these classes. A field whose value is null, or asks for what happens
+anyway (``foreign.py``), counts as left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vivace.serve.foreign import without_neutral
 
 MAX_CHOICES = 16
 """``n`` at most."""
@@ -19,40 +21,6 @@ MAX_STOPS = 16
 MAX_PROMPTS = 64
 Token = Annotated[int, Field(ge=0)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-
-REFUSED: Mapping[str, str] = {
-    "best_of": "ask for n choices and take the one you like best",
-    "suffix": "text is only written at the end of a prompt",
-    "draft_model": "models and adapters are named when the server starts; choose one with `model`",
-    "functions": "use `tools`",
-    "function_call": "use `tool_choice`",
-    "audio": "this server writes text",
-    "modalities": "this server writes text",
-    "prediction": "drafts come from the server's own methods; see `method`",
-    "reasoning_effort": "pass what the chat template understands in `chat_template_kwargs`",
-    "length_penalty": "beam search is not served",
-    "use_beam_search": "beam search is not served",
-    "prompt_logprobs": "use `echo` with `logprobs` in /v1/completions",
-    "guided_json": "use `response_format`",
-    "guided_regex": "use `response_format` with a JSON schema that has a pattern",
-    "guided_choice": "use `response_format` with a JSON schema that has an enum",
-    "guided_grammar": "use `response_format` with a JSON schema",
-    "structured_outputs": "use `response_format`",
-    "service_tier": "there is one tier; `priority` orders waiting requests",
-    "safety_identifier": "use `user`, which is written to the log",
-    "prompt_cache_key": "cached prompts are found by their content; `cache_salt` keeps them apart",
-    "web_search_options": "this server asks nothing of other machines",
-    "verbosity": "say it in the prompt, or pass what the chat template understands in `chat_template_kwargs`",
-    "chat_template": "the checkpoint's template is used; a request brings no programs",
-    "add_generation_prompt": "use `continue_final_message`",
-    "include_stop_str_in_output": "the text ends before its stop text; `return_token_ids` has all tokens",
-    "truncate_prompt_tokens": "shorten the prompt; nothing is cut silently",
-    "typical_p": "use `top_p` or `min_p`",
-    "logits_processors": "a request brings no programs",
-    "store": "nothing is stored",
-    "metadata": "nothing is stored",
-}
-"""Fields known elsewhere, and what to do instead."""
 
 
 class Strict(BaseModel):
@@ -71,6 +39,14 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_obfuscation(cls, values: Any) -> Any:
+        """Nothing is added to hide the length of chunks, so asking for that not to be done asks for nothing."""
+        if isinstance(values, dict) and values.get("include_obfuscation") is False:
+            return {name: value for name, value in values.items() if name != "include_obfuscation"}
+        return values
 
 
 class Schema(Strict):
@@ -212,7 +188,10 @@ class GenerationBody(Body):
     stop_token_ids: list[Token] = Field([], max_length=256, description="Tokens at which the answer ends.")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Choices; choice i is drawn with seed + i.")
     seed: int | None = Field(
-        None, ge=0, lt=2**62, description="The same seed gives the same text; left out: another one every time."
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="The same seed gives the same text; left out, or -1: another one every time.",
     )
     stream: bool = Field(False, description="Server-sent events; tokens that are accepted together come in one.")
     stream_options: StreamOptions | None = Field(None, description="`include_usage`, `continuous_usage_stats`.")
@@ -242,15 +221,21 @@ class GenerationBody(Body):
         description="Prompt entries are shared only with requests that have the same salt.",
     )
     user: str | None = Field(None, description="Written to the server's log.")
+    safety_identifier: str | None = Field(None, description="Written to the server's log; newer name of `user`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, values: Any) -> Any:
+        return without_neutral(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _fits_together(self) -> GenerationBody:
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
             raise ValueError(f"stop has {len(self.stop)} texts; at most {MAX_STOPS}")
         if not self.stream:
-            for name in ("stream_options", "return_progress"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} has an effect only with stream")
+            asked = {"stream_options": any(self.options.model_dump().values()), "return_progress": self.return_progress}
+            for name in [name for name, is_asked in asked.items() if is_asked]:
+                raise ValueError(f"{name} has an effect only with stream")
         return self
 
     @property

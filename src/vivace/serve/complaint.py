@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vivace.errors import nearest
-from vivace.serve.bodies import REFUSED, ChatBody, CompletionBody
+from vivace.serve.bodies import ChatBody, CompletionBody
+from vivace.serve.foreign import REFUSED
 from vivace.serve.refusal import Refusal
 
 _KNOWN = frozenset({*ChatBody.model_fields, *CompletionBody.model_fields})
