@@ -56,6 +56,10 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Prompt and answer, in tokens.", min=2, rich_help_panel=_LIMITS)
     ] = None,
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest answer of requests that do not say.", min=1, rich_help_panel=_LIMITS),
+    ] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request.", min=1, rich_help_panel=_LIMITS)] = 1 << 20,
     prefill_budget: Annotated[
         int, typer.Option(help="Prompt tokens read between two steps.", min=1, rich_help_panel=_LIMITS)
@@ -86,6 +90,7 @@ def serve(
         num_slots=max_num_seqs,
         max_queue=max_queue,
         max_model_len=max_model_len,
+        default_max_tokens=default_max_tokens,
         max_body_bytes=max_body_bytes,
         prefill_budget=prefill_budget,
         prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if memory is None else "0")),

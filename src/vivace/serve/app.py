@@ -90,7 +90,7 @@ class Server:
             chunk = self.worker.session.chunk
             prefix = PrefixCache(engine.model.config, chunk=chunk, max_bytes=config.prefix_cache_bytes)
         self.worker.prefix = prefix
-        self.asking = Asking(engine, self.catalog, prefix, asked)
+        self.asking = Asking(engine, self.catalog, prefix, asked, config.default_max_tokens)
         self.meters = Meters(config.served_model_name, self.worker, compat=config.metrics_compat)
 
     @property

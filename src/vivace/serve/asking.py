@@ -20,6 +20,9 @@ from vivace.serve.refusal import Refusal
 from vivace.serve.tool_reader import ToolReader
 from vivace.serve.tools import Tools
 
+_SAY_LIMIT = frozenset({"max_new_tokens", "max_length"})
+"""Keys of ``generation_config.json`` that bound answers."""
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -48,10 +51,28 @@ class Verbatim(Tokenizer):
 class Asking:
     """Reads bodies for one engine."""
 
-    def __init__(self, engine: Engine, catalog: Catalog, prefix: PrefixCache | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        prefix: PrefixCache | None,
+        max_model_len: int,
+        default_max_tokens: int | None = None,
+    ) -> None:
+        """Read the chat template.
+
+        Args:
+            engine: the base model.
+            catalog: models that may be named.
+            prefix: entries of earlier prompts.
+            max_model_len: prompt and answer together, in tokens.
+            default_max_tokens: longest answer of requests that do not say; None is what the checkpoint says, else what
+                the prompt leaves of ``max_model_len``.
+        """
         self.engine = engine
         self.catalog = catalog
         self.max_model_len = max_model_len
+        self.default_max_tokens = default_max_tokens
         self._prefix = prefix
         self._grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size)
         self._verbatim = Verbatim(engine.tokenizer.inner, engine.tokenizer.eos_ids)
@@ -194,9 +215,12 @@ class Asking:
     ) -> Request:
         """One request, cut to what a slot of this server holds when the body names no limit."""
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
+        room = self.max_model_len - len(tokens)
+        is_open = options.max_new_tokens is None
+        if is_open and (self.default_max_tokens is not None or not _SAY_LIMIT & self.engine.defaults.keys()):
+            options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))
         request = self.engine.request_for(tokens, options)
-        if options.max_new_tokens is None:
-            room = self.max_model_len - len(tokens)
+        if is_open:
             request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
         request.check_fits(self.max_model_len)
         return replace(

@@ -256,7 +256,9 @@ class ChatBody(GenerationBody):
         min_length=1, description="The conversation; content is text, or parts of type text."
     )
     max_completion_tokens: int | None = Field(
-        None, ge=1, description="Longest answer; left out: what the checkpoint says, or 256."
+        None,
+        ge=1,
+        description="Longest answer; left out: as server or checkpoint say, else to the context's end.",
     )
     max_tokens: int | None = Field(None, ge=1, description="Older name of `max_completion_tokens`.")
     logprobs: bool = Field(False, description="log p of every token under the model, before penalties and temperature.")
@@ -324,7 +326,7 @@ class CompletionBody(GenerationBody):
         description="Text, texts, token ids, or lists of them; taken as it is, without the chat template."
     )
     max_tokens: int | None = Field(
-        None, ge=0, description="Longest answer; 0 needs `echo`; left out: what the checkpoint says, or 256."
+        None, ge=0, description="Longest answer; 0 needs `echo`; left out: as in chats (OpenAI stops after 16)."
     )
     logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP, description="log p of every token, and of this many likeliest ones."

@@ -32,6 +32,8 @@ class ServeConfig:
     """Sequences that may wait; further ones are told 429."""
     max_model_len: int | None = None
     """Prompt and answer together, in tokens."""
+    default_max_tokens: int | None = None
+    """Longest answer of requests that do not say; None is what the checkpoint says, else to the end of the context."""
     max_body_bytes: int = 1 << 20
     prefill_budget: int = 256
     """Prompt tokens read between two decoding steps, so that a long prompt does not hold up running answers."""
@@ -46,6 +48,8 @@ class ServeConfig:
         for name, least in (("num_slots", 1), ("max_queue", 0), ("max_body_bytes", 1), ("prefill_budget", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens must be at least 1, found {self.default_max_tokens}")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key must not be empty")
         if not self.is_local and not self.api_keys and not self.allow_no_key:
