@@ -29,8 +29,8 @@ from benchmarks.peers import SHAPES
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.widen import widen
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.decode.plain import RunsAhead
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session

@@ -152,6 +152,20 @@ def test_imports_point_down() -> None:
     assert not wrong, "imports that go up, sideways or into another room's library:\n" + "\n".join(wrong)
 
 
+def test_few_files_know_how_native_code_is_called() -> None:
+    """``ctypes`` stays with the kernels, the backend that lays out their calls, file readers and the llama.cpp peer."""
+    places = ("kernels/", "core/cpu/", "storage/", "evaluate/llamacpp.py")
+    wrong = [str(found) for found in all_imports() if found.module == "ctypes" and not within(found, *places)]
+    kernels = {f"vivace.kernels.{name}" for name in ("native", "library", "chain")}
+    below = [found for found in all_imports() if found.module in kernels and found.room == "core"]
+    wrong += [str(found) for found in below if not within(found, "core/cpu/")]
+    assert not wrong, "imports that belong behind the backend:\n" + "\n".join(wrong)
+
+
+def within(found: Import, *places: str) -> bool:
+    return found.path.relative_to(PACKAGE).as_posix().startswith(places)
+
+
 def test_light_rooms_load_without_torch() -> None:
     heavy_rooms = set(FLOORS) - LIGHT
     wrong = []

@@ -9,7 +9,7 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.core.packed import PackedLinear
+from vivace.core.cpu.packed import PackedLinear
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
 

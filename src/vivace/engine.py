@@ -24,8 +24,8 @@ from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, choose_dtype, load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
+from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
-from vivace.core.packed import Packer, pack_decoder
 from vivace.core.sampling import Sampling
 from vivace.core.step import Step
 from vivace.decode.adaptive import Adaptive
@@ -185,21 +185,21 @@ def load(
         raise ConfigError(
             f"{asked} is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
         )
-    packer = _packer(choice, kernels, dtype, kept)
+    backend = partial(_backend, choice, kept, is_required=kernels != "auto")
     if storage is None:
-        model = load_decoder(folder, dtype=dtype, device=device, packer=packer)
+        model = load_decoder(folder, dtype=dtype, device=device, backend=backend)
     tokenizer = load_tokenizer(folder)
     second, own = None, folder / OWN_DRAFT
     if draft_model is not None or (own / "config.json").is_file():
         smaller = own if draft_model is None else draft_model
-        read = partial(_read_second, smaller, tokenizer, dtype=dtype, device=device, packer=packer)
+        read = partial(_read_second, smaller, tokenizer, dtype=dtype, device=device, backend=backend)
         second = Second(read, is_asked=draft_model is not None)
         if second.is_asked:
             second.decoder  # noqa: B018 - what was named and cannot be read is told now
     if storage is not None and storage.plan.streamed and storage.body is None:
         choice = _torch_only(kernels)
-    if storage is not None and storage.body is None and packer is not None and packer.takes(model.dtype):
-        pack_decoder(model, choice.body)
+    if storage is not None and storage.body is None and (chosen := backend(model.dtype)) is not None:
+        model.run_on(chosen)
     if choice.body is not None and model.dtype != torch.bfloat16:
         choice = Choice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
@@ -236,13 +236,15 @@ def _torch_only(asked: str) -> Choice:
     return Choice("torch", "this store was not converted for native kernels", None)
 
 
-def _packer(choice: Choice, asked: str, dtype: str, kept: Weights) -> Packer | None:
-    """Lays weights out while they are read; "auto" leaves what the body chosen does not run to PyTorch."""
-    is_auto = asked == "auto"
-    if kept == "bf16":
-        return None if choice.body is None else Packer(choice.body, is_required=not is_auto)
-    is_bfloat16 = dtype.removeprefix("torch.") == "bfloat16" or kept == "exact12"
-    return Packer(choice.body if is_bfloat16 or not is_auto else None, kept)
+def _backend(choice: Choice, kept: Weights, dtype: torch.dtype, *, is_required: bool) -> CpuBackend | None:
+    """What runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
+
+    Native kernels compute in bfloat16. A decoder of another precision is left to PyTorch, unless the kernels were
+    asked for by name: the backend then refuses it.
+    """
+    takes = is_required or dtype == torch.bfloat16 or kept == "exact12"
+    body = choice.body if takes else None
+    return None if body is None and kept == "bf16" else CpuBackend(body, kept)
 
 
 class Engine:

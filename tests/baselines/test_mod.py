@@ -15,8 +15,8 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Batch, Draft
 from vivace.core.step import Step
 from vivace.decode.request import Request

@@ -9,8 +9,8 @@ from tests.baselines.conftest import RIVALS, rival
 from tests.decode.runs import Result, finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.baselines.skipdecode import SkipDecode, SkipPlan
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Drafter
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -47,8 +47,8 @@ def test_text_of_plain_decoding(model: Decoder, name: str) -> None:
 def test_a_chain_in_one_call_is_the_chain_in_steps(model: Decoder, name: str) -> None:
     drafter = rival(name, build(torch.bfloat16, num_layers=4, seed=3), on=model)
     counts = []
-    for chain in (model.chain, None):
-        model.chain = chain
+    for chain in (model.backend.chain, None):
+        model.backend.chain = chain
         counts.append([(r.stats.num_draft_tokens, r.stats.num_accepted_draft_tokens) for r in run(model, drafter, 2)])
     assert counts[0] == counts[1]
 

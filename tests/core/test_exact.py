@@ -18,10 +18,11 @@ from tests.core.test_packed import (  # noqa: F401 - collected here with this fi
     drafts,
     test_spans_are_layers_one_by_one,
 )
+from vivace.core.cpu.backend import pack_decoder
+from vivace.core.cpu.low_bit import LowBitLinear, LowBitRows
+from vivace.core.cpu.packed import PackedLinear
 from vivace.core.layers import Linear
-from vivace.core.low_bit import LowBitLinear, LowBitRows
 from vivace.core.model import Decoder
-from vivace.core.packed import PackedLinear, pack_decoder
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
@@ -81,7 +82,7 @@ def test_without_native_kernels(variant: str) -> None:
 
 
 def test_every_matrix_is_packed_and_a_tied_one_once(packed: Decoder) -> None:
-    assert isinstance(packed.rows, LowBitRows)
+    assert isinstance(packed.embedding_rows, LowBitRows)
     assert packed.embedding.numel() == 0
     assert not any(isinstance(module, Linear) for module in packed.modules())
     kept = [module for module in packed.layers.modules() if isinstance(module, LowBitLinear)]
@@ -89,8 +90,8 @@ def test_every_matrix_is_packed_and_a_tied_one_once(packed: Decoder) -> None:
     assert {module.weight.format for module in kept} == {"exact12"}
     routers = [module for name, module in packed.named_modules() if isinstance(module, PackedLinear)]
     assert bool(routers) == (packed.config.moe is not None), "routers stay as they are"
-    assert packed.rows.weight.format == "exact12_rows"
-    assert (packed.lm_head.codes.data_ptr() == packed.rows.codes.data_ptr()) == packed.config.tied_head
+    assert packed.embedding_rows.weight.format == "exact12_rows"
+    assert (packed.lm_head.codes.data_ptr() == packed.embedding_rows.codes.data_ptr()) == packed.config.tied_head
 
 
 def test_other_dtypes_are_refused(body: NativeBody) -> None:

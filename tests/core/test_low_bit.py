@@ -17,11 +17,12 @@ from tests.core.test_packed import (  # noqa: F401 - collected here with this fi
     PLAIN,
     test_spans_are_layers_one_by_one,
 )
+from vivace.core.cpu.backend import pack_decoder
+from vivace.core.cpu.low_bit import LowBitLinear, LowBitRows
+from vivace.core.cpu.packed import PackedLinear
 from vivace.core.layers import Linear
-from vivace.core.low_bit import LowBitLinear, LowBitRows
 from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.packed import PackedLinear, pack_decoder
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
@@ -65,8 +66,8 @@ def meant(variant: str, weights: str) -> Decoder:
     for name, module in dense.named_modules():
         if isinstance(parts.get(name), LowBitLinear):
             module.weight.data = parts[name].weight.dense()
-    assert rounded.rows is not None
-    dense.embedding.data = rounded.rows.weight.dense()
+    assert rounded.embedding_rows is not None
+    dense.embedding.data = rounded.embedding_rows.weight.dense()
     if dense.lm_head is not None:
         dense.lm_head.weight.data = rounded.lm_head.weight.dense()
     return dense
@@ -86,12 +87,12 @@ def test_it_is_the_model_of_its_weights(variant: str, weights: str, packed: Deco
 
 
 def test_only_rounded_matrices_stay(variant: str, weights: str, packed: Decoder) -> None:
-    assert isinstance(packed.rows, LowBitRows)
+    assert isinstance(packed.embedding_rows, LowBitRows)
     assert packed.embedding.numel() == 0
-    assert packed.rows.weight.format == "int8"
+    assert packed.embedding_rows.weight.format == "int8"
     assert packed.lm_head.weight.format == "int8"
     if packed.config.tied_head:
-        assert packed.lm_head.codes.data_ptr() == packed.rows.codes.data_ptr()
+        assert packed.lm_head.codes.data_ptr() == packed.embedding_rows.codes.data_ptr()
     for module in packed.layers.modules():
         assert not isinstance(module, Linear)
         if isinstance(module, LowBitLinear):
@@ -103,7 +104,7 @@ def test_only_rounded_matrices_stay(variant: str, weights: str, packed: Decoder)
 def test_torch_rows_keep_their_bits(variant: str, weights: str) -> None:
     decoder = build(variant, torch.bfloat16)
     pack_decoder(decoder, None, weights)
-    assert decoder.span is None
+    assert decoder.backend.span is None
     assert not any(isinstance(module, nn.Linear | PackedLinear) for module in decoder.modules())
     test_chains_of_any_length_are_single_rows(decoder)
     test_tree_nodes_are_chain_rows(decoder)

@@ -13,12 +13,12 @@ from tests.core.test_bits import prefill, tree
 from tests.decode.tiny_decoders import randomise
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.backend import pack_decoder
+from vivace.core.cpu.span import NativeSpan
 from vivace.core.deltas import Deltas
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Draft
-from vivace.core.span import NativeSpan
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
@@ -101,7 +101,7 @@ def through_layers(decoder: Decoder, h: Tensor, step: Step, start: int, stop: in
 
 
 def test_spans_are_layers_one_by_one(variant: str, packed: Decoder) -> None:
-    assert isinstance(packed.span, NativeSpan) == (variant in PLAIN)
+    assert isinstance(packed.backend.span, NativeSpan) == (variant in PLAIN)
     cache, _ = prefill(packed, PROMPTS, 3)
     for name, step in drafts(cache).items():
         h = torch.randn(step.num_rows, 48, generator=torch.Generator().manual_seed(1)).bfloat16()

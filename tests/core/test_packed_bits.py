@@ -12,8 +12,8 @@ from tests.core.test_bits import (  # noqa: F401 - collected here with this file
     test_chunks_of_a_prompt_do_not_see_each_other,
     test_tree_nodes_are_chain_rows,
 )
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.kernels.native import NativeBody
 
 

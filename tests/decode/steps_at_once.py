@@ -7,8 +7,8 @@ import torch
 
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import VOCAB, build
 from vivace.core.cache import KVCache
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Draft, TargetPass
 from vivace.decode.climb import Climb
 from vivace.decode.lookup import PromptLookup
@@ -180,7 +180,7 @@ def test_how_a_chunk_goes_up_depends_on_its_place_alone(
     models: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models(torch.float32)
-    monkeypatch.setattr(model, "rows_up_to", 16)
+    monkeypatch.setattr(model.backend, "rows_up_to", 16)
     session = Session(model, num_slots=3, capacity=64, chunk=8)
     seen: list[tuple[bool, int]] = []
     run = session._climb.run

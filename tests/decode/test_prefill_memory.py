@@ -17,7 +17,7 @@ PROGRAM = f"""
 import json, sys
 import torch
 from vivace.checkpoint.load import load_decoder
-from vivace.core.packed import pack_decoder
+from vivace.core.cpu.backend import pack_decoder
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.request import Request
 from vivace.decode.session import Session

@@ -7,8 +7,8 @@ import torch
 
 from tests.decode.runs import Result, finish
 from tests.decode.tiny_decoders import VOCAB, build, prompts
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.decode.adaptive import Adaptive
@@ -139,14 +139,14 @@ def test_blocks_are_short(body: NativeBody, counts: list[tuple[int, ...]], pass_
     """A model whose pass takes a fifth of a second gives its tokens one by one."""
     model = packed(body)
     clock = Steady()
-    decide = model.chain.decide
+    decide = model.backend.chain.decide
 
     def slow(roots: object, *rest: object) -> Draft:
         draft = decide(roots, *rest)
         clock.now += pass_s * max(draft.given)
         return draft
 
-    model.chain.decide = slow
+    model.backend.chain.decide = slow
     finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, RunsAhead(model, clock=clock))])
     assert max(given[0] for given in counts) == most
 

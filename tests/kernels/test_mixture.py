@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.config import MoeConfig
+from vivace.core.cpu.packed import PackedMixture
 from vivace.core.layers import Linear
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.packed import PackedMixture
 from vivace.kernels.native import Matrix, NativeBody, pack
 
 

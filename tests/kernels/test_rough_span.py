@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.decode.tiny_decoders import build
-from vivace.core.packed import pack_decoder
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.step import Step
 from vivace.kernels.native import NativeBody
 
@@ -16,7 +16,7 @@ from vivace.kernels.native import NativeBody
 def test_only_the_layers_named_are_rounded(body: NativeBody, weights) -> None:
     model = build(torch.bfloat16, num_layers=6, seed=3).requires_grad_(False)
     pack_decoder(model, body)
-    span = model.span
+    span = model.backend.span
     assert span is not None
     rough = span.rough(2, 4, weights)
     cache = model.new_cache(1, 8)

@@ -10,7 +10,7 @@ import torch
 
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build
-from vivace.core.packed import pack_decoder
+from vivace.core.cpu.backend import pack_decoder
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session

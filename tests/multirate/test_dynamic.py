@@ -9,7 +9,7 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from tests.multirate.gated import make_weights
-from vivace.core.packed import pack_decoder
+from vivace.core.cpu.backend import pack_decoder
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from tests.decode.runs import finish
 from tests.multirate.foreseen import Heard, Sees, check, foresight
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.moe import likeliest
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Draft, Verdict
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
@@ -135,7 +135,7 @@ def test_a_session_s_first_pass_is_told_from_the_end_of_its_prompt(model: Decode
     """Of a prompt that goes up in chunks or row by row, in a slot where another text ended at the same place."""
     sees, seen = Sees(model), []
     for rows_up_to in (0, 512):
-        model.rows_up_to = rows_up_to
+        model.backend.rows_up_to = rows_up_to
         try:
             session = Session(model, num_slots=1, capacity=32, chunk=4)
             for prompt in ((5, 9, 41, 7, 3, 8), (8, 3, 17, 2, 6, 30)):
@@ -147,7 +147,7 @@ def test_a_session_s_first_pass_is_told_from_the_end_of_its_prompt(model: Decode
                 check(heard[starts[0] : stop], sees.said(sees.ends(prompt[:-1])[-1], prompt[-1]))
                 seen.append(heard[starts[0] : stop])
         finally:
-            model.rows_up_to = 0
+            model.backend.rows_up_to = 0
     assert seen[0] != seen[1]
 
 

@@ -12,8 +12,8 @@ from tests.multirate.test_chain import (  # noqa: F401 - collected here with thi
     test_unsure_guesses_end_their_chains_alike,
 )
 from tests.multirate.test_packed import run
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.decode.plain import NoDrafts
 from vivace.decode.shallow import DraftPlan
 from vivace.kernels.native import NativeBody

@@ -17,8 +17,8 @@ from tests.decode.tiny_decoders import build, prompts
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Batch, Draft, Drafter
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts

@@ -9,7 +9,7 @@ from tests.decode.oracles import chi_square, plain_text
 from tests.decode.runs import finish
 from tests.decode.test_sampled_text import LIKELY, SAMPLINGS, TINY, V, exact, sampled_texts
 from tests.decode.tiny_decoders import build, prompts
-from vivace.core.packed import pack_decoder
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.seams import Draft
 from vivace.decode.climb import Climb
 from vivace.decode.plain import NoDrafts

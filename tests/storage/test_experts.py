@@ -15,9 +15,9 @@ from tests.decode.runs import Result
 from tests.parity.families import make
 from tests.storage.mixtures import FAMILIES, PROMPTS, MemoryShelf, answers, jitter, policies, streamed
 from vivace.checkpoint.load import load_decoder
+from vivace.core.cpu.backend import CpuBackend, pack_decoder
+from vivace.core.cpu.span import MixtureSpan
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
-from vivace.core.span import MixtureSpan
 from vivace.errors import CapacityError, CheckpointError, CorruptError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import chosen_experts, plan_memory
@@ -299,10 +299,11 @@ def test_native_kernels_run_experts_from_a_store(
     model, storage = load_stored(store.folder, budget, reader="buffered", num_tokens=256, body=body)
     assert storage.experts is not None
     assert (storage.experts.num_slots < len(storage.plan.streamed)) == (share is not None)
-    assert isinstance(model.span, MixtureSpan) == isinstance(resident.span, MixtureSpan)
+    assert isinstance(model.backend.span, MixtureSpan) == isinstance(resident.backend.span, MixtureSpan)
     found = answers(model, GuessingClimb(2))
     assert same(found, answers(resident))
-    model.span = None
+    assert isinstance(model.backend, CpuBackend)
+    model.backend.span = None
     assert same(answers(model), found), "layers one by one give the bits of the span"
     storage.close()
 

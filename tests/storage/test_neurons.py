@@ -14,8 +14,8 @@ from tests.decode.runs import Result
 from tests.parity.families import CONFIGS, make, randomise
 from tests.storage.stored import PROMPTS, TOKENS, answers, broken, distance, opened, same
 from vivace.checkpoint.load import load_decoder
+from vivace.core.cpu.packed import PackedLinear
 from vivace.core.model import Decoder
-from vivace.core.packed import PackedLinear
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request

@@ -13,7 +13,7 @@ from tests.decode.runs import Result
 from tests.parity.families import CONFIGS, make
 from tests.storage.stored import PROMPTS, TOKENS, answers, broken, opened, same
 from vivace.checkpoint.load import load_decoder
-from vivace.core.packed import pack_decoder
+from vivace.core.cpu.backend import pack_decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.errors import CapacityError, CheckpointError, CorruptError
 from vivace.kernels.native import NativeBody
@@ -80,7 +80,7 @@ def test_native_kernels_stream_the_resident_models_bits(
             assert bool(storage.plan.streamed) == (share is not None)
             assert storage.body is body
             assert same(answers(model), plain), share
-            assert (model.span is None) == (resident.span is None or share is not None)
+            assert (model.backend.span is None) == (resident.backend.span is None or share is not None)
 
 
 def test_drafts_change_nothing(llama: Store) -> None:

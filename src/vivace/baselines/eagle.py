@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.baselines.trained import Trained
+from vivace.core.backend import TorchBackend
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.model import Decoder
-from vivace.core.packed import pack_decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
@@ -109,11 +109,10 @@ class Eagle(Forgetful):
         self.traversal: Traversal = Climb()
         self.model = model
         self.plan = plan
-        self._join: Callable[[Tensor], Tensor] = model.projection(layer.join.contiguous())
+        self._join: Callable[[Tensor], Tensor] = model.backend.projection(layer.join.contiguous())
         self._body = layer.body
-        body = getattr(model.span, "body", None)
-        if body is not None and layer.body.span is None:
-            pack_decoder(layer.body, body)
+        if isinstance(layer.body.backend, TorchBackend):  # nobody has packed it before
+            layer.body.run_on(model.backend.sibling())
         self._pending: dict[int, list[Tensor]] = {}
         """Normed residuals (n, E) of the last positions of each slot, not taken up yet."""
         self._cache: KVCache | None = None

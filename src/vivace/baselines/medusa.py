@@ -120,10 +120,12 @@ class Medusa(Forgetful):
         self.model = model
         self.plan = plan
         self._depth = len(plan.widths)
-        self._mix: Callable[[Tensor], Tensor] = model.projection(heads.mix[: self._depth].flatten(0, 1).contiguous())
+        self._mix: Callable[[Tensor], Tensor] = model.backend.projection(
+            heads.mix[: self._depth].flatten(0, 1).contiguous()
+        )
         self._outputs: list[Callable[[Tensor], Tensor]] = []
         if heads.output is not None:
-            self._outputs = [model.projection(weight.contiguous()) for weight in heads.output[: self._depth]]
+            self._outputs = [model.backend.projection(weight.contiguous()) for weight in heads.output[: self._depth]]
         self._kept: dict[int, Tensor] = {}
 
     def propose(self, context: Context) -> Draft:

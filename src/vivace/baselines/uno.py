@@ -110,7 +110,7 @@ class Uno(NoDrafts):
         super().__init__("uno", Climb())
         if len(plan.widths) > terms.config.block:
             raise ConfigError(f"draft widths {list(plan.widths)} go deeper than a block of {terms.config.block}")
-        if model.span is None:
+        if model.backend.span is None:
             terms.widen()
         self.model = model
         self.terms = terms

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from vivace.checkpoint.families import Family, family_of, translate
 from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, summary
 from vivace.checkpoint.names import Names, Piece, Target, layout
+from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
-from vivace.core.packed import Packer
 from vivace.core.parts import Parts
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 
@@ -40,7 +40,7 @@ def load_decoder(
     device: str | torch.device = "auto",
     *,
     parts: Parts | None = None,
-    packer: Packer | None = None,
+    backend: Callable[[torch.dtype], Backend | None] | None = None,
 ) -> Decoder:
     """A decoder with the weights of a checkpoint, frozen.
 
@@ -50,8 +50,8 @@ def load_decoder(
             arithmetic is slow and not row-invariant).
         device: "auto" or "cpu".
         parts: builds the projections another way; parameters it leaves out are not read.
-        packer: puts packed modules in the places of the decoder's own as soon as their weights are there, so that
-            never more than one layer is in memory as it is stored; it leaves alone what it does not take.
+        backend: makes what will run a decoder of this precision, None for PyTorch on the modules as they are; it takes
+            over each layer as soon as its weights are there, so that never more than one is in memory as it is stored.
 
     Raises:
         NotFoundError: no such checkpoint.
@@ -68,18 +68,19 @@ def load_decoder(
     place = choose_device(device)
     written = raw.get("dtype") or raw.get("torch_dtype") or stored.tensor(plan["embedding"].pieces[0].name).dtype
     kind = choose_dtype(dtype, written, place)
+    chosen = None if backend is None else backend(kind)
     with torch.device("meta"):
-        decoder = Decoder(config, parts)
-    if packer is not None and packer.takes(kind):
-        _pack_parts(decoder, packer, lambda name: assemble(plan[name], stored, kind, place), stored)
+        decoder = Decoder(config, parts, chosen)
+    if chosen is not None:
+        _pack_parts(decoder, lambda name: assemble(plan[name], stored, kind, place), stored)
     else:
         for name in [name for name, _ in decoder.named_parameters()]:
             put(decoder, name, assemble(plan[name], stored, kind, place))
     return decoder.requires_grad_(False).eval()
 
 
-def _pack_parts(decoder: Decoder, packer: Packer, read: Callable[[str], Tensor], stored: TensorFiles) -> None:
-    """Fill and pack part after part: first what is in no layer, then the layers."""
+def _pack_parts(decoder: Decoder, read: Callable[[str], Tensor], stored: TensorFiles) -> None:
+    """Fill the decoder and hand it to its backend part after part: first what is in no layer, then the layers."""
     names = [name for name, _ in decoder.named_parameters()]
 
     def fill(prefix: str, *, is_within: bool = True) -> set[int]:
@@ -89,13 +90,13 @@ def _pack_parts(decoder: Decoder, packer: Packer, read: Callable[[str], Tensor],
         return {value.data_ptr() for value in values.values()}
 
     mapped = fill("layers.", is_within=False)
-    packer.pack_ends(decoder)
+    decoder.backend.pack_ends(decoder)
     _let_go(decoder, mapped, stored)
     for index, layer in enumerate(decoder.layers):
         mapped = fill(f"layers.{index}.")
-        packer.pack_layer(decoder, index)
+        decoder.backend.pack_layer(decoder, index)
         _let_go(layer, mapped, stored)
-    packer.finish(decoder)
+    decoder.backend.finish(decoder)
 
 
 def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:

@@ -67,7 +67,7 @@ def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
     """
     from vivace.checkpoint.files import open_tensors, read_json
     from vivace.checkpoint.load import load_config
-    from vivace.core.packed import num_bytes
+    from vivace.core.cpu.backend import num_bytes
     from vivace.kernels.low_bit import check_weights
 
     kept = check_weights(weights)

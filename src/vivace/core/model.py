@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vivace.core.backend import Backend, TorchBackend
 from vivace.core.cache import KVCache, LayerSpec
 from vivace.core.config import ModelConfig
-from vivace.core.guessers import Chain
-from vivace.core.layers import Linear, RMSNorm, make_norm
+from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
-from vivace.core.seams import SlotState, Span
+from vivace.core.seams import SlotState
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -170,7 +170,14 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer whose layers are called by anyone, one at a time or as a span."""
 
-    def __init__(self, config: ModelConfig, parts: Parts | None = None) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts | None = None, backend: Backend | None = None) -> None:
+        """Build the modules; whoever fills them with weights then tells the backend, part by part.
+
+        Args:
+            config: the architecture.
+            parts: what stands at the projections; None keeps all weights in memory.
+            backend: what will run the decoder; None is PyTorch, on the modules as they are.
+        """
         super().__init__()
         self.config = config
         parts = DenseParts(config) if parts is None else parts
@@ -184,22 +191,25 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, parts, rotaries[which[i]]) for i in range(config.num_layers))
         self.final_norm = make_norm(config)
         self.lm_head = parts.head()
-        self.rows: nn.Module | None = None
-        """Gives rows of the embedding where it is not kept as a matrix; ``embedding`` then has none."""
+        self.embedding_rows: nn.Module | None = None
+        """Gives rows of the embedding where a backend does not keep it as a matrix; ``embedding`` then has none."""
+        self.backend: Backend = TorchBackend() if backend is None else backend
         self.row_count = 1
         """Calls are padded to a multiple of this many rows. A backend that cannot promise a row the same bits
         in calls of different sizes (GPUs) gives them in calls of one size."""
-        self.rows_up_to = 0
-        """Prompt chunks that end at or before this position go up as rows, later ones as chunks: by the place in the
-        text and nothing else, so that a prompt gives the same bits whatever else is running."""
-        self.span: Span | None = None
-        """Executes several layers at once where it can; the layers one by one give the same bits."""
-        self.chain: Chain | None = None
-        """Drafts whole chains at once where it can; steps one by one give the same bits."""
-        self.owned: Sequence[SlotState] = ()
-        """State of parts that remember sequences (windows of neurons)."""
-        self.projection: Callable[[Tensor], nn.Module] = Linear.of
-        """(out, in) weights that are not the model's own, as a module that runs on the kernels of its layers."""
+        self._states = parts.states()
+
+    def run_on(self, backend: Backend) -> None:
+        """Hand all parts of a decoder that is in memory to a backend; from then on that one runs it.
+
+        Raises:
+            UnsupportedError: the backend cannot run a decoder of this kind.
+        """
+        backend.pack_ends(self)
+        for index in range(self.config.num_layers):
+            backend.pack_layer(self, index)
+        backend.finish(self)
+        self.backend = backend
 
     @property
     def dtype(self) -> torch.dtype:
@@ -220,7 +230,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """(T,) -> (T, E); learned positions need the step."""
         c = self.config
-        h: Tensor = F.embedding(tokens, self.embedding) if self.rows is None else self.rows(tokens)
+        h: Tensor = F.embedding(tokens, self.embedding) if self.embedding_rows is None else self.embedding_rows(tokens)
         if c.embedding_scale != 1.0:
             h = h * torch.tensor(c.embedding_scale, dtype=h.dtype)
         if self.position_embedding is not None:
@@ -244,7 +254,9 @@ class Decoder(nn.Module):
         if count % self.row_count and step.grid is None and step.chunk is None:
             spare = torch.zeros(-count % self.row_count, dtype=torch.int64, device=h.device)
             h, step = torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)
-        span = self.span if self.span is not None and self.span.covers(step) else None
+        span = self.backend.span
+        if span is not None and not span.covers(step):
+            span = None
         if span is not None and watch is None:
             return span.run(h, step, start, last)[:count]
         for index in range(start, last):
@@ -278,4 +290,4 @@ class Decoder(nn.Module):
 
     def states(self) -> Sequence[SlotState]:
         """Per-sequence state owned by parts of the model."""
-        return self.owned
+        return self._states

@@ -6,6 +6,7 @@ palettised, sharded or streamed weights fill the same ``Parts`` seam.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
@@ -14,6 +15,7 @@ from vivace.core.attention import Attention
 from vivace.core.config import ModelConfig
 from vivace.core.layers import FeedForward, Linear
 from vivace.core.moe import MixtureOfExperts
+from vivace.core.seams import SlotState
 
 
 class Parts(Protocol):
@@ -33,6 +35,10 @@ class Parts(Protocol):
 
     def head(self) -> nn.Module | None:
         """The LM head; None when it is the embedding's matrix."""
+        ...
+
+    def states(self) -> Sequence[SlotState]:
+        """What remembers sequences among the parts (a window of neurons); the session tells it what becomes of them."""
         ...
 
 
@@ -73,3 +79,7 @@ class DenseParts:
         """A matrix of its own, unless tied."""
         c = self.config
         return None if c.tied_head else Linear(c.width, c.vocab_size, bias=c.head_bias)
+
+    def states(self) -> Sequence[SlotState]:
+        """Weights in memory remember nothing."""
+        return ()

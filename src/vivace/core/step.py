@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from vivace.core.cache import Fresh, KVCache
 from vivace.core.deltas import Deltas
 from vivace.core.seams import Draft, Memory
-from vivace.kernels.library import CCall
 from vivace.kernels.reference import KEY_BLOCK
 
 
@@ -321,8 +321,8 @@ class Step:
         return {}
 
     @cached_property
-    def native(self) -> dict[object, tuple[CCall, int]]:
-        """This call as native spans want it and the version of its terms, by span, filled by them."""
+    def laid_out(self) -> dict[object, Any]:
+        """What executors of several layers keep about this call, each under itself, so that it is made once."""
         return {}
 
 

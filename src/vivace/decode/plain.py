@@ -126,7 +126,7 @@ class RunsAhead(NoDrafts):
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and those that the model decides behind them."""
-        chain, roots = self._model.chain, pending(context)
+        chain, roots = self._model.backend.chain, pending(context)
         if chain is None or self._model.row_count > 1 or roots is None:
             return context.given()
         more = self._pace.count(context) - 1

@@ -191,7 +191,7 @@ class Session:
 
     def _threads(self) -> AbstractContextManager[None]:
         """Whose threads work: PyTorch's stay out of the way of native layers."""
-        return nullcontext() if self.model.span is None else one_pytorch_thread()
+        return nullcontext() if self.model.backend.span is None else one_pytorch_thread()
 
     def _fill_slots(self) -> None:
         if self._prefilled == self._to_prefill:
@@ -249,7 +249,7 @@ class Session:
 
     def _goes_as_rows(self, sequence: Sequence) -> bool:
         """Whether the next chunk of its prompt goes up row by row, as while decoding."""
-        return sequence.chunks[0][1] <= self.model.rows_up_to
+        return sequence.chunks[0][1] <= self.model.backend.rows_up_to
 
     def _decode(self, drafter: Drafter, sequences: list[Sequence]) -> list[Emitted]:
         """Draft, verify, keep: one target pass for these sequences."""

@@ -130,7 +130,7 @@ class ShallowDrafter(Forgetful):
         self.name = name
         self.traversal: Traversal = Climb()
         self._pace = Pace()
-        chain, companion = model.chain, guess.companion
+        chain, companion = model.backend.chain, guess.companion
         if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
             chain.prepare(companion, plan.weights)
 
@@ -144,7 +144,7 @@ class ShallowDrafter(Forgetful):
 
     def _ahead(self, context: Context) -> Draft | None:
         """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
-        chain, companion = self.model.chain, self.guess.companion
+        chain, companion = self.model.backend.chain, self.guess.companion
         roots = pending(context) if len(context.slots) == 1 and self.first is None else None
         if roots is None or chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
@@ -164,7 +164,7 @@ class ShallowDrafter(Forgetful):
         Guesses are the likeliest tokens where requests sample, too: fewer of them are kept than of drawn ones (3.7
         tokens a pass against 4.2 at temperature 0.7), and a draft of drawn ones takes as long as several of these.
         """
-        chain, companion, cache = self.model.chain, self.guess.companion, context.cache
+        chain, companion, cache = self.model.backend.chain, self.guess.companion, context.cache
         if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
         roots = []

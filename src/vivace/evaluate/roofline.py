@@ -97,7 +97,7 @@ def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> lis
 def pass_bytes(model: Decoder) -> int:
     """Bytes of weights that a pass reads; tables that are looked up do not count, all experts of a mixture do."""
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
-    table = [model.embedding] if model.rows is None else model.rows.parameters()
+    table = [model.embedding] if model.embedding_rows is None else model.embedding_rows.parameters()
     looked_up = 0 if model.config.tied_head else sum(part.nbytes for part in table)
     looked_up += 0 if model.position_embedding is None else model.position_embedding.nbytes
     return sum(weights.values()) - looked_up

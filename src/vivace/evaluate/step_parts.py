@@ -57,7 +57,7 @@ def measure_parts(
     law = Laws({0: Request(tuple(tokens), room, drafter)}, {0: tokens}, cache.lengths)
     asked = [Context((0,), {0: tokens}, cache, law, {0: n}, room={0: room}) for n in range(longest + 1)]
     found: list[list[tuple[float, float]]] = [[] for _ in asked]
-    with nullcontext() if model.span is None else one_pytorch_thread():
+    with nullcontext() if model.backend.span is None else one_pytorch_thread():
         for _ in range(repeats + 1):
             for n, context in enumerate(asked):
                 found[n].append(_step_seconds(model, climb, drafter if n else plain, context))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,6 +107,32 @@ class Matrix:
         return F.pad(x, (0, 1)) if self.format in ("tiles", "lut4", "exact12") and self.in_width % 2 else x.contiguous()
 
 
+@dataclass(frozen=True, eq=False)
+class Routers:
+    """Routers of n layers that are asked at once about ``fast * scale + slow * slow_scale``, one row each, in float32.
+
+    A norm before a router is a positive factor there, which changes no order, so it is left out.
+    """
+
+    scale: Tensor
+    """(n, 1, E)."""
+    slow_scale: Tensor
+    """(n, 1, E)."""
+    weight: Tensor
+    """(n, E, X)."""
+    counts: tuple[int, ...]
+    """Experts that each router is asked for."""
+
+    @cached_property
+    def laid_out(self) -> tuple[CRouters, ctypes.Array[c_int64]]:
+        """The call but for its rows, made once, and where it writes."""
+        num, width, experts = self.weight.shape
+        most = max(self.counts)
+        out = (c_int64 * (num * most))()
+        parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
+        return CRouters(None, None, *parts, ctypes.addressof(out), num, width, experts, most), out
+
+
 class NativeBody:
     """The operations compiled for one instruction set."""
 
@@ -196,12 +222,15 @@ class NativeBody:
         self._library.vivace_mix(byref(CMix(lie, weights.data_ptr(), _address(plus), out.data_ptr(), *sizes)))
         return out
 
-    def foresee(self, routers: CRouters, fast: Tensor, slow: Tensor) -> None:
-        """Write what routers would choose for one row of two residuals, each (1, E)."""
+    def likeliest(self, routers: Routers, fast: Tensor, slow: Tensor) -> list[list[int]]:
+        """The experts that each of some routers would choose for one row of two residuals, each (1, E) bfloat16."""
         assert fast.dtype == slow.dtype == torch.bfloat16
         fast, slow = fast.contiguous(), slow.contiguous()
-        routers.fast, routers.slow = fast.data_ptr(), slow.data_ptr()
-        self._library.vivace_foresee(byref(routers))
+        call, out = routers.laid_out
+        call.fast, call.slow = fast.data_ptr(), slow.data_ptr()
+        self._library.vivace_foresee(byref(call))
+        most = max(routers.counts)
+        return [out[place * most : place * most + count] for place, count in enumerate(routers.counts)]
 
     def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Index of the largest rounded output of each row, the smallest of equals, (T, in) -> (T,)."""

@@ -95,7 +95,7 @@ class Forecaster:
             return
         if self._products is None:
             down, up = (weight.detach().to(model.dtype) for weight in (self._forecast.down, self._forecast.up))
-            self._products = model.projection(down), model.projection(up)
+            self._products = model.backend.projection(down), model.backend.projection(up)
             self._mixtures = tuple(_mixtures(model))
         last = torch.stack(list(rows.values()))
         chosen, passes = self._forecast.by(last, entering[list(rows)], *self._products)

@@ -8,7 +8,6 @@ load what is likely; what runs is what the true routers choose.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import Array, addressof, c_int64
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,14 +16,14 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.packed import PackedLinear
 from vivace.core.deltas import Deltas
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts, likeliest
-from vivace.core.packed import PackedLinear
 from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
-from vivace.kernels.library import CRouters
+from vivace.kernels import native
 from vivace.kernels.native import NativeBody
 from vivace.multirate.forecast import Forecaster
 from vivace.multirate.foresight import Foresight, ForesightPlan, of_mean_square_one
@@ -202,25 +201,14 @@ class Routers:
     def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
         """The most likely experts of each row (T, E), together, the likeliest first, for each router."""
         if self.body is not None and len(p) == 1:
-            return self._alone(self.body, p, slow)
+            return self.body.likeliest(self._alone, p, slow)
         each = self.logits(p, slow)[:, None]
         return [likeliest(logits, count)[0] for logits, count in zip(each, self.counts, strict=True)]
 
-    def _alone(self, body: NativeBody, p: Tensor, slow: Tensor) -> list[list[int]]:
-        """For one row: the norm is a positive factor there, which changes no order."""
-        call, out = self._call
-        body.foresee(call, p, slow)
-        most = max(self.counts)
-        return [out[place * most : place * most + count] for place, count in enumerate(self.counts)]
-
     @cached_property
-    def _call(self) -> tuple[CRouters, Array[c_int64]]:
-        """The native call but for its rows, laid out once, and where it writes."""
-        num, width, experts = self.weight.shape
-        most = max(self.counts)
-        out = (c_int64 * (num * most))()
-        parts = (each.data_ptr() for each in (self.scale, self.slow_scale, self.weight))
-        return CRouters(None, None, *parts, addressof(out), num, width, experts, most), out
+    def _alone(self) -> native.Routers:
+        """The same routers for one row on native kernels."""
+        return native.Routers(self.scale, self.slow_scale, self.weight, self.counts)
 
     def logits(self, p: Tensor, slow: Tensor) -> Tensor:
         """(T, E) twice -> (n, T, X)."""

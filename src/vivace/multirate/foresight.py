@@ -34,10 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.packed import NativeNorm, PackedLinear
 from vivace.core.layers import RMSNorm
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.packed import NativeNorm, PackedLinear
 from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError

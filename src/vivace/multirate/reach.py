@@ -48,7 +48,7 @@ class Reach(nn.Module):
 
     def run_on(self, model: Decoder) -> None:
         """Draft for this model from now on, on the kernels that its layers run on."""
-        self._projections = model.projection(self.query), model.projection(self.output)
+        self._projections = model.backend.projection(self.query), model.backend.projection(self.output)
 
     @torch.no_grad()
     def start_from(self, model: Decoder) -> None:

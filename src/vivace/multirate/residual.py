@@ -56,13 +56,13 @@ class Accelerator(AcceleratorTerms):
         the next native call needs. Without them, PyTorch multiplies matrices this small several times faster in
         float32 than in bfloat16.
         """
-        if model.span is None:
+        if model.backend.span is None:
             self.down.float()
             self.up.float()
         for reach in self.reaches():
             reach.run_on(model)
         if self.feedback is not None:
-            self._projections = (model.projection(self.feedback),)
+            self._projections = (model.backend.projection(self.feedback),)
 
     def start(self, h: Tensor, final: Tensor | None) -> Tensor:
         """Where p begins, (n, E): the slow residual, plus the feedback projection when it is used.

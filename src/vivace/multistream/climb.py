@@ -56,8 +56,10 @@ class StreamClimb:
 
     def prepare(self, model: Decoder) -> None:
         """Make copies in few bits now, so that the first draft takes no longer than the next."""
-        if self.plan.weights != "bf16" and model.span is not None:
-            self._rough = model.span.rough(self.streams.config.insertion, model.config.num_layers, self.plan.weights)
+        if self.plan.weights != "bf16" and model.backend.span is not None:
+            self._rough = model.backend.span.rough(
+                self.streams.config.insertion, model.config.num_layers, self.plan.weights
+            )
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
         """One pass for all slots, whatever each of them drafted."""

@@ -73,7 +73,7 @@ class StreamDrafter(Forgetful):
 
     def _ahead(self, context: Context) -> Draft | None:
         """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
-        chain, [slot, *others] = self.model.chain, context.slots
+        chain, [slot, *others] = self.model.backend.chain, context.slots
         if chain is None or self._followers is None or others or slot not in self._kept or self.model.row_count > 1:
             return None
         roots, found = pending(context), self._pace.steps(context, slot, len(self.plan.widths), self.plan.weights)

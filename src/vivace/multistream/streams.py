@@ -101,11 +101,11 @@ class Streams(nn.Module):
         Without native ones terms are widened to float32: on a CPU, PyTorch multiplies matrices this small several
         times faster than in bfloat16.
         """
-        if model.span is None:
+        if model.backend.span is None:
             self.down.float()
             self.up.float()
         if self.config.feedback:
-            self._projections = (model.projection(self._feedback().detach().to(model.dtype)),)
+            self._projections = (model.backend.projection(self._feedback().detach().to(model.dtype)),)
 
     def terms(self, which: Tensor, count: int | None = None) -> Deltas:
         """The adapters as data for a call.

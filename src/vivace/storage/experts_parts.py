@@ -7,10 +7,10 @@ from torch import nn
 
 from vivace.checkpoint.load import put
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.packed import pack_decoder
 from vivace.core.parts import DenseParts
 from vivace.kernels.native import NativeBody
 from vivace.storage.experts import ExpertCache

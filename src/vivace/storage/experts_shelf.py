@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig, MoeConfig
+from vivace.core.cpu.packed import PackedFeedForward, PackedLinear
 from vivace.core.layers import FeedForward, Linear
-from vivace.core.packed import PackedFeedForward, PackedLinear
 from vivace.core.seams import Expert
 from vivace.errors import UnsupportedError
 from vivace.kernels.library import found_library

@@ -6,15 +6,14 @@ import ctypes
 import sys
 import zlib
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from vivace.checkpoint.load import put
+from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
-from vivace.core.packed import PackedLinear, Packer
 from vivace.core.parts import DenseParts
 from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError, CorruptError, UnsupportedError
@@ -172,8 +171,9 @@ def load_stored(
     elif plan.streamed:
         stream = Stream(store, pool, plan.streamed)
         parts = StreamedParts(store.config, stream, used)
+    backend = None if used is None else CpuBackend(used, joins_layers=stream is None and neurons is None)
     with torch.device("meta"):
-        decoder = Decoder(store.config, parts)
+        decoder = Decoder(store.config, parts, backend)
     for name in ("resident", *plan.resident):
         for parameter, values in read_bundle(store, pool, name).items():
             if parameter == "selector":
@@ -187,26 +187,21 @@ def load_stored(
     assert not left, left
     if neurons is not None:
         neurons.body = used
-        decoder.owned = (neurons,)
-    if used is not None:
-        _pack(decoder, Packer(used), is_whole=stream is None and neurons is None)
+    if backend is not None:
+        _pack(decoder, backend)
     speed = choice.gb_per_s
     expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
     storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected, used)
     return decoder.requires_grad_(False).eval(), storage
 
 
-def _pack(decoder: Decoder, packer: Packer, *, is_whole: bool) -> None:
-    """Give a native body what is in memory; no more than a layer is there twice."""
-    packer.pack_ends(decoder)
+def _pack(decoder: Decoder, backend: CpuBackend) -> None:
+    """Hand what is in memory to the backend; no more than a layer is there twice."""
+    backend.pack_ends(decoder)
     for index in range(decoder.config.num_layers):
-        packer.pack_layer(decoder, index)
+        backend.pack_layer(decoder, index)
         _give_back()
-    if is_whole:
-        packer.finish(decoder)
-    else:
-        assert packer.body is not None
-        decoder.projection = partial(PackedLinear, packer.body)
+    backend.finish(decoder)
 
 
 def _give_back() -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig
 from vivace.core.layers import activate
 from vivace.core.parts import DenseParts
+from vivace.core.seams import SlotState
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError, VivaceError
 from vivace.kernels import reference as kernels
@@ -373,3 +374,7 @@ class NeuronParts(DenseParts):
     def feed_forward(self, layer: int) -> nn.Module:
         """A feed-forward over neurons."""
         return NeuronFeedForward(self.config, layer, self.neurons)
+
+    def states(self) -> Sequence[SlotState]:
+        """The windows of neurons remember which ones each sequence used last."""
+        return (self.neurons,)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from vivace.checkpoint.load import put
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.low_bit import refuse_gradients
+from vivace.core.cpu.packed import PackedFeedForward, PackedLinear
 from vivace.core.layers import FeedForward
-from vivace.core.low_bit import refuse_gradients
 from vivace.core.model import Decoder
-from vivace.core.packed import PackedFeedForward, PackedLinear
 from vivace.core.parts import DenseParts
 from vivace.kernels import reference as kernels
 from vivace.kernels.library import LANES

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
+from vivace.core.cpu.span import NativeSpan, matrix_of, norm_of, pointers, rounded
 from vivace.core.guessers import ChainPlan, Companion, DeepRead, Followers, Root
 from vivace.core.seams import Draft, Passes
-from vivace.core.span import NativeSpan, matrix_of, norm_of, pointers, rounded
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
 from vivace.kernels.low_bit import Weights, quantise
@@ -301,8 +301,8 @@ class NativeChain:
         head = rounded(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
         call = CChain(
             head=head.struct,
-            rows=CMatrix() if decoder.rows is None else matrix_of(decoder.rows),
-            embedding=decoder.embedding.data_ptr() if decoder.rows is None else None,
+            rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),
+            embedding=decoder.embedding.data_ptr() if decoder.embedding_rows is None else None,
             final_norm=norm_of(decoder.final_norm),
             gate=gate,
             num_ropes=len(self._span.rotating),

@@ -111,7 +111,7 @@ class NativeSpan:
 
     def _shared(self, step: Step, dtype: torch.dtype) -> tuple[CCall, int]:
         """What is the same for all layers of a call: its rows, and the version of its terms."""
-        if self not in step.native:
+        if self not in step.laid_out:
             assert isinstance(step.memory, KVCache)
             assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
             keys, values = self.addresses(step.memory)
@@ -130,8 +130,9 @@ class NativeSpan:
                 tail_width=0 if step.tail is None else step.tail.shape[1],
                 capacity=step.memory.capacity,
             )
-            step.native[self] = call, _version_of(step.deltas)
-        return step.native[self]
+            step.laid_out[self] = call, _version_of(step.deltas)
+        laid_out: tuple[CCall, int] = step.laid_out[self]
+        return laid_out
 
     def addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
         """Where a cache's keys and values lie; they stay there for as long as it lives."""

@@ -1,0 +1,1 @@
+"""The decoder on native CPU kernels: packed weights, spans of layers and chains of drafts in one call."""

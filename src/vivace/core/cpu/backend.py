@@ -1,0 +1,203 @@
+"""The backend of native CPU kernels: which packed module stands in the place of which, and what runs in one call.
+
+It also keeps weights in few bits for PyTorch's kernels (``body`` is None then). Layers of the common kind run as a
+whole span (``span.py``) and draft whole chains (``chain.py``) with the bits they have one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.attention import Attention
+from vivace.core.backend import Backend, TorchBackend
+from vivace.core.config import ModelConfig
+from vivace.core.cpu.chain import NativeChain
+from vivace.core.cpu.low_bit import LowBitLinear, LowBitRows, frozen
+from vivace.core.cpu.packed import (
+    NativeAttention,
+    NativeNorm,
+    PackedFeedForward,
+    PackedLinear,
+    PackedMixture,
+    TiedHead,
+)
+from vivace.core.cpu.span import NativeSpan
+from vivace.core.guessers import Chain
+from vivace.core.layers import FeedForward, Linear, RMSNorm
+from vivace.core.model import Decoder, Layer
+from vivace.core.moe import MixtureOfExperts
+from vivace.core.seams import Span
+from vivace.errors import UnsupportedError
+from vivace.kernels.exact import pack_exact
+from vivace.kernels.low_bit import Weights, quantise, size_of
+from vivace.kernels.native import MAX_GROUP, NativeBody
+
+ROWS_UP_TO = 512
+"""Where rows by themselves, all layers in one call, cost what attention over a whole chunk at once saves (measured)."""
+
+
+class CpuBackend:
+    """Puts packed modules in the places of a decoder's own and runs them with native kernels."""
+
+    def __init__(
+        self,
+        body: NativeBody | None,
+        weights: Weights = "bf16",
+        *,
+        joins_layers: bool = True,
+    ) -> None:
+        """Say how weights are to be kept and run.
+
+        Args:
+            body: the native kernels that run them; None is PyTorch, for weights in few bits.
+            weights: what matrices are kept as. In few bits the embedding and the head have eight; routers of experts
+                and whatever is no matrix stay as they are.
+            joins_layers: whether layers may run as a span; False where weights of layers move between calls.
+        """
+        self.body = body
+        self.weights = weights
+        self.joins_layers = joins_layers
+        self.span: Span | None = None
+        self.chain: Chain | None = None
+        self.rows_up_to = 0
+
+    def check(self, decoder: Decoder) -> None:
+        """Refuse a decoder that cannot be packed so.
+
+        Raises:
+            UnsupportedError: native bodies compute in bfloat16, and it does not; or it has nothing to pack exactly.
+        """
+        if self.weights == "exact12" and decoder.dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"exact12 keeps bfloat16 weights as they are, this model's are {_name(decoder.dtype)}; "
+                "give --dtype bfloat16 to round them first"
+            )
+        if self.body is not None and decoder.dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"the {self.body.name} kernels are for bfloat16 weights, this model's are {_name(decoder.dtype)}; "
+                "give --dtype bfloat16 or --kernels torch"
+            )
+
+    def pack_ends(self, decoder: Decoder) -> None:
+        """Embedding, final norm and head."""
+        self.check(decoder)
+        if self.weights != "bf16":
+            self._round_ends(decoder)
+        elif decoder.lm_head is None:
+            assert self.body is not None
+            decoder.lm_head = TiedHead(self.body, decoder.embedding)
+        elif isinstance(decoder.lm_head, Linear):
+            decoder.lm_head = self.linear(decoder.lm_head.weight, decoder.lm_head.bias)
+        if self.body is not None and isinstance(decoder.final_norm, RMSNorm):
+            decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
+
+    def _round_ends(self, decoder: Decoder) -> None:
+        is_exact = self.weights == "exact12"
+        table = pack_exact(decoder.embedding, "exact12_rows") if is_exact else quantise(decoder.embedding, "int8")
+        decoder.embedding_rows = LowBitRows(table, decoder.dtype, self.body)
+        decoder.embedding = frozen(decoder.embedding.new_empty(0, decoder.config.width))
+        head = decoder.lm_head
+        if head is None:
+            decoder.lm_head = LowBitLinear(table, None, self.body)
+        elif isinstance(head, Linear):
+            kept = quantise(head.weight, "exact12" if is_exact else "int8")
+            decoder.lm_head = LowBitLinear(kept, head.bias, self.body)
+
+    def pack_layer(self, decoder: Decoder, index: int) -> None:
+        """One layer."""
+        layer = decoder.layers[index]
+        assert isinstance(layer, Layer)
+        self._replace(layer)
+        is_plain = type(layer.attention) is Attention and decoder.config.group <= MAX_GROUP
+        if self.body is not None and is_plain:
+            layer.attention = NativeAttention(decoder.config, layer.index, self.body)
+            self.rows_up_to = ROWS_UP_TO
+
+    def finish(self, decoder: Decoder) -> None:
+        """Join the layers, where they are of the common kind."""
+        if self.body is not None and self.joins_layers:
+            self.span = span = NativeSpan.of(decoder, self.body)
+            self.chain = NativeChain.of(decoder, span)
+
+    def projection(self, weight: Tensor) -> nn.Module:
+        """A module that multiplies by a matrix (out, in) which is not the model's own."""
+        return Linear.of(weight) if self.body is None else PackedLinear(self.body, weight)
+
+    def sibling(self) -> Backend:
+        """The same kernels for another decoder, whose weights stay in bfloat16."""
+        return TorchBackend() if self.body is None else CpuBackend(self.body)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear | LowBitLinear:
+        """The module for a matrix."""
+        if self.weights != "bf16":
+            return LowBitLinear(quantise(weight, self.weights), bias, self.body)
+        assert self.body is not None, "PyTorch takes bfloat16 as it is"
+        return PackedLinear(self.body, weight, bias)
+
+    def _replace(self, parent: nn.Module) -> None:
+        for name, child in list(parent.named_children()):
+            match child:
+                case MixtureOfExperts():
+                    if self.body is not None and isinstance(child.router, Linear):
+                        setattr(parent, name, PackedMixture(self.body, child))
+                    if isinstance(child.experts, nn.Module):
+                        self._replace(child.experts)
+                case FeedForward() if self._fuses(child):
+                    setattr(parent, name, self._fused(child))
+                case Linear():
+                    setattr(parent, name, self.linear(child.weight, child.bias))
+                case RMSNorm() if self.body is not None:
+                    setattr(parent, name, NativeNorm(self.body, child))
+                case _:
+                    self._replace(child)
+
+    def _fused(self, feed: FeedForward) -> PackedFeedForward:
+        assert self.body is not None
+        assert isinstance(feed.up, Linear)
+        assert isinstance(feed.down, Linear)
+        width = feed.up.weight.shape[0] // 2
+        biases = (None, None) if feed.up.bias is None else feed.up.bias.split(width)
+        gate, up = (self.linear(w, b) for w, b in zip(feed.up.weight.split(width), biases, strict=True))
+        down = self.linear(feed.down.weight, feed.down.bias)
+        return PackedFeedForward(self.body, feed.activation, feed.layer, gate, up, down)
+
+    def _fuses(self, feed: FeedForward) -> bool:
+        return self.body is not None and feed.gated and type(feed.up) is type(feed.down) is Linear
+
+
+def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "bf16") -> None:
+    """Pack every weight of a decoder in place; it can no longer be trained or saved.
+
+    Args:
+        decoder: with bfloat16 weights if there is a body.
+        body: what runs it; None is PyTorch.
+        weights: as ``Packer`` takes them.
+
+    Raises:
+        UnsupportedError: its weights are not bfloat16.
+    """
+    if body is None and weights == "bf16":
+        return
+    decoder.run_on(CpuBackend(body, weights))
+
+
+def num_bytes(config: ModelConfig, weights: Weights) -> int:
+    """Bytes a model takes in memory, matrices kept as given and everything else in bfloat16."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    kept = {id(module.router) for module in decoder.modules() if isinstance(module, MixtureOfExperts)}
+    total = sum(part.numel() * 2 for part in decoder.parameters())
+    if weights == "bf16":
+        return total
+    ends: Weights = "exact12" if weights == "exact12" else "int8"
+    rounded: list[tuple[Tensor, Weights]] = [(decoder.embedding, ends)]
+    for module in decoder.modules():
+        if isinstance(module, Linear) and id(module) not in kept:
+            rounded.append((module.weight, ends if module is decoder.lm_head else weights))
+    saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in rounded]
+    return total - sum(saved)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,107 @@
+"""Hashes of answers, to show that a change to the code left every text and log-probability as it was, bit for bit.
+
+`python -m tools.text_hashes write FILE` answers sixty packaged prompts (thirty of each set) with every method that
+runs on the model that ships, greedily and by sampling with a seed, on every kernel backend of this machine, and writes
+one SHA-256 for each combination. `python -m tools.text_hashes check FILE` computes them again and lists what differs.
+A hash covers token ids, log-probabilities (as float32 bits) and the reason why each answer ended. Half of the prompts
+are answered alone and half in batches of eight, since both paths must keep their bits.
+
+Hashes of the PyTorch backend hold for one kind of processor and one version of torch, which the file names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vivace
+from vivace.engine import Engine, Result
+from vivace.evaluate.provenance import provenance
+from vivace.kernels.choice import choose
+from vivace.prompts import packaged_prompts
+
+BACKENDS = ("torch", "avx2", "avx512", "amx")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": 7},
+}
+NUM_PROMPTS = 60
+NEW_TOKENS = 40
+
+
+def main() -> None:
+    """Write or check a file of hashes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("action", choices=("write", "check"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--backends", nargs="+", default=available_backends())
+    parser.add_argument("--limit", type=int, default=NUM_PROMPTS, help="prompts in all, half of each packaged set")
+    arguments = parser.parse_args()
+    found = dict(hashes(arguments.backends, arguments.limit))
+    if arguments.action == "write":
+        machine = provenance(torch.device("cpu"))
+        written = {"cpu": machine.cpu, "torch": torch.__version__, "system": platform.system(), "hashes": found}
+        arguments.file.write_text(json.dumps(written, indent=1) + "\n")
+        return
+    expected = json.loads(arguments.file.read_text())["hashes"]
+    wrong = [name for name, value in found.items() if expected.get(name) != value]
+    print(f"{len(found) - len(wrong)} of {len(found)} hashes are as in {arguments.file}")
+    for name in wrong:
+        print(f"differs: {name}")
+    raise SystemExit(bool(wrong))
+
+
+def available_backends() -> list[str]:
+    """Kernel backends that run on this machine."""
+    names = []
+    for name in BACKENDS:
+        try:
+            choose(name)
+        except vivace.VivaceError:
+            continue
+        names.append(name)
+    return names
+
+
+def hashes(backends: Sequence[str], limit: int) -> Iterator[tuple[str, str]]:
+    """(``backend/method/setting``, hash) of every combination, printed as they are ready."""
+    prompts = [prompt.request for name in ("e2e", "sql") for prompt in packaged_prompts(name)[: limit // 2]]
+    for backend in backends:
+        engine = vivace.load(kernels=backend)
+        for method in [*engine.methods.ready(), "auto"]:
+            for setting, options in SETTINGS.items():
+                if method == "auto" and setting == "sampled":
+                    continue  # what auto drafts depends on the clock, and a sampled text on what was drafted
+                value = digest(answers(engine, prompts, method, options))
+                print(f"{backend}/{method}/{setting} {value}", flush=True)
+                yield f"{backend}/{method}/{setting}", value
+
+
+def answers(engine: Engine, prompts: Sequence[Any], method: str, options: dict[str, Any]) -> list[Result]:
+    """Answers to the even prompts one by one, and to the odd ones in batches of eight."""
+    options = {"method": method, "max_new_tokens": NEW_TOKENS, **options}
+    alone = [engine.generate(prompt, **options)[0] for prompt in prompts[::2]]
+    return alone + engine.generate(list(prompts[1::2]), batch_size=8, **options)
+
+
+def digest(results: Sequence[Result]) -> str:
+    """SHA-256 over token ids, log-probabilities and reasons of ending."""
+    total = hashlib.sha256()
+    for result in results:
+        total.update(struct.pack(f"<{len(result.token_ids)}q", *result.token_ids))
+        total.update(str(result.finish_reason).encode() + b"\0")
+        if result.logprobs is not None:
+            total.update(struct.pack(f"<{len(result.logprobs)}f", *result.logprobs))
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
