@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vivace.core.cache import KVCache
 from vivace.engine import Engine
@@ -82,3 +84,56 @@ def test_the_least_recently_used_leave_first(engine: Engine) -> None:
         found[token] = small.salted(None).attach([token] * CHUNK, 1, cache)
         cache.release([1])
     assert found == {1: CHUNK, 2: 0, 3: CHUNK}
+
+
+def test_no_salt_can_spell_the_tokens_of_another_prompt(engine: Engine, prefix: PrefixCache) -> None:
+    """A salt of "\\0" and the first seven bytes of token 40 once gave the key of a prompt that begins with it."""
+    cache = filled(engine, 20)
+    salt = b"\0(\0\0\0\0\0\0".decode()
+    prefix.salted(salt).keep([41, 42], 0, cache)
+    assert prefix.salted(None).attach([40, 41, 42], 1, cache) == 0
+    prefix.salted(None).keep([40, 41, 42], 0, cache)
+    assert prefix.salted(None).attach([40, 41, 42], 1, cache) == 3
+
+
+def test_the_beginning_of_a_prompt_leaves_last(engine: Engine) -> None:
+    """Without it nothing behind it is found."""
+    cache = filled(engine, 2 * CHUNK)
+    one = PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=1 << 20)
+    one.salted(None).keep([0] * CHUNK, 0, cache)
+    small = PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=2 * one.nbytes)
+    small.salted(None).keep([1] * CHUNK + [2] * CHUNK, 0, cache)
+    small.salted(None).keep([3] * CHUNK, 0, cache)
+    assert small.salted(None).attach([1] * CHUNK + [2] * CHUNK, 1, cache) == CHUNK
+    assert len(small) == 2
+
+
+TEXTS = st.lists(st.sampled_from([40, 41, 0]), min_size=1, max_size=7)
+SALTS = st.sampled_from([None, "\0", "a", "\0(\0\0\0\0\0\0", "(\0\0\0\0\0\0\0", "a\0"])
+OWNERS = st.sampled_from([b"", b"a", b"\0"])
+
+
+def write(cache: KVCache, text: tuple[object, ...], tokens: list[int]) -> None:
+    """Fill slot 0 with entries that tell by their number which text they belong to."""
+    for place in range(len(tokens)):
+        for layer in range(2):
+            for stored in cache.span(layer, 0, place, place + 1):
+                stored.fill_(hash((*text, *tokens[: place + 1])) % 4093)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(OWNERS, SALTS, TEXTS), min_size=2, max_size=12), st.integers(600, 20_000))
+def test_whatever_is_asked_only_its_own_entries_come_back(
+    engine: Engine, asked: list[tuple[bytes, str | None, list[int]]], max_bytes: int
+) -> None:
+    prefix = PrefixCache(engine.model.config, chunk=3, max_bytes=max_bytes)
+    for owner, salt, tokens in asked:
+        wanted, found = engine.model.new_cache(1, 8), engine.model.new_cache(1, 8)
+        write(wanted, (owner, salt), tokens)
+        known = prefix.salted(salt, owner).attach(tokens, 0, found)
+        assert known in (0, 3, 6, len(tokens))
+        for layer in range(2):
+            for ours, theirs in zip(wanted.span(layer, 0, 0, known), found.span(layer, 0, 0, known), strict=True):
+                assert torch.equal(ours, theirs)
+        prefix.salted(salt, owner).keep(tokens, 0, wanted)
+        assert prefix.nbytes <= max_bytes

@@ -102,12 +102,12 @@ class Server:
         """``/v1/chat/completions``."""
         self._note(body, request)
         extras = Extras(body.logprobs, body.return_token_ids, body.return_trace)
-        return await self._answer(self.asking.chat(body), body, ChatShape(), extras, request)
+        return await self._answer(self.asking.chat(body, request.state.owner), body, ChatShape(), extras, request)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """``/v1/completions``."""
         self._note(body, request)
-        ask = self.asking.completion(body)
+        ask = self.asking.completion(body, request.state.owner)
         echoes = await unless_gone(request, self._echoes(body, ask)) if body.echo else []
         extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
         return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)

@@ -79,8 +79,12 @@ class Asking:
         self._tools = Tools(engine.tokenizer, self._grammars)
         self._template_words = template_words(engine.tokenizer)
 
-    def chat(self, body: ChatBody) -> Ask:
+    def chat(self, body: ChatBody, owner: bytes) -> Ask:
         """Requests for a conversation.
+
+        Args:
+            body: the fields.
+            owner: whose request it is; prompts are cached for each owner alone.
 
         Raises:
             UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
@@ -95,7 +99,7 @@ class Asking:
             body.messages, add_generation_prompt=not body.continue_final_message, template=template
         )
         num_top = body.top_logprobs if body.logprobs else 0
-        ask = self._ask(body, [tokens], body.limit, wants_logprobs=body.logprobs, num_top=num_top)
+        ask = self._ask(body, owner, [tokens], body.limit, wants_logprobs=body.logprobs, num_top=num_top)
         return self._with_tools(ask, body) if body.reads_calls else ask
 
     def _with_tools(self, ask: Ask, body: ChatBody) -> Ask:
@@ -109,8 +113,12 @@ class Asking:
             reader=lambda: ToolReader(form, only_one=only_one),
         )
 
-    def completion(self, body: CompletionBody) -> Ask:
+    def completion(self, body: CompletionBody, owner: bytes) -> Ask:
         """Requests for prompts that are taken as they are.
+
+        Args:
+            body: the fields.
+            owner: whose request it is; prompts are cached for each owner alone.
 
         Raises:
             UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
@@ -118,7 +126,7 @@ class Asking:
         prompts = [self._tokens(prompt) for prompt in body.prompts]
         limit = 1 if body.max_tokens == 0 else body.max_tokens  # nothing to write: only the prompts are scored
         wants = body.logprobs is not None
-        return self._ask(body, prompts, limit, wants_logprobs=wants, num_top=body.logprobs or 0)
+        return self._ask(body, owner, prompts, limit, wants_logprobs=wants, num_top=body.logprobs or 0)
 
     def conversation(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, template: dict[str, Any] | None = None
@@ -152,7 +160,14 @@ class Asking:
                 )
 
     def _ask(
-        self, body: GenerationBody, prompts: list[list[int]], limit: int | None, *, wants_logprobs: bool, num_top: int
+        self,
+        body: GenerationBody,
+        owner: bytes,
+        prompts: list[list[int]],
+        limit: int | None,
+        *,
+        wants_logprobs: bool,
+        num_top: int,
     ) -> Ask:
         model = self.catalog.find(body.model)
         options = self._options(body, limit, wants_logprobs)
@@ -160,7 +175,7 @@ class Asking:
         method = self.catalog.method(model, body.method, is_seeded=draws and body.seed is not None)
         drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed = random.getrandbits(62) if body.seed is None else body.seed
-        prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt)
+        prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt, owner)
         requests = []
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)

@@ -218,7 +218,7 @@ class GenerationBody(Body):
         None,
         min_length=1,
         max_length=200,
-        description="Prompt entries are shared only with requests that have the same salt.",
+        description="Prompt entries are shared only with requests of the same API key that have the same salt.",
     )
     user: str | None = Field(None, description="Written to the server's log.")
     safety_identifier: str | None = Field(None, description="Written to the server's log; newer name of `user`.")

@@ -8,6 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable
+from hashlib import blake2b
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -44,7 +45,8 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -55,23 +57,28 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope, headers)
+            state["owner"] = self._check(scope, headers)
             body = await self._read(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
         except Refusal as refusal:
             await _refuse(refusal, send_marked)
             return
         await self.app(scope, _replayed(body, receive), send_marked)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> bytes:
+        """Whose request it is, so that nothing is shared between owners: a digest of the key, empty without keys."""
+        owner = b""
         if self.config.is_local and not self._is_local_name(headers.get("host", "")):
             # a page of another site that resolves its name to this machine would otherwise read answers
             raise Refusal(403, "this server answers to localhost only; start it with another --host to change that")
         if self._keys and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not _is_one_of(key.strip().encode(), self._keys):
+            given = key.strip().encode()
+            if kind.lower() != "bearer" or not _is_one_of(given, self._keys):
                 raise Refusal(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            owner = blake2b(given, digest_size=16).digest()
         if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
             raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
+        return owner
 
     @staticmethod
     def _is_local_name(host: str) -> bool:

@@ -3,6 +3,9 @@
 Only bits that prefill itself would write are reused: whole chunks at their fixed places, and the last, shorter chunk
 of a prompt that is repeated as a whole. An answer is therefore the same with and without this cache. Entries written
 while decoding are not kept.
+
+Chunks form a tree: a chunk is found by its tokens and by the chunk before it, the first one by whose request it was.
+Keys are compared in full, never by a digest alone, so no choice of salt or tokens leads to the entries of another text.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from itertools import count
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,10 +23,32 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 
 
+class Root(NamedTuple):
+    """What requests have to agree on before they share anything."""
+
+    owner: bytes
+    """Stands for the API key of the request; empty where the server asks for none."""
+    salt: str
+    """The request's own ``cache_salt``; empty for none."""
+    rotated_length: int
+    """Length of the whole prompt where rotary embeddings depend on it, else 0."""
+
+
+class Place(NamedTuple):
+    """Where a chunk stands: its tokens, and everything before them."""
+
+    above: Root | int
+    """Number of the chunk before it, or the root."""
+    tokens: bytes
+    """Its tokens, eight bytes each."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Copied entries of one chunk: keys and values of every layer, each (K, chunk, D)."""
 
+    number: int
+    """Names this chunk in the places of those that follow it; never used again."""
     layers: tuple[tuple[Tensor, Tensor], ...]
 
     @property
@@ -52,67 +78,91 @@ class PrefixCache:
         self._num_layers = config.num_layers
         # there a prompt is rotated as a text of its whole length, so only prompts of one length share entries
         self._is_rotated_by_length = any(rope.kind == "dynamic" for rope in config.ropes)
-        self._pieces: OrderedDict[bytes, Piece] = OrderedDict()
+        self._pieces: OrderedDict[Place, Piece] = OrderedDict()
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def salted(self, salt: str | None) -> Salted:
-        """The part of the cache that requests with this salt see."""
-        return Salted(self, salt or "")
+    def salted(self, salt: str | None, owner: bytes = b"") -> Salted:
+        """The part of the cache that requests of this owner with this salt see."""
+        return Salted(self, owner, salt or "")
 
-    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache, salt: str) -> int:
+    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache, owner: bytes, salt: str) -> int:
         """Copy known chunks into an empty slot; returns how many tokens are there now."""
-        known = 0
-        for key, start, stop in self._places(tokens, salt):
-            piece = self._pieces.get(key)
+        above: Root | int = self._root(tokens, owner, salt)
+        known, found = 0, []
+        for start, stop in self._spans(tokens):
+            place = _place(above, tokens[start:stop])
+            piece = self._pieces.get(place)
             if piece is None:
                 break
-            self._pieces.move_to_end(key)
             cache.reserve([slot], [stop - 1])
             for layer, (keys, values) in enumerate(piece.layers):
                 stored_keys, stored_values = cache.span(layer, slot, start, stop)
                 stored_keys.copy_(keys)
                 stored_values.copy_(values)
-            known = stop
+            above, known = piece.number, stop
+            found.append(place)
         if known:
             cache.commit([slot], [range(known)])
+        self._touch(found)
         self.num_queries += len(tokens)
         self.num_hits += known
         return known
 
-    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, salt: str) -> None:
+    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, owner: bytes, salt: str) -> None:
         """Copy the chunks that are not there yet, and make room for them."""
-        for key, start, stop in self._places(tokens, salt):
-            if key in self._pieces:
-                continue
-            spans = (cache.span(layer, slot, start, stop) for layer in range(self._num_layers))
-            piece = Piece(tuple((keys.clone(), values.clone()) for keys, values in spans))
-            self._pieces[key] = piece
-            self.nbytes += piece.nbytes
+        above: Root | int = self._root(tokens, owner, salt)
+        kept = []
+        for start, stop in self._spans(tokens):
+            place = _place(above, tokens[start:stop])
+            piece = self._pieces.get(place)
+            if piece is None:
+                spans = (cache.span(layer, slot, start, stop) for layer in range(self._num_layers))
+                layers = tuple((keys.clone(), values.clone()) for keys, values in spans)
+                piece = self._pieces[place] = Piece(next(self._numbers), layers)
+                self.nbytes += _held(place, piece)
+            above = piece.number
+            kept.append(place)
+        self._touch(kept)
         while self.nbytes > self.max_bytes:
-            self.nbytes -= self._pieces.popitem(last=False)[1].nbytes
+            self.nbytes -= _held(*self._pieces.popitem(last=False))
 
-    def _places(self, tokens: Sequence[int], salt: str) -> Iterator[tuple[bytes, int, int]]:
-        """(key, start, stop) of every chunk; a key stands for everything up to its chunk's end."""
-        key = f"{salt}\0{len(tokens) if self._is_rotated_by_length else ''}".encode()
-        for start in range(0, len(tokens), self.chunk):
-            stop = min(start + self.chunk, len(tokens))
-            key = blake2b(key + array("q", tokens[start:stop]).tobytes(), digest_size=16).digest()
-            yield key, start, stop
+    def _root(self, tokens: Sequence[int], owner: bytes, salt: str) -> Root:
+        return Root(owner, salt, len(tokens) if self._is_rotated_by_length else 0)
+
+    def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(start, stop) of every chunk."""
+        return ((start, min(start + self.chunk, len(tokens))) for start in range(0, len(tokens), self.chunk))
+
+    def _touch(self, places: Sequence[Place]) -> None:
+        """Note that these chunks of a prompt were used; the last one leaves first, as the others lead to it."""
+        for place in reversed(places):
+            self._pieces.move_to_end(place)
+
+
+def _place(above: Root | int, tokens: Sequence[int]) -> Place:
+    return Place(above, array("q", tokens).tobytes())
+
+
+def _held(place: Place, piece: Piece) -> int:
+    """Memory of a chunk, its key included."""
+    return len(place.tokens) + piece.nbytes
 
 
 @dataclass(frozen=True)
 class Salted:
-    """Fills ``Prefix`` for requests of one salt."""
+    """Fills ``Prefix`` for requests of one owner and salt."""
 
     cache: PrefixCache
+    owner: bytes
     salt: str
 
     def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> int:
         """See ``PrefixCache.attach``."""
-        return self.cache.attach(tokens, slot, cache, self.salt)
+        return self.cache.attach(tokens, slot, cache, self.owner, self.salt)
 
     def keep(self, tokens: Sequence[int], slot: int, cache: KVCache) -> None:
         """See ``PrefixCache.keep``."""
-        self.cache.keep(tokens, slot, cache, self.salt)
+        self.cache.keep(tokens, slot, cache, self.owner, self.salt)
