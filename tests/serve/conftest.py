@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import uvicorn
 from openai import OpenAI
 
 import vivace
+from tests.serve.lag import Lateness, loop_lag
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
@@ -71,10 +72,23 @@ class Running(Reached):
     log: Path
 
 
+@dataclass(frozen=True)
+class Local(Reached):
+    """A server in this process."""
+
+    server: Server
+
+    def lag(self) -> AbstractContextManager[Lateness]:
+        """How late its event loop is, for the length of a block."""
+        assert self.server.calls.loop is not None
+        return loop_lag(self.server.calls.loop)
+
+
 @contextmanager
-def local(engine: Engine, config: ServeConfig) -> Iterator[Reached]:
+def local(engine: Engine, config: ServeConfig) -> Iterator[Local]:
     """A server in this process, on a real socket."""
-    inner = uvicorn.Server(uvicorn.Config(build(Server(engine, config)), port=0, log_level="warning"))
+    server = Server(engine, config)
+    inner = uvicorn.Server(uvicorn.Config(build(server), port=0, log_level="warning"))
     thread = threading.Thread(target=inner.run)
     thread.start()
     try:
@@ -83,7 +97,7 @@ def local(engine: Engine, config: ServeConfig) -> Iterator[Reached]:
             assert time.monotonic() < until
             time.sleep(0.02)
         host, port = inner.servers[0].sockets[0].getsockname()[:2]
-        yield Reached(f"http://{host}:{port}")
+        yield Local(f"http://{host}:{port}", server)
     finally:
         inner.should_exit = inner.force_exit = True
         thread.join()
