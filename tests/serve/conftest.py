@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -104,13 +104,22 @@ def local(engine: Engine, config: ServeConfig) -> Iterator[Local]:
 
 
 @contextmanager
-def serving(folder: Path, log: Path, *words: str) -> Iterator[Running]:
-    """A server for the length of a block."""
+def serving(folder: Path, log: Path, *words: str, stdin: str = "") -> Iterator[Running]:
+    """A server for the length of a block, which finds ``stdin`` on its standard input."""
     command = [sys.executable, "-m", "vivace", "serve", "--model", str(folder), "--port", "0", *words]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stderr=out, stdout=out, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdin=subprocess.PIPE,
+            stderr=out,
+            stdout=out,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # one that did not start says so in its log
+        process.stdin.write(stdin)
+        process.stdin.close()
     try:
         until = time.monotonic() + 120
         while not (found := re.search(r"listening on (http://\S+)", log.read_text())):

@@ -37,11 +37,35 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that callers must send, repeatable.", rich_help_panel=_SERVER)
+        list[str] | None,
+        typer.Option(
+            help="Key that callers must send, repeatable. Other users of this machine see it in the process list; "
+            "--api-key-file hides it.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="File of keys, one a line; - reads standard input.", rich_help_panel=_SERVER)
     ] = None,
     allow_no_key: Annotated[
-        bool, typer.Option("--allow-no-key", help="Listen beyond this machine without a key.", rich_help_panel=_SERVER)
+        bool,
+        typer.Option("--allow-no-key", help="Be reached from other machines without a key.", rich_help_panel=_SERVER),
     ] = False,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names the server is asked under, as behind a reverse proxy, separated by commas; *.NAME is all "
+            "below it, * any.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Sites whose pages may ask the server, such as https://app.example.com, separated by commas; * all.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the base model; left out: its folder's.", rich_help_panel=_SERVER)
     ] = None,
@@ -78,13 +102,16 @@ def serve(
         raise ConfigError(f"--metrics-compat must be vllm, found {metrics_compat!r}")
     if memory is not None and prefix_cache is not None:
         raise ConfigError("--prefix-cache takes memory that --memory does not count; give one of the two")
+    from vivace.serve.keys import read_keys
     from vivace.units import parse_bytes
 
     config = config_of(
         host=host,
         port=port,
-        api_keys=tuple(api_key or ()),
+        api_keys=(*(api_key or ()), *(() if api_key_file is None else read_keys(api_key_file))),
         allow_no_key=allow_no_key,
+        allowed_hosts=_listed(allowed_hosts),
+        cors=_listed(cors),
         served_model_name=served_model_name or _name(model),
         method=method,
         num_slots=max_num_seqs,
@@ -118,6 +145,11 @@ def _settings() -> type[ServeConfig]:
     from vivace.serve.config import ServeConfig
 
     return ServeConfig
+
+
+def _listed(words: list[str] | None) -> tuple[str, ...]:
+    """Every word between commas of a flag that may be repeated."""
+    return tuple(part.strip() for word in words or () for part in word.split(","))
 
 
 def _name(model: str | None) -> str:

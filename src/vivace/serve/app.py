@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from vivace.engine import Engine
 from vivace.errors import VivaceError
@@ -179,6 +180,14 @@ def build(server: Server) -> FastAPI:
 
     app = FastAPI(title="vivace", version=server.version, lifespan=life, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, config=server.config)
+    if server.config.cors:  # outermost: browsers ask beforehand without a key, and must be able to read refusals
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.config.cors,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     _answer_errors(app)
     _generation_routes(app, server)
     _other_routes(app, server)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vivace.errors import ConfigError
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses that only this machine reaches."""
+from vivace.serve.hosts import LOOPBACK, checked_host, checked_origin
+from vivace.serve.keys import check_keys
 
 LONGEST_DEFAULT = 8192
 """Context of a sequence where neither the operator nor the model says less: entries are allocated at the start."""
@@ -19,10 +18,15 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Any of these opens the server; none asks for no key."""
     allow_no_key: bool = False
-    """Listen beyond this machine without a key."""
+    """Be reached from beyond this machine without a key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which the server is asked (`Host`), beside those of this machine; none: all, or only those of this
+    machine while it listens on the loopback address."""
+    cors: tuple[str, ...] = ()
+    """Sites whose pages may ask the server from a browser."""
     served_model_name: str = "vivace"
     method: str = "auto"
     """How requests are decoded that do not say."""
@@ -50,15 +54,24 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise ConfigError(f"default_max_tokens must be at least 1, found {self.default_max_tokens}")
-        if any(not key for key in self.api_keys):
-            raise ConfigError("an API key must not be empty")
-        if not self.is_local and not self.api_keys and not self.allow_no_key:
+        check_keys(self.api_keys)
+        object.__setattr__(self, "allowed_hosts", tuple(map(checked_host, self.allowed_hosts)))
+        object.__setattr__(self, "cors", tuple(map(checked_origin, self.cors)))
+        reached_by = None if self.is_local else f"host {self.host}"
+        for name in self.allowed_hosts:
+            reached_by = reached_by or (None if name in LOOPBACK else f"allowed host {name}")
+        if reached_by and not self.api_keys and not self.allow_no_key:
             raise ConfigError(
-                f"host {self.host} can be reached from other machines and no API key is asked for; "
-                "give --api-key KEY, or --allow-no-key if that is meant"
+                f"{reached_by} can be reached from other machines and no API key is asked for; "
+                "give --api-key-file FILE, or --allow-no-key if that is meant"
             )
 
     @property
     def is_local(self) -> bool:
         """Only this machine reaches the server."""
         return self.host in LOOPBACK
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Names under which the server may be asked; None is any name."""
+        return (*LOOPBACK, *self.allowed_hosts) if self.is_local or self.allowed_hosts else None

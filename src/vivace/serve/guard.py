@@ -9,15 +9,18 @@ import re
 import uuid
 from collections.abc import Iterable
 from hashlib import blake2b
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vivace.serve.config import LOOPBACK, ServeConfig
+from vivace.serve.config import ServeConfig
+from vivace.serve.hosts import is_allowed
 from vivace.serve.refusal import Refusal
 
-OPEN_PATHS = frozenset({"/", "/health"})
+HEALTH_PATHS = frozenset({"/health"})
+"""Answered under any name: whoever starts servers asks them by their addresses."""
+
+OPEN_PATHS = HEALTH_PATHS | {"/"}
 """Answered without a key: the page holds nothing, and whoever starts servers must see whether one lives."""
 
 BODY_TIMEOUT_S = 30.0
@@ -67,26 +70,20 @@ class Guard:
     def _check(self, scope: Scope, headers: Headers) -> bytes:
         """Whose request it is, so that nothing is shared between owners: a digest of the key, empty without keys."""
         owner = b""
-        if self.config.is_local and not self._is_local_name(headers.get("host", "")):
+        hosts = self.config.hosts
+        if hosts is not None and scope["path"] not in HEALTH_PATHS and not is_allowed(headers.get("host", ""), hosts):
             # a page of another site that resolves its name to this machine would otherwise read answers
-            raise Refusal(403, "this server answers to localhost only; start it with another --host to change that")
+            names = ", ".join(("localhost", *self.config.allowed_hosts))
+            raise Refusal(403, f"this server answers to {names} only; --allowed-hosts names further hosts")
         if self._keys and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            given = key.strip().encode()
+            given = key.strip().encode("latin-1")  # the bytes that were sent
             if kind.lower() != "bearer" or not _is_one_of(given, self._keys):
                 raise Refusal(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             owner = blake2b(given, digest_size=16).digest()
         if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
             raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
         return owner
-
-    @staticmethod
-    def _is_local_name(host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        return name in LOOPBACK
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body, as long as it is not too large and comes in time."""
