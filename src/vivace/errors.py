@@ -4,11 +4,13 @@
     ├── UsageError             what was asked for cannot be done; the command line exits with 2
     │   ├── ConfigError        a field, key or value is unknown or out of range
     │   ├── UnsupportedError   a model, method or combination this version does not do
-    │   └── CapacityError      longer, larger or more than there is room for
+    │   ├── CapacityError      longer, larger or more than there is room for
+    │   └── NoTokenError       a request's settings exclude every token that could come next
     ├── CheckpointError        a file on disk is not what it should be
     │   ├── NotFoundError      nothing there
     │   ├── MismatchError      it belongs to another model, tokenizer or base
     │   └── CorruptError       half-written, truncated or unreadable
+    ├── DecodingError          one request failed while it was decoded; others go on
     └── DependencyError        an optional package is missing; names the extra to install
 
 A message is one line: what was asked, what was found (both numbers), what to do. Errors of other
@@ -47,6 +49,10 @@ class CapacityError(UsageError):
     """Longer, larger or more than there is room for."""
 
 
+class NoTokenError(UsageError):
+    """The settings of a request exclude every token that could come next."""
+
+
 class CheckpointError(VivaceError):
     """A file on disk is not what it should be."""
 
@@ -61,6 +67,10 @@ class MismatchError(CheckpointError):
 
 class CorruptError(CheckpointError):
     """Half-written, truncated or unreadable."""
+
+
+class DecodingError(VivaceError):
+    """One request failed while it was decoded; requests beside it are not concerned."""
 
 
 class DependencyError(VivaceError):

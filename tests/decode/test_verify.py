@@ -16,6 +16,7 @@ from vivace.core.sampling import sample, uniform
 from vivace.core.seams import Draft
 from vivace.decode import verify
 from vivace.decode.verify import Guess, verify_greedy, verify_sampled
+from vivace.errors import NoTokenError
 
 V = 6
 SLOTS = 500
@@ -298,3 +299,31 @@ def test_sample_inverts_the_cumulative_sum() -> None:
     counts = torch.bincount(torch.tensor([sample(weights, generator) for _ in range(20_000)]), minlength=V)
     assert chi_square(counts, weights) > LIKELY
     assert int(counts[weights == 0].sum()) == 0
+
+
+def test_a_rejected_guess_without_remainder_is_not_kept_where_it_is_excluded() -> None:
+    """The two distributions agree up to rounding, but the guess is one that the target never takes."""
+    target = torch.tensor([[0.5, 0.5 - 2**-24, 0.0]])
+    drafted = torch.tensor([[0.0] * 3, [0.5, 0.5 - 2**-24, 2**-24]])
+    draft, _ = Draft.given_only({0: [1]}).grow(torch.tensor([0]), torch.tensor([[2]]), drafted[1:])
+    for seed in range(20):
+        verdict = verify_sampled(draft, target[[0, 0]], {0: torch.Generator().manual_seed(seed)})
+        assert verdict.accepted == (0,)
+        assert verdict.next_tokens[0] in (0, 1)
+
+
+@pytest.mark.parametrize(("row", "error"), [(0, None), (1, NoTokenError), (2, NoTokenError)])
+def test_excluding_every_token_matters_only_where_the_path_goes(row: int, error: type[Exception] | None) -> None:
+    """Rows behind the root 0: a right guess 1 and below it 2; beside them a wrong guess 3 without a distribution."""
+    draft, first = Draft.given_only({0: [5]}).grow(torch.tensor([0]), torch.tensor([[1, 3]]))
+    draft, _ = draft.grow(first[:1], torch.tensor([[2]]))
+    target = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 4]), V).float()
+    target[2] = 0.0
+    if row:
+        target[{1: 1, 2: 3}[row]] = 0.0
+    generators = {0: torch.Generator().manual_seed(0)}
+    if error is None:
+        assert verify_sampled(draft, target, generators).next_tokens == (4,)
+        return
+    with pytest.raises(error):
+        verify_sampled(draft, target, generators)

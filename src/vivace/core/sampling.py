@@ -3,6 +3,11 @@
 Processors run in the order of Hugging Face's ``generate``: repetition penalty, forbidden n-grams,
 suppressed tokens, temperature, top-k, top-p, min-p. They see the prefix a position would have, drafted
 tokens included, so a speculative decoder applies exactly the law plain decoding would.
+
+Every finite setting gives a distribution. Scores saturate at the largest float32 instead of overflowing, and a row
+that its temperature would carry out of float32 is divided in float64 after its highest score was subtracted, which
+leaves the distribution what it is. Rows that stay in range are computed as without these rules, to the bit. Where
+every token is excluded there is no distribution: the row is all zeros, and drawing from it raises.
 """
 
 from __future__ import annotations
@@ -15,7 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, DecodingError, NoTokenError
+
+LARGEST = torch.finfo(torch.float32).max
+"""Scores saturate here."""
+PENALTIES = (2.0**-126, 2.0**126)
+"""Repetition penalties beyond these change no score further: float32 has no normal numbers for them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Sampling:
             ("no_repeat_ngram_size", self.no_repeat_ngram_size, self.no_repeat_ngram_size >= 0, ">= 0"),
         )
         for name, value, holds, allowed in rules:
-            if not (math.isfinite(value) and holds):
+            if not (_is_finite(value) and holds):
                 raise ConfigError(f"{name} must be {allowed}, found {value}")
 
     @property
@@ -65,6 +75,11 @@ class Sampling:
         return self.is_greedy and not self.reads_prefix
 
 
+def _is_finite(value: float) -> bool:
+    """Whether a number is one that float64 has, or a whole one, of which the large stand for all."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
 def law(
     logits: Tensor, sampling: Sampling, prefixes: Sequence[Sequence[int]], suppressed: Sequence[Sequence[int]] = ()
 ) -> Tensor:
@@ -77,7 +92,8 @@ def law(
         suppressed: tokens that may not come next, per row (before ``min_new_tokens``); empty for none.
 
     Returns:
-        (n, V) float32, rows sum to one; one-hot when greedy.
+        (n, V) float32, rows sum to one; one-hot when greedy. A row in which every token is excluded is all zeros,
+        and one whose logits are not all numbers is NaN.
     """
     logits = logits.clone()
     if sampling.reads_prefix:
@@ -86,10 +102,26 @@ def law(
     for row, tokens in enumerate(suppressed):
         if tokens:
             logits[row, list(tokens)] = -math.inf
+    logits.clamp_(max=LARGEST)
+    top = logits.amax(-1, keepdim=True)
     if sampling.is_greedy:
-        return torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    logits /= sampling.temperature
-    return torch.softmax(_truncate(logits, sampling), -1)
+        probs = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    else:
+        probs = torch.softmax(_truncate(_tempered(logits, top, sampling.temperature), sampling), -1)
+    return probs.masked_fill_(top == -math.inf, 0.0).masked_fill_(top.isnan(), math.nan)
+
+
+def _tempered(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
+    """Logits (n, V) divided by the temperature, up to a constant that is added to all of a row.
+
+    ``top`` (n, 1) is the highest logit of each row. What is excluded stays at minus infinity.
+    """
+    scaled = logits / temperature
+    is_in_range = (scaled.isfinite() | (scaled == logits)).all(-1, keepdim=True)
+    if bool(is_in_range.all()):
+        return scaled
+    below = (logits.double() - top.double()) / temperature
+    return torch.where(is_in_range, scaled, below.float())
 
 
 def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None:
@@ -97,7 +129,9 @@ def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None
     if sampling.repetition_penalty != 1.0 and prefix:
         seen = torch.tensor(sorted(set(prefix)), device=logits.device)
         score = logits[seen]
-        logits[seen] = torch.where(score < 0, score * sampling.repetition_penalty, score / sampling.repetition_penalty)
+        penalty = min(max(sampling.repetition_penalty, PENALTIES[0]), PENALTIES[1])
+        penalised = torch.where(score < 0, score * penalty, score / penalty)
+        logits[seen] = torch.where(score.isinf(), score, penalised.clamp(-LARGEST, LARGEST))
     size = sampling.no_repeat_ngram_size
     if size and len(prefix) >= size:
         logits[_followers(prefix, tuple(prefix[len(prefix) - size + 1 :]))] = -math.inf
@@ -144,7 +178,30 @@ def sample(probs: Tensor, generator: torch.Generator) -> int:
     """Draw one token from (V,) non-negative weights by inverting their cumulative sum.
 
     Never draws a token of weight zero.
+
+    Raises:
+        NoTokenError: no token has any weight.
+        DecodingError: weights are not numbers.
     """
     cumulative = probs.double().cumsum(0)
-    place = torch.searchsorted(cumulative, cumulative[-1] * uniform(generator), right=True)
-    return int(place)
+    total = float(cumulative[-1])
+    if total == 0.0:
+        raise NoTokenError("no token may come next: every one is excluded")
+    if not math.isfinite(total):
+        raise DecodingError("the scores of the next token are not numbers; check the weights of the model")
+    # the largest number drawn is 1 - 2^-53, so the product is less than the total and some token lies above it
+    return int(torch.searchsorted(cumulative, total * uniform(generator), right=True))
+
+
+def drawable(probs: Tensor) -> Tensor:
+    """Distributions (n, V) that guesses can be drawn from.
+
+    Rows without a distribution become point masses of token 0: a drafter has to guess something there, and
+    verification, which asks for the same row, says what is wrong with it.
+    """
+    is_empty = ~(probs.sum(-1, keepdim=True) > 0)
+    if not bool(is_empty.any()):
+        return probs
+    first = torch.zeros_like(probs)
+    first[:, 0] = 1.0
+    return torch.where(is_empty, first, probs)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.sampling import sample
+from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
@@ -130,7 +130,7 @@ class DraftModel:
         """A token after each of the draft's rows ``below``, (n, 1), and the law it was drawn from, (n, V)."""
         if context.law.is_greedy(context.slots):
             return logits.argmax(-1, keepdim=True), None
-        probs = context.law(logits, draft, below)
+        probs = drawable(context.law(logits, draft, below))
         slots = draft.slot[below].tolist()
         drawn = [sample(law, context.generators[slot]) for law, slot in zip(probs, slots, strict=True)]
         return torch.tensor(drawn)[:, None], probs

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vivace.core.guessers import ChainPlan, Companion, Root
 from vivace.core.model import Decoder
-from vivace.core.sampling import sample
+from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
@@ -260,6 +260,7 @@ def guess_below(
         logits = model.head(at_gate)
         bare, law = torch.softmax(logits, -1), context.law(logits, draft, leaves)
         if plan.is_chain:
+            law = drawable(law)
             slots = draft.slot.tolist()
             drawn = [sample(q, context.generators[slots[leaf]]) for q, leaf in zip(law, leaves.tolist(), strict=True)]
             tokens, probs = torch.tensor(drawn)[:, None], law

@@ -102,7 +102,7 @@ def _descend(
         rest = (law - probs[child]).clamp(min=0)
         mass = float(rest.sum())
         if mass == 0.0:  # the two laws are equal up to rounding: there is nothing to recover from
-            return child, None
+            return (child, None) if float(law[token]) > 0 else (None, sample(law, generator))
         law = rest / mass
     return None, sample(law, generator)
 
