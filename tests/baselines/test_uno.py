@@ -45,7 +45,7 @@ def test_training_form_is_decoding_form(kind) -> None:
     final = model.run(model.embed(tokens[0], text), text)
     position = torch.arange(len(TEXT))[None]
     places = Places(position, torch.ones_like(position, dtype=torch.bool))
-    call = branch_call(places, 3, terms.of)
+    call = branch_call(places, 3, terms.deltas)
     noise = terms.disturbed(model.embed(torch.zeros_like(call.slot), call))
     expected = run_branches(model, noise, call, text, places)
     for place, found in enumerate(blocks(model, Uno(model, terms, MedusaPlan((1,) * 4)), 4)):

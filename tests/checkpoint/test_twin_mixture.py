@@ -43,7 +43,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
         with torch.no_grad():
             h = model.embed(TOKENS, step)
             which = torch.zeros(len(TOKENS), dtype=torch.int64)
-            p = model.run(h, replace(step, deltas=(foresight.terms(which),)), stop=1)
+            p = model.run(h, replace(step, deltas=(foresight.deltas(which),)), stop=1)
             routed = [
                 of_mean_square_one(residual, model.config) @ foresight.router(model.layers[index], lead).T  # type: ignore[arg-type]
                 for index in range(model.config.num_layers)

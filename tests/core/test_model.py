@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.core.decoders import build, tokens
 from vivace.core.cache import KVCache
-from vivace.core.deltas import Deltas
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -65,7 +65,7 @@ def test_watch_sees_every_layer(decoder: Decoder) -> None:
     assert torch.equal(seen[-1][1], out)
 
 
-def low_rank(decoder: Decoder, which: Sequence[int], sites: Sequence[str], seed: int = 0) -> Deltas:
+def low_rank(decoder: Decoder, which: Sequence[int], sites: Sequence[str], seed: int = 0) -> LowRankDeltas:
     """Two adapters at these sites of every layer."""
     c = decoder.config
     heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -79,10 +79,10 @@ def low_rank(decoder: Decoder, which: Sequence[int], sites: Sequence[str], seed:
             width, out = shapes[site]
             down[layer, site] = torch.randn(2, 4, width, generator=generator).to(decoder.dtype) * 0.2
             up[layer, site] = torch.randn(2, out, 4, generator=generator).to(decoder.dtype) * 0.2
-    return Deltas(torch.tensor(list(which)), down, up)
+    return LowRankDeltas(torch.tensor(list(which)), down, up)
 
 
-def with_deltas(step: Step, *deltas: Deltas) -> Step:
+def with_deltas(step: Step, *deltas: LowRankDeltas) -> Step:
     return replace(step, deltas=deltas)
 
 

@@ -15,8 +15,8 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.cpu.span import NativeSpan
-from vivace.core.deltas import Deltas
 from vivace.core.layers import Linear
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -144,7 +144,9 @@ def wide_decoder() -> Decoder:
 SITES = ("q", "k", "v", "o", "gate", "up", "down", "mlp")
 
 
-def adapters(which: Tensor, sites: tuple[str, ...], *, rank: int = 5, scale: float = 0.2, seed: int = 0) -> Deltas:
+def adapters(
+    which: Tensor, sites: tuple[str, ...], *, rank: int = 5, scale: float = 0.2, seed: int = 0
+) -> LowRankDeltas:
     generator = torch.Generator().manual_seed(seed)
     e, f = BASE["width"], BASE["ffn_width"]
     heads, keys = BASE["num_heads"] * BASE["head_dim"], BASE["num_kv_heads"] * BASE["head_dim"]
@@ -155,7 +157,7 @@ def adapters(which: Tensor, sites: tuple[str, ...], *, rank: int = 5, scale: flo
         return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
     pairs = [(layer, site) for layer in (0, 2) for site in sites]
-    return Deltas(
+    return LowRankDeltas(
         which,
         {(layer, site): normal(2, rank, widths[site][0]) for layer, site in pairs},
         {(layer, site): normal(2, widths[site][1], rank) for layer, site in pairs},

@@ -39,7 +39,7 @@ def test_streams_inserted_lower_go_on_from_those_above_them(deep, streams) -> No
     made = Streams(wanted, model.config)
     made.take_over(Streams(above.config, model.config), above.tensors())
     which = torch.zeros(1, dtype=torch.int64)
-    known, found = above.terms(which), made.terms(which)
+    known, found = above.deltas(which), made.deltas(which)
     for site, weight in known.up.items():
         assert torch.equal(found.up[site], weight)
         assert torch.equal(found.down[site], known.down[site])

@@ -35,7 +35,7 @@ def learning(model: Decoder, noise: float = 0.02, **loss: float) -> SharedObject
     torch.manual_seed(5)
     streams = SharedStreams(CONFIG, model.config, rank=4)
     with torch.no_grad():
-        for weight in streams.shared_up:
+        for weight in streams.shared.up:
             weight.add_(torch.randn_like(weight) * noise)
     return SharedObjective(streams, SharedLoss(**loss))
 
@@ -53,11 +53,11 @@ def test_without_streams_it_is_ordinary_low_rank_tuning() -> None:
     found = gradients(task, model)
     oracle = learning(model)
     step = Step.dense(*text.tokens.shape)
-    step = replace(step, deltas=(oracle.streams.terms(torch.zeros(step.num_rows, dtype=torch.int64)),))
+    step = replace(step, deltas=(oracle.streams.deltas(torch.zeros(step.num_rows, dtype=torch.int64)),))
     top = model.run(model.embed(text.tokens.reshape(-1), step), step)
     F.cross_entropy(model.head(top[text.predicting]), text.targets).backward()
     for name, weight in oracle.streams.named_parameters():
-        if name.startswith("shared_"):
+        if name.startswith("shared."):
             assert weight.grad is not None
             torch.testing.assert_close(found[name], weight.grad, atol=1e-6, rtol=1e-4)
         else:
@@ -73,10 +73,10 @@ def test_streams_teach_the_terms_below_and_above_them_and_the_pruner_does_not() 
         if gradient is not None:
             assert torch.equal(gradient, pruned[name])
     assert both["embeddings"].norm() > 1e-4
-    sites = learning(model).streams.sites
+    sites = learning(model).streams.shared.sites
     for layer in range(4):
         at = sites.index((layer, "k"))
-        assert (both[f"shared_up.{at}"] - alone[f"shared_up.{at}"]).norm() > 1e-6
+        assert (both[f"shared.up.{at}"] - alone[f"shared.up.{at}"]).norm() > 1e-6
 
 
 def test_chunks_give_the_gradient_of_the_whole() -> None:
@@ -91,7 +91,7 @@ def test_the_merged_model_is_the_model_with_the_terms() -> None:
     model, tokens = base(), batch(1).tokens
     streams = learning(model, noise=0.1).streams
     step = Step.dense(*tokens.shape)
-    terms = replace(step, deltas=(streams.terms(torch.zeros(step.num_rows, dtype=torch.int64)),))
+    terms = replace(step, deltas=(streams.deltas(torch.zeros(step.num_rows, dtype=torch.int64)),))
     expected = model.run(model.embed(tokens.reshape(-1), step), terms)
     before = model.run(model.embed(tokens.reshape(-1), step), Step.dense(*tokens.shape))
     streams.merge(model)

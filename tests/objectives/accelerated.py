@@ -39,7 +39,7 @@ def multirate(**fields: object) -> Case:
         slow, step = residuals_of(model, tokens)
         before = torch.cat((torch.zeros(1, model.config.width), model.norm(slow[-1])[:-1]))
         p = fast.start(slow[0], before)
-        terms = fast.terms(torch.zeros(len(tokens), dtype=torch.int64))
+        terms = fast.deltas(torch.zeros(len(tokens), dtype=torch.int64))
         reading = replace(step, num_write=0, num_feed=0 if config.mode == "lite" else len(tokens), deltas=(terms,))
         for reach, start, stop in fast.stretches():
             p = p if reach is None else reach.over_text(p, model, step, torch.arange(len(tokens))[None] - 1)
@@ -88,7 +88,7 @@ def foresight() -> Case:
     def of_text(tokens: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         """Slow residuals, p after none and one layer, and u before every router with that router's logits."""
         slow, step = residuals_of(model, tokens)
-        terms = fast.terms(torch.zeros(len(tokens), dtype=torch.int64))
+        terms = fast.deltas(torch.zeros(len(tokens), dtype=torch.int64))
         p = model.run(slow[0], replace(step, num_write=0, num_feed=0, deltas=(terms,)), 0, 1)
         inner = [model.layers[m].attend(slow[m], step) for m in range(LAYERS)]  # type: ignore[operator]
         routed = [inner[0], *(model.layers[m].route(inner[m]) for m in (1, 2, 3))]  # type: ignore[operator]

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vivace.baselines.trained import Trained
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Batch, Traversal
 from vivace.core.step import Step
+from vivace.core.trained import Trained
 from vivace.decode.depth import Depth, Leaving, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError

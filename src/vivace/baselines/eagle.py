@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vivace.baselines.trained import Trained
 from vivace.core.backend import TorchBackend
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
+from vivace.core.trained import Trained
 from vivace.decode.climb import Climb
 from vivace.decode.plain import Forgetful
 from vivace.decode.shallow import DraftPlan, guess_below

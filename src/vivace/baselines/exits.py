@@ -9,25 +9,24 @@ DEED (Tang et al. 2023, arXiv:2311.08623) has an adaptation module for each exit
 
 times a gain per component, read by the shared head. It is what an accelerated residual is without running ahead, the
 control for distance: the same loss, gate and kernels. The bottleneck reads what the layer's own feed-forward reads
-instead of its output, so that it travels as data (``Deltas``) and whole chains are drafted in one native call.
+instead of its output, so that it travels as data (``LowRankDeltas``) and whole chains are drafted in one native call.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vivace.baselines.trained import Trained
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
 from vivace.core.guessers import Companion
+from vivace.core.low_rank import LowRankDeltas, Site, random_factor
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.core.step import Step
+from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
 from vivace.errors import ConfigError
 
@@ -61,18 +60,16 @@ class Exit(Trained):
         self.config = config
         self.down = self.up = self.scale = None
         if config.bottleneck:
-            down = torch.empty(1, config.bottleneck, model.width)
-            nn.init.kaiming_uniform_(down[0], a=math.sqrt(5))
-            self.down = nn.Parameter(down)
+            self.down = nn.Parameter(random_factor(config.bottleneck, model.width)[None])
             self.up = nn.Parameter(torch.zeros(1, model.width, config.bottleneck))
             self.scale = nn.Parameter(torch.ones(model.width))
 
-    def terms(self, which: Tensor) -> Deltas:
+    def deltas(self, which: Tensor) -> LowRankDeltas:
         """The module as data for a call; ``which`` (T,) is 0 on guessing rows and -1 elsewhere."""
         site: Site = (self.config.gate - 1, "mlp")
         if self.down is None or self.up is None:
-            return Deltas(which, {}, {})
-        return Deltas(which, {site: self.down}, {site: self.up})
+            return LowRankDeltas(which, {}, {})
+        return LowRankDeltas(which, {site: self.down}, {site: self.up})
 
     def at_gate(self, p: Tensor) -> Tensor:
         """What the shared head reads, (n, E)."""
@@ -87,7 +84,7 @@ class ExitGuess:
         self.gate = exit_.config.gate
         scale = torch.ones(model.config.width, dtype=model.dtype) if exit_.scale is None else exit_.scale
         self.companion: Companion | None = Companion(
-            self.gate, exit_.terms(torch.zeros(1, dtype=torch.int64)), True, scale
+            self.gate, exit_.deltas(torch.zeros(1, dtype=torch.int64)), True, scale
         )
 
     def offsets(self, slots: Sequence[int]) -> Tensor | None:
@@ -102,7 +99,7 @@ class ExitGuess:
         h = model.run(h, step, 0, self.gate - 1)
         which = torch.full((step.num_rows + len(guessing),), -1, dtype=torch.int64)
         which[step.num_rows :] = 0
-        both = step.readers(guessing, self.exit.terms(which))
+        both = step.readers(guessing, self.exit.deltas(which))
         h = model.run(torch.cat((h, h[guessing])), both, self.gate - 1, self.gate)
         return h[: step.num_rows], self.exit.at_gate(h[step.num_rows :])
 

@@ -11,11 +11,11 @@ from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
 from vivace.baselines.lookahead import LookaheadPlan
 from vivace.baselines.medusa import Medusa, MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.baselines.objectives import EagleObjective, ExitObjective, MedusaObjective, RivalLoss, UnoObjective
-from vivace.baselines.trained import Trained
 from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter, Objective
+from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan
 
 RivalPlan = DraftPlan | MedusaPlan | LookaheadPlan

@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vivace.baselines.trained import Trained
 from vivace.baselines.tree import Node, grown, likeliest, shaped
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.trained import Trained
 from vivace.decode.climb import Climb
 from vivace.decode.plain import Forgetful
 from vivace.decode.shallow import MAX_NODES, DraftPlan

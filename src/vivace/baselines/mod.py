@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vivace.baselines.trained import Trained
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
+from vivace.core.trained import Trained
 from vivace.decode.climb import Climb
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError

@@ -196,8 +196,8 @@ class ExitObjective:
         gate, count = self.exit.config.gate, frozen.step.num_rows
         with torch.no_grad():
             entering = model.run(frozen.embedded, frozen.step, 0, gate - 1)
-        terms = self.exit.terms(torch.zeros(count, dtype=torch.int64))
-        reading = replace(frozen.step, num_write=0, num_feed=count, deltas=(terms,))
+        deltas = self.exit.deltas(torch.zeros(count, dtype=torch.int64))
+        reading = replace(frozen.step, num_write=0, num_feed=count, deltas=(deltas,))
         top = self.exit.at_gate(model.run(entering, reading, gate - 1, gate))[rows]
 
         def part_of(p: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
@@ -242,7 +242,7 @@ class UnoObjective:
         self, model: Decoder, batch: Batch, frozen: Frozen, places: Places, total: int
     ) -> tuple[Tensor, Mapping[str, float]]:
         count, length = self.terms.config.block - 1, batch.tokens.shape[1]
-        call = branch_call(places, count, self.terms.of)
+        call = branch_call(places, count, self.terms.deltas)
         with torch.no_grad():
             zeros = model.embed(torch.zeros_like(call.slot), call)
         top = run_branches(model, self.terms.disturbed(zeros), call, frozen.step, places)

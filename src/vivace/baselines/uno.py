@@ -18,7 +18,6 @@ frozen model as for every rival here. Where a request samples, guesses are the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,11 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from vivace.baselines.medusa import MedusaPlan
-from vivace.baselines.trained import Trained
 from vivace.baselines.tree import Node, grown, likeliest, shaped
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
+from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft
 from vivace.core.step import Step
@@ -53,49 +51,20 @@ class UnoConfig:
             raise ConfigError(f"block must be between 2 and 16 and rank at least 1, found {self.block} and {self.rank}")
 
 
-class UnoTerms(Trained):
-    """Trained weights: the noise and the low-rank terms, which add nothing at first."""
+class UnoTerms(LowRank):
+    """Trained weights: the noise and the low-rank deltas, which add nothing at first; experts get none."""
 
     def __init__(self, config: UnoConfig, model: ModelConfig) -> None:
-        super().__init__()
+        noise = torch.randn(model.width) * 0.02  # drawn before the factors, as it always was
+        super().__init__(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, config.rank)))
         self.config = config
         self.depth = model.num_layers
-        self.noise = nn.Parameter(torch.randn(model.width) * 0.02)
+        self.noise = nn.Parameter(noise)
         """(E,) added to the embedding of token 0."""
-        widths = {site: width for layer in range(model.num_layers) for site, width in _widths(model, layer).items()}
-        self.down = nn.ParameterList(_kaiming(config.rank, wide) for wide, _ in widths.values())
-        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, config.rank)) for _, out in widths.values())
-        self._by_site = tuple(dict(zip(widths, weights, strict=True)) for weights in (self.down, self.up))
-
-    def of(self, which: Tensor) -> Deltas:
-        """The terms as data for a call; ``which`` (T,) is 0 on noise rows and -1 elsewhere."""
-        down, up = self._by_site
-        return Deltas(which, down, up)
 
     def disturbed(self, embedded: Tensor) -> Tensor:
         """Noise rows from embeddings of token 0, (n, E) -> (n, E)."""
         return (embedded + self.noise).to(embedded.dtype)
-
-    def widen(self) -> None:
-        """Terms in float32: on a CPU, PyTorch multiplies matrices this small several times faster than in bfloat16."""
-        self.down.float()
-        self.up.float()
-
-
-def _widths(model: ModelConfig, layer: int) -> dict[Site, tuple[int, int]]:
-    """(in, out) of a layer's projections; a mixture's experts get no terms."""
-    heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    widths = {"q": (model.width, heads), "k": (model.width, keys), "v": (model.width, keys), "o": (heads, model.width)}
-    if not model.is_moe(layer):
-        halves = ("gate", "up") if model.gated else ("up",)
-        widths |= dict.fromkeys(halves, (model.width, model.ffn_width)) | {"down": (model.ffn_width, model.width)}
-    return {(layer, site): width for site, width in widths.items()}
-
-
-def _kaiming(rank: int, wide: int) -> nn.Parameter:
-    weight = torch.empty(1, rank, wide)
-    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
-    return nn.Parameter(weight)
 
 
 class Uno(NoDrafts):
@@ -115,7 +84,7 @@ class Uno(NoDrafts):
         self.model = model
         self.terms = terms
         self.plan = plan
-        self._deltas: dict[tuple[int, int], Deltas] = {}
+        self._deltas: dict[tuple[int, int], LowRankDeltas] = {}
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and a block below the root of every slot, all made in one pass."""
@@ -148,13 +117,13 @@ class Uno(NoDrafts):
             noise += count - 1
         return top[torch.tensor(guessing)]
 
-    def _terms_of(self, num_given: int, num_noise: int) -> Deltas:
+    def _terms_of(self, num_given: int, num_noise: int) -> LowRankDeltas:
         """Terms of a call, the same object for calls of the same shape."""
         key = (num_given, num_noise)
         if key not in self._deltas:
             which = torch.zeros(num_given + num_noise, dtype=torch.int64)
             which[:num_given] = -1
-            self._deltas[key] = self.terms.of(which)
+            self._deltas[key] = self.terms.deltas(which)
         return self._deltas[key]
 
     def _trees(self, hidden: Tensor, counts: Sequence[int]) -> list[list[Node]]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.core.deltas import Deltas
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 
@@ -78,7 +78,7 @@ class Heard:
         return {**seen, "kept": float(right.cumprod(-1).sum()) / total}
 
 
-def branch_call(places: Places, count: int, terms: Callable[[Tensor], Deltas]) -> Step:
+def branch_call(places: Places, count: int, terms: Callable[[Tensor], LowRankDeltas]) -> Step:
     """The call of branches of ``count`` rows, all of which carry the terms that are given for ``which`` (T,)."""
     stands = (places.position[places.real][:, None] + torch.arange(1, count + 1)).reshape(-1)
     rows = len(stands)

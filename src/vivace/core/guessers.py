@@ -12,7 +12,7 @@ from vivace.core.seams import Draft
 
 if TYPE_CHECKING:
     from vivace.core.cache import KVCache
-    from vivace.core.deltas import Deltas
+    from vivace.core.low_rank import LowRankDeltas
     from vivace.kernels.low_bit import Weights
 
 
@@ -57,7 +57,7 @@ class Companion:
     """A row behind each slow row below a gate: it reads what that one reads, stores nothing, and guesses."""
 
     gate: int
-    deltas: Deltas
+    deltas: LowRankDeltas
     """Its terms; one adapter, weights that do not change."""
     is_fed: bool
     """It passes the feed-forward."""
@@ -75,7 +75,7 @@ class Followers:
 
     insertion: int
     """The layer they enter first."""
-    deltas: Deltas
+    deltas: LowRankDeltas
     """Their terms; one adapter, weights that do not change."""
     marks: Tensor
     """(count, E) added to what the row had there, one by one."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import Fresh, KVCache
-from vivace.core.deltas import Deltas
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.seams import Draft, Memory
 from vivace.kernels.reference import KEY_BLOCK
 
@@ -40,7 +40,7 @@ class Step:
     num_write: int
     num_feed: int
     """Rows 0..num_feed-1 pass the feed-forward; later rows only its "mlp" deltas."""
-    deltas: tuple[Deltas, ...] = ()
+    deltas: tuple[LowRankDeltas, ...] = ()
     extent: Tensor | None = None
     """(T,) length of the text when the row was written (dynamic rotary); None is position + 1."""
     grid: tuple[int, int] | None = None
@@ -156,7 +156,7 @@ class Step:
             chunk=None,
         )
 
-    def readers(self, of: Tensor, deltas: Deltas | None = None, *, fed: bool = True) -> Step:
+    def readers(self, of: Tensor, deltas: LowRankDeltas | None = None, *, fed: bool = True) -> Step:
         """Append rows that see what rows ``of`` see and store nothing.
 
         Args:
@@ -182,7 +182,7 @@ class Step:
             chunk=None,
         )
 
-    def branched(self, count: int, deltas: Deltas | None = None) -> Step:
+    def branched(self, count: int, deltas: LowRankDeltas | None = None) -> Step:
         """Append below every row a chain of ``count`` rows for this call only.
 
         The chains are stored behind everything else the call writes, at entries that nobody commits; each row
@@ -225,7 +225,7 @@ class Step:
             chunk=None,
         )
 
-    def _extended(self, count: int, deltas: Deltas | None) -> tuple[Deltas, ...]:
+    def _extended(self, count: int, deltas: LowRankDeltas | None) -> tuple[LowRankDeltas, ...]:
         """Terms of a call with ``count`` further rows."""
         present = tuple(d.extended(count) for d in self.deltas)
         return present if deltas is None else (*present, deltas)

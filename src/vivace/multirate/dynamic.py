@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Traversal
 from vivace.core.step import Step
+from vivace.core.trained import Trained
 from vivace.decode.depth import Depth, Leaving, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
@@ -52,7 +53,7 @@ class DynamicPlan:
         return at_quality(self.qualities, quality)
 
 
-class DynamicWeights(nn.Module):
+class DynamicWeights(Trained):
     """Gates and router of one adapter."""
 
     def __init__(self, config: DynamicConfig, model: ModelConfig) -> None:
@@ -65,10 +66,6 @@ class DynamicWeights(nn.Module):
         self.config = config
         self.gates = GatedAccelerator(config.gates, model)
         self.router = make_router(config.router, config.gates, model.width)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
 
 
 class AcceleratedExit:

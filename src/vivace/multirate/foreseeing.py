@@ -17,7 +17,7 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.packed import PackedLinear
-from vivace.core.deltas import Deltas
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts, likeliest
 from vivace.core.seams import Draft, TargetPass, Verdict
@@ -89,7 +89,7 @@ class ForesightClimb:
         self._forecaster = None if forecast is None else Forecaster(forecast, plan.at_least, ends)
         self._asked: dict[int, Routers | None] = {}
         """By depth; None where nothing is asked."""
-        self._terms: dict[int, Deltas] = {}
+        self._deltas: dict[int, LowRankDeltas] = {}
         """By rows of a call, so that whoever lays them out does so once."""
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
@@ -111,10 +111,10 @@ class ForesightClimb:
     def _ahead(self, model: Decoder, slow: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Both streams as far as the accelerated one goes: slow rows there."""
         count = len(rows)
-        if count not in self._terms:
+        if count not in self._deltas:
             which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
-            self._terms[count] = self.foresight.terms(which)
-        both = step.readers(rows, self._terms[count], fed=False)
+            self._deltas[count] = self.foresight.deltas(which)
+        both = step.readers(rows, self._deltas[count], fed=False)
         self._tell(model, 0, slow, slow)
         out = model.run(
             torch.cat((slow, slow)),

@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.packed import NativeNorm, PackedLinear
 from vivace.core.layers import RMSNorm
+from vivace.core.low_rank import LowRank, site_shapes
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multirate.forecast import Forecast, forecast_loss
-from vivace.multirate.terms import AcceleratorTerms
 
 P_AT_FIRST = 0.25
 """s_m before training, beside t_m = 1: the slow residual's own guess is good a few layers ahead, and p adds to it."""
@@ -112,7 +112,7 @@ class ForesightPlan:
             raise ConfigError(f"at_least must be a probability between 0 and 1, found {self.at_least}")
 
 
-class Foresight(AcceleratorTerms):
+class Foresight(LowRank):
     """The trained weights of a residual that runs ahead, and of a forecast."""
 
     def __init__(self, config: ForesightConfig, model: ModelConfig) -> None:
@@ -125,7 +125,8 @@ class Foresight(AcceleratorTerms):
             raise UnsupportedError(
                 "foresight is for mixtures of experts, and this model has none; `vivace upcycle` makes one"
             )
-        super().__init__(model, config.depth(model.num_layers), config.rank, config.bottleneck)
+        ranks = {"q": config.rank, "o": config.rank, "mlp": config.bottleneck}
+        super().__init__(site_shapes(model, range(config.depth(model.num_layers)), ranks))
         self.config = config
         self.model = model
         self.scale: nn.Parameter | None = None
@@ -293,7 +294,7 @@ class ForesightObjective:
 
     def _accelerated(self, model: Decoder, p: Tensor, step: Step) -> Iterator[tuple[int, Tensor]]:
         """(layers gone through, residuals (B * T, E)), from none on."""
-        deltas = self.foresight.terms(torch.zeros(step.num_rows, dtype=torch.int64))
+        deltas = self.foresight.deltas(torch.zeros(step.num_rows, dtype=torch.int64))
         reading = replace(step, num_write=0, num_feed=0, deltas=(deltas,))
         yield 0, p
         for index in range(self.foresight.config.depth(model.config.num_layers)):

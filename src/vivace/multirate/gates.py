@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
+from vivace.core.low_rank import LowRank, site_shapes
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
-from vivace.multirate.terms import AcceleratorTerms
 
 COMPANION = 0.3
 """Cost of a second row in a pass that is bound by reading weights, beside the first (a guess between machines)."""
@@ -99,7 +99,7 @@ class GatesConfig:
             raise ConfigError(f"gate {self.layers[-1]} must lie below the top of a model of {num_layers} layers")
 
 
-class GatedAccelerator(AcceleratorTerms):
+class GatedAccelerator(LowRank):
     """The trained weights of the accelerated residuals of all gates."""
 
     def __init__(self, config: GatesConfig, model: ModelConfig) -> None:
@@ -109,7 +109,8 @@ class GatedAccelerator(AcceleratorTerms):
             ConfigError: a gate is not inside the model.
         """
         config.check_fits(model.num_layers)
-        super().__init__(model, config.layers[-1], config.rank, config.bottleneck)
+        ranks = {"q": config.rank, "o": config.rank, "mlp": config.bottleneck}
+        super().__init__(site_shapes(model, range(config.layers[-1]), ranks))
         self.config = config
         self.scale = nn.Parameter(torch.ones(len(config.gates), model.width))
         """Per-component scale before the shared head, gate by gate."""
@@ -131,7 +132,7 @@ class GatedAccelerator(AcceleratorTerms):
         Returns:
             The trail (T, number of depths, E).
         """
-        deltas = self.terms(torch.zeros(len(h), dtype=torch.int64))
+        deltas = self.deltas(torch.zeros(len(h), dtype=torch.int64))
         fed = len(h) if self.config.mode == "delta" else 0
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
         return torch.stack(_stops(model, h, reading, (self.config.interval(gate)[0], *depths)), 1)
@@ -156,7 +157,7 @@ class GatedAccelerator(AcceleratorTerms):
         count = step.num_rows
         which = torch.full((count + len(leading),), -1, dtype=torch.int64)
         which[count:] = 0
-        both = step.readers(leading, self.terms(which), fed=self.config.mode == "delta")
+        both = step.readers(leading, self.deltas(which), fed=self.config.mode == "delta")
         stops = _stops(model, torch.cat((h, h[leading])), both, (start, *depths))
         return stops[-1][:count], torch.stack([rows[count:] for rows in stops], 1)
 

@@ -90,7 +90,7 @@ class MultirateObjective:
     def _accelerate(self, model: Decoder, tokens: Tensor, step: Step, final: Tensor) -> Tensor:
         """Residuals p at the gate for every position, (B * T, E)."""
         accelerator, count = self.accelerator, step.num_rows
-        deltas = accelerator.terms(torch.zeros(count, dtype=torch.int64))
+        deltas = accelerator.deltas(torch.zeros(count, dtype=torch.int64))
         fed = count if accelerator.config.mode == "delta" else 0
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
         last = self._last_verified(tokens)

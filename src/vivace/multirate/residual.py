@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
 from vivace.core.guessers import Companion
+from vivace.core.low_rank import LowRank, site_shapes
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.reach import Reach, far_step
-from vivace.multirate.terms import AcceleratorTerms
 
 
-class Accelerator(AcceleratorTerms):
+class Accelerator(LowRank):
     """The trained weights of an accelerated residual up to one gate."""
 
     def __init__(self, config: MultirateConfig, model: ModelConfig) -> None:
@@ -40,7 +40,8 @@ class Accelerator(AcceleratorTerms):
             ConfigError: the gate is not inside the model.
         """
         config.check_fits(model.num_layers)
-        super().__init__(model, config.gate, config.rank, config.bottleneck)
+        ranks = {"q": config.rank, "o": config.rank, "mlp": config.bottleneck}
+        super().__init__(site_shapes(model, range(config.gate), ranks))
         self.config = config
         self.scale = nn.Parameter(torch.ones(model.width))
         """Per-component scale before the shared head."""
@@ -53,12 +54,10 @@ class Accelerator(AcceleratorTerms):
         """Draft for this model from now on, on the kernels that its layers run on.
 
         Beside native kernels PyTorch's threads must not wake: they wait for more work in a loop, on the cores that
-        the next native call needs. Without them, PyTorch multiplies matrices this small several times faster in
-        float32 than in bfloat16.
+        the next native call needs. Without them the factors are widened.
         """
         if model.backend.span is None:
-            self.down.float()
-            self.up.float()
+            self.widen()
         for reach in self.reaches():
             reach.run_on(model)
         if self.feedback is not None:
@@ -88,7 +87,7 @@ class Accelerator(AcceleratorTerms):
 
     def companion(self) -> Companion:
         """Accelerated rows as data."""
-        deltas = self.terms(torch.zeros(1, dtype=torch.int64))
+        deltas = self.deltas(torch.zeros(1, dtype=torch.int64))
         reads = tuple(reach.data() for reach in self.reaches())
         return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
 
@@ -133,7 +132,7 @@ def dual_climb(
         return model.run(h, step, 0, config.gate), h[:0]
     which = torch.full((step.num_rows + count,), -1, dtype=torch.int64)
     which[step.num_rows :] = 0
-    both = step.readers(leading, accelerator.terms(which), fed=config.mode == "delta")
+    both = step.readers(leading, accelerator.deltas(which), fed=config.mode == "delta")
     slow, p = h, h[leading] if offset is None else h[leading] + offset
     far = far_step(step, leading) if config.reach else None
     for reach, start, stop in accelerator.stretches():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.deltas import Deltas
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, Span, TargetPass
 from vivace.core.step import Step
@@ -48,7 +48,7 @@ class StreamClimb:
     def __init__(self, streams: Streams, plan: StreamPlan) -> None:
         self.streams = streams
         self.plan = plan
-        self._terms: dict[tuple[int, int], Deltas] = {}
+        self._terms: dict[tuple[int, int], LowRankDeltas] = {}
         self._rough: Span | None = None
         """The upper layers as streams read them, where the plan says so."""
         self.entering: Tensor | None = None
@@ -126,10 +126,10 @@ class StreamClimb:
                 kept.add(row)
         return sorted(kept)
 
-    def terms(self, num_main: int, num_streams: int) -> Deltas:
+    def terms(self, num_main: int, num_streams: int) -> LowRankDeltas:
         """Adapters of a call, the same object for calls of the same shape."""
         if (num_main, num_streams) not in self._terms:
             which = torch.full((num_main + num_streams,), -1, dtype=torch.int64)
             which[num_main:] = 0
-            self._terms[num_main, num_streams] = self.streams.terms(which, len(self.plan.widths))
+            self._terms[num_main, num_streams] = self.streams.deltas(which, len(self.plan.widths))
         return self._terms[num_main, num_streams]

@@ -151,5 +151,5 @@ def run_streams(
     at = torch.arange(len(places.position))[:, None], places.position
     carrying = None if known is None else known[at][places.real]
     h = streams.start(entering[at][places.real], count, carrying).flatten(0, 1)
-    call = branch_call(places, count, streams.terms)
+    call = branch_call(places, count, streams.deltas)
     return run_branches(model, h, call, step, places, streams.config.insertion)

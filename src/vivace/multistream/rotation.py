@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
 from vivace.core.layers import Linear
+from vivace.core.low_rank import LowRankDeltas, Site
 from vivace.core.model import Decoder, Layer
 from vivace.errors import UnsupportedError
 
@@ -62,7 +62,7 @@ class ValueRotation(nn.Module):
         turn = torch.cat((torch.cat((cos, -sin), -1), torch.cat((sin, cos), -1)), 1)
         return torch.stack([torch.block_diag(*[one] * heads) for one in turn])
 
-    def over(self, deltas: Deltas, count: int) -> Deltas:
+    def over(self, deltas: LowRankDeltas, count: int) -> LowRankDeltas:
         """Terms of the streams with their values turned.
 
         Args:
@@ -81,4 +81,4 @@ class ValueRotation(nn.Module):
             down[site] = torch.cat((down[site], own.to(down[site].dtype)), 1) if site in down else own
             up[site] = torch.cat((up[site], turns.to(up[site].dtype)), 2) if site in up else turns
         held = ({site: part.contiguous() for site, part in parts.items()} for parts in (down, up))
-        return Deltas(which, *held)
+        return LowRankDeltas(which, *held)

@@ -12,18 +12,17 @@ graph, chunk by chunk as in the lossless mode; the last part sends what gathered
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vivace.core.branches import places_of
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
 from vivace.core.layers import FeedForward, Linear
+from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
 from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Batch
 from vivace.core.step import Step
@@ -78,43 +77,22 @@ class SharedStreams(Streams):
         if model.moe is not None:
             raise UnsupportedError("terms are shared with dense models only; this one is a mixture of experts")
         super().__init__(config, model)
-        shapes = shared_shapes(model)
-        self.sites = tuple(shapes)
-        self.shared_down = nn.ParameterList(nn.Parameter(torch.empty(1, rank, wide)) for wide, _ in shapes.values())
-        self.shared_up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, rank)) for _, out in shapes.values())
-        for weight in self.shared_down:
-            nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
+        self.shared = LowRank(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, rank)))
 
-    def terms(self, which: Tensor, count: int | None = None) -> Deltas:
+    def deltas(self, which: Tensor, count: int | None = None) -> LowRankDeltas:
         """What the model's rows carry; ``which`` (T,) is 0 on every row."""
-        down, up = (dict(zip(self.sites, part, strict=True)) for part in (self.shared_down, self.shared_up))
-        return Deltas(which, down, up)
+        return self.shared.deltas(which)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is left beside the merged model: embeddings, pruner, feedback."""
-        return {name: value for name, value in super().tensors().items() if not name.startswith("shared_")}
+        return {name: value for name, value in super().tensors().items() if not name.startswith("shared.")}
 
     @torch.no_grad()
     def merge(self, model: Decoder) -> None:
         """Add the terms to the model's weights, ``W += B A``, each sum rounded once."""
-        for (layer, name), down, up in zip(self.sites, self.shared_down, self.shared_up, strict=True):
+        for (layer, name), down, up in self.shared.items():
             rows = _rows_of(model, layer, name)
             rows.copy_(rows.float() + up[0].float() @ down[0].float())
-
-
-def shared_shapes(model: ModelConfig) -> dict[Site, tuple[int, int]]:
-    """(in, out) of every projection of every layer."""
-    heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    shapes: dict[Site, tuple[int, int]] = {}
-    for layer in range(model.num_layers):
-        shapes[layer, "q"] = model.width, heads
-        shapes[layer, "k"] = shapes[layer, "v"] = model.width, keys
-        shapes[layer, "o"] = heads, model.width
-        if model.gated:
-            shapes[layer, "gate"] = model.width, model.ffn_width
-        shapes[layer, "up"] = model.width, model.ffn_width
-        shapes[layer, "down"] = model.ffn_width, model.width
-    return shapes
 
 
 def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
@@ -164,7 +142,7 @@ class SharedObjective(MultistreamObjective):
     def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, tuple[Tensor, Tensor]]:
         """The main pass with the terms on every row: its step, residuals at the insertion layer and at the top."""
         step, insertion = Step.dense(*tokens.shape), self.streams.config.insertion
-        step = replace(step, deltas=(self.streams.terms(torch.zeros(step.num_rows, dtype=torch.int64)),))
+        step = replace(step, deltas=(self.streams.deltas(torch.zeros(step.num_rows, dtype=torch.int64)),))
         entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
         final = model.run(entering, step, insertion)
         return step, (entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1))

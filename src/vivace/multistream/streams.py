@@ -23,7 +23,6 @@ what is small beside them is not heard there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -31,15 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas, Site
 from vivace.core.guessers import Followers
+from vivace.core.low_rank import ATTENTION, LowRank, LowRankDeltas, random_factor, site_shapes
 from vivace.core.model import Decoder
 from vivace.kernels.reference import linear
 from vivace.multistream.config import MultistreamConfig
 from vivace.multistream.rotation import ValueRotation
 
 
-class Streams(nn.Module):
+class Streams(LowRank):
     """Trained weights: embeddings, adapters of stream rows, and the early-exit layer that prunes drafts."""
 
     def __init__(self, config: MultistreamConfig, model: ModelConfig) -> None:
@@ -48,11 +47,13 @@ class Streams(nn.Module):
         Raises:
             ConfigError: the insertion layer is not inside the model.
         """
-        super().__init__()
         config.check_fits(model.num_layers)
-        self.config = config
         turned = config.marks == "rotation"
-        self.embeddings = nn.Parameter(torch.randn(0 if turned else config.streams, model.width) * 0.02)
+        embeddings = torch.randn(0 if turned else config.streams, model.width) * 0.02  # drawn before the factors
+        ranks = dict.fromkeys(ATTENTION, config.rank) | {"mlp": config.bottleneck}
+        super().__init__(site_shapes(model, range(config.insertion, model.num_layers), ranks))
+        self.config = config
+        self.embeddings = nn.Parameter(embeddings)
         """P, (streams, E); none where values are rotated."""
         self.rotation = ValueRotation(config.insertion, config.streams, model) if turned else None
         fed = config.streams if config.feedback else 0
@@ -60,12 +61,8 @@ class Streams(nn.Module):
         """A, (streams, E, E)."""
         self.decided = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
         """B, as A."""
-        shapes = _shapes(config, model)
-        self.down = nn.ParameterList(_kaiming(inner, wide) for wide, inner, _ in shapes.values())
-        self.up = nn.ParameterList(nn.Parameter(torch.zeros(1, out, inner)) for _, inner, out in shapes.values())
         self._projections: tuple[nn.Module, ...] = ()
         """Feedback on the kernels of the model that is drafted for; no weights of ours."""
-        self._by_site = tuple(dict(zip(shapes, weights, strict=True)) for weights in (self.down, self.up))
         self.pruner = Pruner(model.width, config.pruner_rank) if config.pruner_rank else None
 
     def start(self, main: Tensor, count: int, known: Tensor | None = None) -> Tensor:
@@ -98,31 +95,28 @@ class Streams(nn.Module):
     def run_on(self, model: Decoder) -> None:
         """Draft for this model from now on, on the kernels that its layers run on.
 
-        Without native ones terms are widened to float32: on a CPU, PyTorch multiplies matrices this small several
-        times faster than in bfloat16.
+        Without native ones the factors are widened.
         """
         if model.backend.span is None:
-            self.down.float()
-            self.up.float()
+            self.widen()
         if self.config.feedback:
             self._projections = (model.backend.projection(self._feedback().detach().to(model.dtype)),)
 
-    def terms(self, which: Tensor, count: int | None = None) -> Deltas:
+    def deltas(self, which: Tensor, count: int | None = None) -> LowRankDeltas:
         """The adapters as data for a call.
 
         Args:
             which: (T,) 0 on stream rows and -1 elsewhere.
             count: streams of each row that has some; None is all.
         """
-        down, up = self._by_site
-        deltas = Deltas(which, down, up)
+        deltas = super().deltas(which)
         return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
 
     def followers(self, count: int) -> Followers | None:
         """The first ``count`` streams as data; None where values are rotated."""
         if self.rotation is not None:
             return None
-        deltas = self.terms(torch.zeros(count, dtype=torch.int64), count)
+        deltas = self.deltas(torch.zeros(count, dtype=torch.int64), count)
         feedback = self._feedback() if self.config.feedback else None
         return Followers(self.config.insertion, deltas, self.embeddings[:count], feedback)
 
@@ -137,10 +131,6 @@ class Streams(nn.Module):
         for name, weight in other.named_parameters():
             if not name.startswith(("down.", "up.")):
                 own[name].copy_(weight)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
 
 
 def known_at(model: Decoder, final: Tensor, decided: Tensor) -> Tensor:
@@ -162,7 +152,7 @@ class Pruner(nn.Module):
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Parameter(_kaiming(rank, width)[0].detach().clone())
+        self.down = nn.Parameter(random_factor(rank, width))
         self.up = nn.Parameter(torch.zeros(width, rank))
 
     def forward(self, main: Tensor) -> Tensor:
@@ -172,27 +162,3 @@ class Pruner(nn.Module):
     def law(self, main: Tensor, model: Decoder) -> Tensor:
         """Z, (n, E) -> (n, V) float32."""
         return torch.softmax(model.head(self(main)), -1)
-
-
-def _shapes(config: MultistreamConfig, model: ModelConfig) -> dict[Site, tuple[int, int, int]]:
-    """(in, rank, out) of every adapter."""
-    heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    shapes: dict[Site, tuple[int, int, int]] = {}
-    for layer in range(config.insertion, model.num_layers):
-        if config.rank:
-            for site, wide, out in (
-                ("q", model.width, heads),
-                ("k", model.width, keys),
-                ("v", model.width, keys),
-                ("o", heads, model.width),
-            ):
-                shapes[layer, site] = (wide, config.rank, out)
-        if config.bottleneck:
-            shapes[layer, "mlp"] = (model.width, config.bottleneck, model.width)
-    return shapes
-
-
-def _kaiming(inner: int, wide: int) -> nn.Parameter:
-    weight = torch.empty(1, inner, wide)
-    nn.init.kaiming_uniform_(weight[0], a=math.sqrt(5))
-    return nn.Parameter(weight)

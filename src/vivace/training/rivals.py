@@ -10,8 +10,8 @@ from vivace.baselines.exits import ExitConfig
 from vivace.baselines.kinds import KINDS
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.baselines.objectives import RivalLoss
-from vivace.baselines.trained import Trained
 from vivace.baselines.uno import UnoConfig
+from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.deltas import Deltas
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
@@ -143,11 +143,11 @@ class NativeSpan:
         return found
 
     def terms(
-        self, applied: Sequence[Deltas], start: int, stop: int, version: int | None = None
+        self, applied: Sequence[LowRankDeltas], start: int, stop: int, version: int | None = None
     ) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
         """The low-rank terms of these layers, and the tensors they point into.
 
-        Those of a ``Deltas`` that comes again are kept until its weights change; ``version`` tells, where it is known.
+        Those of deltas that come again are kept until their weights change; ``version`` tells, where it is known.
         """
         if len(applied) != 1:
             return self._listed(applied, start, stop)
@@ -158,7 +158,9 @@ class NativeSpan:
         listed: tuple[ctypes.Array[CTerm], list[Tensor]] = kept[start, stop][1]
         return listed
 
-    def _listed(self, applied: Sequence[Deltas], start: int, stop: int) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
+    def _listed(
+        self, applied: Sequence[LowRankDeltas], start: int, stop: int
+    ) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
         kept: list[Tensor] = []
         terms: list[CTerm] = []
         for deltas in applied:
@@ -208,13 +210,13 @@ class MixtureSpan(NativeSpan):
         return h
 
 
-def _is_behind(deltas: Deltas, num_feed: int) -> bool:
+def _is_behind(deltas: LowRankDeltas, num_feed: int) -> bool:
     """Whether no row before ``num_feed`` carries terms."""
     firsts = (rows.start if isinstance(rows, slice) else int(rows.min()) for _, rows in deltas.spans)
     return all(first >= num_feed for first in firsts)
 
 
-def _version_of(applied: Sequence[Deltas]) -> int:
+def _version_of(applied: Sequence[LowRankDeltas]) -> int:
     """How often the weights of terms were changed in place."""
     return sum(_version(up) for deltas in applied for up in deltas.up.values())
 
