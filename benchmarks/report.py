@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import expert_tables, flash_tables, pass_tables, plots, rivals_table, speed_law, stream_tables, tradeoff
+from benchmarks import (
+    checksums,
+    expert_tables,
+    flash_tables,
+    pass_tables,
+    plots,
+    rivals_table,
+    speed_law,
+    stream_tables,
+    tradeoff,
+)
 from tools.blocks import fill_file, settle, table
 from vivace.evaluate.speed_law import Shape, head_share
 
@@ -255,7 +265,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "weights": stream_tables.weights(),
         },
         docs / "techniques" / "dynamic_depth.md": {"trade-off": tradeoff.tables(RESULTS / "tradeoff")},
-        docs / "techniques" / "flash.md": {"results": flash_tables.tables(RESULTS / "flash")},
+        docs / "techniques" / "flash.md": {
+            "results": flash_tables.tables(RESULTS / "flash"),
+            "checksums": checksums.tables(RESULTS / "checksums"),
+        },
         docs / "techniques" / "experts.md": {
             "results": expert_tables.tables(RESULTS / "experts"),
             "sweep": expert_tables.sweep(RESULTS / "sweep" / "experts.json"),

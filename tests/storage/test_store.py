@@ -126,13 +126,13 @@ def test_dtype(opt: Path, tmp_path: Path) -> None:
 
 
 def test_tiles(tmp_path: Path, library: object) -> None:
-    """What native kernels read, on a machine that has them; the same bits, in as many bytes, under a new number."""
+    """What native kernels read, on a machine that has them; the same bits, in as many bytes."""
     make("mistral").save_pretrained(tmp_path / "model")
     rows = write_store(tmp_path / "model", tmp_path / "rows", dtype="bfloat16", kernels="torch")
     tiles = write_store(tmp_path / "model", tmp_path / "tiles", dtype="bfloat16")
     assert (rows.is_tiled, tiles.is_tiled) == (False, True)
     assert rows.num_bytes == tiles.num_bytes
-    assert [read_json(store.folder / INDEX)["format"] for store in (rows, tiles)] == [1, 2]
+    assert [read_json(store.folder / INDEX)["format"] for store in (rows, tiles)] == [3, 3]
     for name in rows.bundles:
         ours, plain = (store.tensors(name, memory_of(store, name)) for store in (tiles, rows))
         assert all(torch.equal(in_rows(ours[part]), plain[part]) for part in plain)
@@ -180,7 +180,7 @@ def test_a_flipped_bit(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"format": 3}, MismatchError), ({"layout": "rows"}, CorruptError), ({"bundles": [{"name": "x"}]}, CorruptError)],
+    [({"format": 4}, MismatchError), ({"layout": "rows"}, CorruptError), ({"bundles": [{"name": "x"}]}, CorruptError)],
 )
 def test_a_strange_index(store: Store, change: dict[str, Any], error: type[Exception]) -> None:
     index = json.loads((store.folder / INDEX).read_text())

@@ -191,7 +191,7 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(llama: Store, tmp_path: Path) 
     raw = bytearray(store.path.read_bytes())
     raw[store["resident"].offset + 9] ^= 4
     store.path.write_bytes(raw)
-    with pytest.raises(CorruptError, match="bundle resident has checksum"):
+    with pytest.raises(CorruptError, match="bundle resident is damaged"):
         load_stored(store.folder, reader="buffered")
 
 

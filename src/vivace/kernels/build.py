@@ -26,6 +26,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx51
 UNITS: dict[str, tuple[str, ...]] = {
     "entry.cpp": (),
     "pool.cpp": (),
+    "checksum.cpp": (),
     "channel.cpp": (),
     "scatter.cpp": (),
     "mixture.cpp": (),

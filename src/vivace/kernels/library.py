@@ -200,6 +200,8 @@ class CRead(Structure):
 
 ENDED = -1
 """A read's error where the file is shorter."""
+DAMAGED = -2
+"""And where a page is not as it was written."""
 
 SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_linear": (c_int64, c_int64, POINTER(CLinear)),
@@ -222,6 +224,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_scatter_close": (c_void_p,),
     "vivace_scatter_wait": (c_void_p, c_int64, c_void_p),
     "vivace_scatter_counts": (c_void_p, c_void_p),
+    "vivace_page_sums": (c_void_p, c_int64, c_void_p, c_int64),
 }
 
 
@@ -252,14 +255,16 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     for counting in returning:
         counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
-    library.vivace_channel_open.argtypes = (c_int64, c_int64, c_int64)
+    library.vivace_channel_open.argtypes = (c_int64, c_int64, c_int64, c_void_p, c_int64)
     library.vivace_channel_open.restype = c_void_p
     library.vivace_channel_finished.argtypes = (c_void_p, POINTER(c_int64), c_int64, c_int64)
     library.vivace_channel_finished.restype = c_int64
-    library.vivace_scatter_open.argtypes = (c_int64, c_int64, c_int64, c_int64)
+    library.vivace_scatter_open.argtypes = (c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)
     library.vivace_scatter_open.restype = c_void_p
     library.vivace_scatter_submit.argtypes = (c_void_p, c_void_p, c_void_p, c_int64)
     library.vivace_scatter_submit.restype = c_int64
+    library.vivace_damaged.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int64)
+    library.vivace_damaged.restype = c_int64
     return library
 
 

@@ -124,7 +124,8 @@ def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> Memo
     pooled = {*neurons, *experts}
     units = [name for name in store.bundles if name != "resident" and name not in pooled]
     total = sum(bundle.num_bytes for bundle in store.bundles.values())
-    fixed = store["resident"].num_bytes + predictor_bytes(store)
+    table = 0 if store.page_sums is None else store.page_sums.num_bytes
+    fixed = store["resident"].num_bytes + predictor_bytes(store) + table
     plan = MemoryPlan(budget_bytes, (), (), fixed, 0, cache, num_tokens, total)
     if pooled:
         plan = replace(plan, resident=tuple(units), resident_bytes=fixed + sum(store[u].num_bytes for u in units))

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from vivace.errors import VivaceError
-from vivace.kernels.library import ENDED, CRead
+from vivace.kernels.library import DAMAGED, ENDED, CRead
+from vivace.storage.checksums import PageSums
 from vivace.storage.readers import PAGE, address, truncated, unreadable
 
 NUM_THREADS = 4
@@ -181,6 +182,7 @@ class NativeChannel:
         *,
         num_threads: int = NUM_THREADS,
         chunk_bytes: int = CHUNK_BYTES,
+        pages: PageSums | None = None,
     ) -> None:
         """Start the threads; the file may be closed afterwards.
 
@@ -191,16 +193,18 @@ class NativeChannel:
             slots: what is filled.
             num_threads: reads under way at once.
             chunk_bytes: of one read at most, a multiple of 4096.
+            pages: checksums that every page is compared with; places and sizes are whole pages then.
         """
         assert chunk_bytes % PAGE == 0, chunk_bytes
-        self._library, self._path = library, path
+        self._library, self._path, self._pages = library, path, pages
         self._places = [0] * len(slots)
         self._slots = [(address(memory), len(memory)) for memory in slots]
         self._room = 2 * len(slots)
         self._out = (c_int64 * self._room)()
-        handle = library.vivace_channel_open(file, num_threads, chunk_bytes)
+        table = (None, 0) if pages is None else (pages.address, pages.count)
+        handle = library.vivace_channel_open(file, num_threads, chunk_bytes, *table)
         self._handle = ctypes.c_void_p(handle)
-        self.close = weakref.finalize(self, _close, library, self._handle, slots)
+        self.close = weakref.finalize(self, _close, library, self._handle, (slots, pages))
         """Stop the threads, which hold on to the slots until then."""
 
     def submit(self, slot: int, place: int, due: int, rank: int) -> None:
@@ -225,10 +229,13 @@ class NativeChannel:
         if number == 0:
             return None
         place, size = self._places[slot], self._slots[slot][1]
+        if number == DAMAGED:
+            assert self._pages is not None
+            return self._pages.damaged(place)
         if number == ENDED:
             return truncated(self._path, place, size, max(0, self._path.stat().st_size - place))
         return unreadable(self._path, place, os.strerror(number))
 
 
-def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _slots: Sequence[memoryview]) -> None:
+def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _kept: object) -> None:
     library.vivace_channel_close(handle)

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from vivace.storage.store import (
     PAGE,
     Bundle,
     Layout,
+    PageTable,
     Store,
     arrange,
     check_fits,
@@ -107,8 +109,8 @@ def write_store(
         if orders is not None:
             save_orders(staging, orders)
         identity = secrets.token_hex(8)
-        num_bytes, bundles = _write(staging / DATA, identity, bundles, source, progress)
-        index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles)
+        num_bytes, bundles, page_sums = _write(staging / DATA, identity, bundles, source, progress)
+        index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles, page_sums)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_store(target)
 
@@ -173,26 +175,63 @@ class _Source:
 
 def _write(
     path: Path, identity: str, bundles: list[Bundle], source: _Source, progress: Progress | None
-) -> tuple[int, list[Bundle]]:
-    """The file, and its bundles with their checksums."""
+) -> tuple[int, list[Bundle], PageTable]:
+    """The file: its length, its bundles with their checksums, and where those of its pages lie."""
     end = max(bundle.offset + bundle.num_pages_bytes for bundle in bundles)
     done = []
-    with path.open("wb") as file:
+    with path.open("wb") as raw:
+        file = _SummedFile(raw)
         file.write((MAGIC + identity.encode() + b"\n").ljust(PAGE, b"\0"))
         for bundle in bundles:
-            assert file.tell() == bundle.offset, bundle.name
+            assert file.num_bytes == bundle.offset, bundle.name
             checksum, pieces = 0, _records(bundle, source) if bundle.count > 1 else _parts(bundle, source)
             for piece in pieces:
                 checksum = zlib.crc32(piece, checksum)
                 file.write(piece)
             done.append(replace(bundle, checksum=checksum))
-            _pad(file, PAGE)
+            file.pad()
             source.release()
             if progress is not None:
-                progress(file.tell(), end)
-        file.flush()
-        os.fsync(file.fileno())
-    return end, done
+                progress(file.num_bytes, end)
+        table = file.table
+        raw.write(table)
+        raw.write(bytes(-len(table) % PAGE))
+        raw.flush()
+        os.fsync(raw.fileno())
+        return raw.tell(), done, PageTable(end, len(table), zlib.crc32(table))
+
+
+class _SummedFile:
+    """A file that is written from its beginning, with the CRC-32 of each page."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.num_bytes = 0
+        self._file = file
+        self._sums = array("I")
+        self._current = 0
+        """Of the page that is being filled."""
+
+    def write(self, piece: memoryview | bytes) -> None:
+        """Append."""
+        left = memoryview(piece)
+        self._file.write(left)
+        while len(left):
+            part, left = left[: PAGE - self.num_bytes % PAGE], left[PAGE - self.num_bytes % PAGE :]
+            self._current = zlib.crc32(part, self._current)
+            self.num_bytes += len(part)
+            if self.num_bytes % PAGE == 0:
+                self._sums.append(self._current)
+                self._current = 0
+
+    def pad(self) -> None:
+        """Up to the next page."""
+        self.write(bytes(-self.num_bytes % PAGE))
+
+    @property
+    def table(self) -> bytes:
+        """Of the pages written, four bytes each."""
+        assert self.num_bytes % PAGE == 0
+        return self._sums.tobytes()
 
 
 def _parts(bundle: Bundle, source: _Source) -> Iterator[memoryview | bytes]:
@@ -236,7 +275,3 @@ def _records(bundle: Bundle, source: _Source) -> Iterator[memoryview]:
 
 def _bytes(values: Tensor) -> memoryview:
     return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _pad(file: BinaryIO, size: int) -> None:
-    file.write(bytes(-file.tell() % size))

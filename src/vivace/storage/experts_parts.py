@@ -13,6 +13,7 @@ from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts
 from vivace.kernels.native import NativeBody
+from vivace.storage.checksums import checked
 from vivace.storage.experts import ExpertCache
 from vivace.storage.readers import Reader, aligned
 from vivace.storage.store import Store, in_rows
@@ -46,6 +47,7 @@ def load_around(store: Store, reader: Reader, cache: ExpertCache, body: NativeBo
     Raises:
         CheckpointError: a bundle could not be read.
     """
+    reader = checked(reader, store)
     with torch.device("meta"):
         decoder = Decoder(store.config, CachedParts(store.config, cache))
     wanted = {name for name, _ in decoder.named_parameters()}

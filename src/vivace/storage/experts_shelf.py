@@ -15,6 +15,7 @@ from vivace.errors import UnsupportedError
 from vivace.kernels.library import found_library
 from vivace.kernels.native import NativeBody
 from vivace.storage.channel import Channel, NativeChannel, ThreadChannel
+from vivace.storage.checksums import checked, page_sums_of
 from vivace.storage.readers import Reader
 from vivace.storage.store import Store, view
 from vivace.storage.traces import Key
@@ -33,13 +34,14 @@ class StoreShelf:
 
         Raises:
             UnsupportedError: the model has none.
+            CorruptError: the store's table of checksums is damaged.
         """
         assert store.is_tiled == (body is not None), store.folder
         moe = store.config.moe
         if moe is None:
             raise UnsupportedError(f"{store.folder} holds a dense model: it has no experts to load ahead of time")
         self.store = store
-        self.reader = reader
+        self.reader = checked(reader, store)
         self.body = body
         self.moe: MoeConfig = moe
         layers = [index for index in range(store.config.num_layers) if store.config.is_moe(index)]
@@ -66,8 +68,15 @@ class StoreShelf:
         library, file = found_library(), self.reader.file
         if library is None or file is None:
             return ThreadChannel(self.reader.read, slots, num_threads=num_threads, chunk_bytes=chunk_bytes)
-        size = {"num_threads": num_threads, "chunk_bytes": chunk_bytes}
-        return NativeChannel(library, file, self.store.path, slots, **size)
+        return NativeChannel(
+            library,
+            file,
+            self.store.path,
+            slots,
+            num_threads=num_threads,
+            chunk_bytes=chunk_bytes,
+            pages=page_sums_of(self.reader),
+        )
 
     def expert(self, layer_bytes: Tensor) -> Expert:
         """The feed-forward over a slot's bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError, CorruptError, UnsupportedError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
+from vivace.storage.checksums import checked, page_sums_of
 from vivace.storage.experts import ExpertCache
 from vivace.storage.experts_parts import CachedParts
 from vivace.storage.experts_shelf import StoreShelf
@@ -33,6 +34,7 @@ from vivace.units import format_bytes
 
 SCATTERED_THREADS = 16
 """Reads of a few KiB under way at once: devices answer each late, and many at a time."""
+UNCHECKED = "damage to the file goes unnoticed: it has no checksums of pages, convert the model again to have them"
 MAX_TOKENS = 2048
 """Longest text a plan makes room for, where the model would take a longer one."""
 
@@ -66,7 +68,13 @@ class Storage:
             parts.append(f"{plan.num_experts} of {len(plan.streamed)} experts in memory")
         if self.expected_tokens_per_s is not None:
             parts.append(f"{self.expected_tokens_per_s:.2f} tokens/s expected")
-        return f"{', '.join(parts)}; reader {self.reader.reader.name}: {self.reader.why}"
+        reader = f"reader {self.reader.reader.name}: {self.reader.why}"
+        return "; ".join([", ".join(parts), reader, *([] if self.is_checked else [UNCHECKED])])
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether all that is read while the model runs is compared with checksums."""
+        return self.store.page_sums is not None or not self.plan.streamed
 
     @property
     def facts(self) -> dict[str, object]:
@@ -79,6 +87,7 @@ class Storage:
             "bytes_per_pass_of_8": self.plan.pass_bytes(self.store, 8),
             "reader": self.reader.reader.name,
             "reader_why": self.reader.why,
+            "is_checked": self.is_checked,
             "device_gb_per_s": self.read_gb_per_s,
             "gb_per_s": traffic.gb_per_s,
             "bytes_read": traffic.num_bytes,
@@ -152,7 +161,8 @@ def load_stored(
         )
     has_neurons = plan.neurons_per_layer > 0 and store.dtype == torch.bfloat16
     used = body if store.is_tiled or has_neurons else None
-    choice = open_reader(store.path, reader)
+    found = open_reader(store.path, reader)
+    choice = replace(found, reader=checked(found.reader, store))
     pool = open_pool(choice.reader, num_threads=SCATTERED_THREADS if plan.neurons_per_layer else NUM_THREADS)
     stream, neurons, experts = None, None, None
     parts: DenseParts = DenseParts(store.config)
@@ -213,15 +223,16 @@ def _give_back() -> None:
 
 
 def read_bundle(store: Store, pool: Pool, name: str) -> dict[str, nn.Parameter]:
-    """The tensors of a bundle, in memory of their own.
+    """The tensors of a bundle, in memory of their own, compared with its checksum.
 
     Raises:
         CheckpointError: it cannot be read.
+        CorruptError: it is damaged.
     """
     bundle = store[name]
     memory = aligned(bundle.num_pages_bytes)
     pool.submit(*whole(bundle.offset, memory)).wait()
-    checksum = zlib.crc32(memory[: bundle.num_bytes])
+    checksum = bundle.checksum if page_sums_of(pool.reader) else zlib.crc32(memory[: bundle.num_bytes])
     if checksum != bundle.checksum:
         raise CorruptError(
             f"{store.path}: bundle {name} has checksum {checksum:08x}, its index says {bundle.checksum:08x}; "

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from vivace.errors import VivaceError
-from vivace.kernels.library import ENDED, found_library
+from vivace.kernels.library import DAMAGED, ENDED, found_library
+from vivace.storage.checksums import page_sums_of
 from vivace.storage.readers import NUM_THREADS, PAGE, Reader, address, truncated, unreadable
 
 CHUNK_BYTES = 1 << 20
@@ -57,7 +58,7 @@ class Ticket:
         """Until every byte is there; no read touches the memory afterwards, whatever became of it.
 
         Raises:
-            CorruptError: the file ends before.
+            CorruptError: the file ends before, or a page is not as it was written.
             CheckpointError: the device fails.
         """
         begun = time.perf_counter()
@@ -231,9 +232,11 @@ class NativePool:
         self._traffic = Traffic()
         self._under_way: dict[int, memoryview] = {}  # whoever drops a ticket does not drop what it fills
         is_direct = reader.name == "direct"
-        handle = library.vivace_scatter_open(reader.file, num_threads, chunk_bytes, is_direct)
+        self._pages = page_sums_of(reader)
+        table = (None, 0) if self._pages is None else (self._pages.address, self._pages.count)
+        handle = library.vivace_scatter_open(reader.file, num_threads, chunk_bytes, is_direct, *table)
         self._handle = ctypes.c_void_p(handle)
-        self.close = weakref.finalize(self, _close, library, self._handle, self._under_way)
+        self.close = weakref.finalize(self, _close, library, self._handle, (self._under_way, self._pages))
         """Stop the threads."""
 
     @property
@@ -260,6 +263,9 @@ class NativePool:
         if error == 0:
             return None
         path = self.reader.path
+        if error == DAMAGED:
+            assert self._pages is not None
+            return self._pages.damaged(offset)
         if error == ENDED:
             return truncated(path, offset, size, max(0, path.stat().st_size - offset))
         return unreadable(path, offset, os.strerror(error))
@@ -270,5 +276,5 @@ class NativePool:
         return list(out)
 
 
-def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _memory: dict[int, memoryview]) -> None:
+def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _kept: object) -> None:
     library.vivace_scatter_close(handle)

@@ -15,7 +15,8 @@ In a store for native kernels, matrices that are read while they are used lie in
 ``kernels/native.py``); so does what is resident of attention and feed-forwards.
 
 Row-column bundling: Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514, section 3.2. A store is complete or not
-there, and says so: the file carries the name of its index, its length is known, every bundle has a checksum.
+there, and says so: the file carries the name of its index, its length is known, every bundle has a checksum. Behind the
+last bundle lies a table with a checksum for every page before it, which whoever reads compares (``checksums.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import torch
 
@@ -42,8 +43,10 @@ Layout = Literal["layers", "neurons", "selected"]
 INDEX = "store.json"
 DATA = "weights.store"
 MAGIC = b"vivace store 1\n"
-FORMATS = (1, 2)
-"""Matrices in rows, and in tiles."""
+FORMATS = (1, 2, 3)
+"""Matrices in rows, and in tiles; either, and a table of the checksums of all pages, which the first two lack."""
+CHECKED = 3
+"""The first format with that table."""
 PAGE = 4096
 """Bundles and records begin at multiples of this many bytes; so does the end of the file."""
 LINE = 64
@@ -93,6 +96,17 @@ class Bundle:
 
 
 @dataclass(frozen=True)
+class PageTable:
+    """Where the checksums of all pages before it lie, four bytes each."""
+
+    offset: int
+    """Bytes from the beginning of the file."""
+    num_bytes: int
+    checksum: int
+    """CRC-32 of the table."""
+
+
+@dataclass(frozen=True)
 class Store:
     """An open index; the file itself is read by a ``Reader`` (``readers.py``)."""
 
@@ -105,6 +119,8 @@ class Store:
     bundles: Mapping[str, Bundle]
     base: str = ""
     """``base_hash`` of the checkpoint it was made from."""
+    page_sums: PageTable | None = None
+    """None where it was written before there was one: what is streamed cannot be checked then."""
 
     @property
     def path(self) -> Path:
@@ -166,7 +182,7 @@ def open_store(folder: str | Path) -> Store:
     found = resolve(folder)
     index = read_json(found / INDEX)
     if index.get("format") not in FORMATS:
-        known = " and ".join(map(str, FORMATS))
+        known = ", ".join(map(str, FORMATS))
         raise MismatchError(
             f"{found / INDEX} has format {index.get('format')!r}; this version reads {known}: convert again"
         )
@@ -187,7 +203,10 @@ def _from_json(folder: Path, index: Mapping[str, Any]) -> Store:
         parts = tuple(Part(p["name"], tuple(p["shape"]), p["offset"]) for p in item["parts"])
         bundles[item["name"]] = Bundle(**{**item, "parts": parts})
     config = translate(read_json(folder / "config.json"))
-    return Store(folder, config, index["layout"], dtype, index["identity"], index["bytes"], bundles, index["base"])
+    table = PageTable(**index["page_sums"]) if index["format"] >= CHECKED else None
+    return Store(
+        folder, config, index["layout"], dtype, index["identity"], index["bytes"], bundles, index["base"], table
+    )
 
 
 def _check_file(store: Store) -> None:
@@ -210,25 +229,36 @@ def _check_file(store: Store) -> None:
 
 
 def verify(store: Store, block_bytes: int = 1 << 22) -> None:
-    """Read the whole file and compare every checksum.
+    """Read the whole file and compare the checksums of all bundles, and that of the table of its pages.
 
     Raises:
         CorruptError: names the bundle that differs.
     """
+    table = store.page_sums
     with store.path.open("rb") as file:
         for bundle in store.bundles.values():
-            file.seek(bundle.offset)
-            left, checksum = bundle.num_bytes, 0
-            while left:
-                block = file.read(min(left, block_bytes))
-                if not block:
-                    break
-                checksum, left = zlib.crc32(block, checksum), left - len(block)
-            if left or checksum != bundle.checksum:
+            checksum = _checksum(file, bundle.offset, bundle.num_bytes, block_bytes)
+            if checksum != bundle.checksum:
                 raise CorruptError(
                     f"{store.path}: bundle {bundle.name} has checksum {checksum:08x}, its index says "
                     f"{bundle.checksum:08x}; convert the model again"
                 )
+        if table is not None and _checksum(file, table.offset, table.num_bytes, block_bytes) != table.checksum:
+            raise table_is_damaged(store)
+
+
+def table_is_damaged(store: Store) -> CorruptError:
+    """The error of checksums that are no use."""
+    return CorruptError(f"{store.path}: its table of checksums is damaged; restore the file or convert the model again")
+
+
+def _checksum(file: BinaryIO, offset: int, num_bytes: int, block_bytes: int) -> int:
+    """CRC-32 of a part of a file, or of as much of it as there is."""
+    file.seek(offset)
+    checksum = 0
+    while num_bytes and (block := file.read(min(num_bytes, block_bytes))):
+        checksum, num_bytes = zlib.crc32(block, checksum), num_bytes - len(block)
+    return checksum
 
 
 def arrange(
@@ -341,15 +371,22 @@ def _records(c: ModelConfig, name: str, count: int, layout: Layout, item: int) -
 
 
 def to_json(
-    identity: str, base: str, layout: Layout, dtype: torch.dtype, num_bytes: int, bundles: list[Bundle]
+    identity: str,
+    base: str,
+    layout: Layout,
+    dtype: torch.dtype,
+    num_bytes: int,
+    bundles: list[Bundle],
+    page_sums: PageTable,
 ) -> dict[str, Any]:
     """The index as it is written."""
     return {
-        "format": 2 if any(part.is_tiled for bundle in bundles for part in bundle.parts) else 1,
+        "format": CHECKED,
         "base": base,
         "identity": identity,
         "layout": layout,
         "dtype": str(dtype).removeprefix("torch."),
         "bytes": num_bytes,
         "bundles": [asdict(bundle) for bundle in bundles],
+        "page_sums": asdict(page_sums),
     }

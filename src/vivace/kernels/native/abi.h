@@ -247,7 +247,8 @@ struct Extent {
     int64_t offset, place, bytes;
 };
 
-constexpr int64_t ENDED = -1;  // in place of an error number: the file is shorter
+constexpr int64_t ENDED = -1;    // in place of an error number: the file is shorter
+constexpr int64_t DAMAGED = -2;  // a page is not as it was written
 
 enum Site : int64_t { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_MLP };
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU };

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "checksum.h"
 #include "reading.h"
 
 namespace {
@@ -33,7 +34,8 @@ struct Finished {
 
 class Channel {
 public:
-    Channel(int file, int64_t threads, int64_t chunk_bytes) : file_(dup(file)), chunk_bytes_(chunk_bytes) {
+    Channel(int file, int64_t threads, int64_t chunk_bytes, PageSums pages)
+        : file_(dup(file)), chunk_bytes_(chunk_bytes), pages_(pages) {
         for (int64_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
     }
 
@@ -87,7 +89,7 @@ private:
             load.begun += bytes, ++load.under_way;
             if (load.begun == load.bytes) waiting_.erase(load.urgency);
             held.unlock();
-            const int64_t error = read_all(file_, load.into + first, bytes, load.offset + first, bytes);
+            const int64_t error = read(load.into + first, bytes, load.offset + first);
             held.lock();
             if (error && !load.error) {
                 load.error = error;
@@ -101,8 +103,14 @@ private:
         }
     }
 
+    int64_t read(char* into, int64_t bytes, int64_t offset) const {
+        const int64_t error = read_all(file_, into, bytes, offset, bytes);
+        return error || first_damaged(pages_, into, offset, bytes) < 0 ? error : DAMAGED;
+    }
+
     const int file_;
     const int64_t chunk_bytes_;
+    const PageSums pages_;
     std::mutex lock_;
     std::condition_variable asked_, arrived_;
     std::unordered_map<int64_t, Load> loads_;
@@ -115,8 +123,11 @@ private:
 
 }  // namespace
 
-EXPORT void* vivace_channel_open(int64_t file, int64_t threads, int64_t chunk_bytes) {
-    return new Channel(static_cast<int>(file), threads, chunk_bytes);
+// With the checksums of the file's pages, or none; they stay where they are until it is closed.
+EXPORT void* vivace_channel_open(
+    int64_t file, int64_t threads, int64_t chunk_bytes, const void* sums, int64_t num_pages) {
+    return new Channel(
+        static_cast<int>(file), threads, chunk_bytes, PageSums{static_cast<const uint32_t*>(sums), num_pages});
 }
 
 EXPORT void vivace_channel_close(void* channel) { delete static_cast<Channel*>(channel); }

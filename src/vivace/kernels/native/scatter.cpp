@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "checksum.h"
 #include "reading.h"
 
 namespace {
@@ -63,8 +64,8 @@ struct Batch {
 
 class Scatter {
 public:
-    Scatter(int file, int64_t threads, int64_t chunk_bytes, bool is_direct)
-        : file_(file), chunk_bytes_(chunk_bytes), is_direct_(is_direct) {
+    Scatter(int file, int64_t threads, int64_t chunk_bytes, bool is_direct, PageSums pages)
+        : file_(file), chunk_bytes_(chunk_bytes), is_direct_(is_direct), pages_(pages) {
         for (int64_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
     }
 
@@ -124,8 +125,11 @@ private:
             if (running_++ == 0) since_ = Clock::now();
             ++num_reads_, num_bytes_ += bytes;
             held.unlock();
-            const int64_t offset = whole.offset + first;
-            const int64_t error = read(batch->memory + whole.place + first, bytes, offset, pages);
+            char* into = batch->memory + whole.place + first;
+            int64_t offset = whole.offset + first;
+            int64_t error = read(into, bytes, offset, pages);
+            const int64_t damaged = error ? -1 : first_damaged(pages_, into, offset, bytes);
+            if (damaged >= 0) error = DAMAGED, offset = damaged;
             held.lock();
             if (--running_ == 0) busy_ += Clock::now() - since_;
             --batch->under_way;
@@ -151,6 +155,7 @@ private:
     const int file_;
     const int64_t chunk_bytes_;
     const bool is_direct_;
+    const PageSums pages_;
     std::mutex lock_;
     std::condition_variable asked_, ended_;
     std::deque<std::shared_ptr<Batch>> waiting_;
@@ -164,8 +169,11 @@ private:
 
 }  // namespace
 
-EXPORT void* vivace_scatter_open(int64_t file, int64_t threads, int64_t chunk_bytes, int64_t is_direct) {
-    return new Scatter(static_cast<int>(file), threads, chunk_bytes, is_direct != 0);
+// With the checksums of the file's pages, or none; they stay where they are until it is closed.
+EXPORT void* vivace_scatter_open(
+    int64_t file, int64_t threads, int64_t chunk_bytes, int64_t is_direct, const void* sums, int64_t num_pages) {
+    const PageSums pages{static_cast<const uint32_t*>(sums), num_pages};
+    return new Scatter(static_cast<int>(file), threads, chunk_bytes, is_direct != 0, pages);
 }
 
 EXPORT void vivace_scatter_close(void* scatter) { delete static_cast<Scatter*>(scatter); }
