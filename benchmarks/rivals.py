@@ -19,8 +19,6 @@ from typing import Any
 
 import vivace
 from benchmarks.rivals_table import tables
-from vivace.baselines.kinds import KINDS
-from vivace.baselines.lookahead import LookaheadPlan
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
 from vivace.cli.asking import questions_of, read_prompts
@@ -31,10 +29,9 @@ from vivace.evaluate.contest import Question, Record, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
-from vivace.methods import AnyPlan
-from vivace.multistream.config import StreamPlan
+from vivace.methods import AnyPlan, plan_of
 from vivace.prompts import Prompt
-from vivace.recipe import METHODS, build
+from vivace.recipe import METHODS
 from vivace.train.resume import read_state
 from vivace.tuning import TUNED, candidates_of, describe, keep_plan, planned, search
 
@@ -215,7 +212,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         kind, folder = _kind_of(name), given.runs / name
         beside.append((name, kind, _loaded(given.model, {kind: folder}, None), folder))
     for name, method, engine, where in beside:
-        engine = planned(engine, _plan(method, plans[name])) if name in plans else engine
+        engine = planned(engine, plan_of(method, plans[name])) if name in plans else engine
         players.append(Named(name, Entrant(method, engine, given.max_new_tokens)))
         facts[name] = _facts(engine, method, where) | {"plain": "plain"}
     for kind, methods in WHOLE.items():
@@ -246,13 +243,6 @@ def _methods(engine: Engine) -> list[str]:
     """Every method that is ready, plain first; those that leave early at their usual quality."""
     ready = [name for name in engine.methods.ready() if name not in ("plain", "skipdecode", "foresight")]
     return ["plain", *ready]
-
-
-def _plan(method: str, values: Mapping[str, Any]) -> AnyPlan:
-    """A draft that was written down."""
-    kinds: dict[str, type[Any]] = {"lookahead": LookaheadPlan, "multistream": StreamPlan}
-    made: AnyPlan = build(KINDS[method].plan if method in KINDS else kinds.get(method, DraftPlan), values)
-    return made
 
 
 def _folder_of(method: str, engine: Engine, found: Mapping[str, Path]) -> Path | None:

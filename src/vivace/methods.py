@@ -83,6 +83,21 @@ STORED: Mapping[str, Stored] = {
 """By the name of the method."""
 
 
+def plan_of(method: str, values: Mapping[str, Any]) -> AnyPlan:
+    """A draft's shape as it was written down, such as ``{"widths": [1, 1, 1]}``.
+
+    Raises:
+        ConfigError: a method that drafts by no plan, or a key or value that its plan does not have.
+    """
+    kinds: dict[str, type[Any]] = {"draft": DraftPlan, "layerskip": DraftPlan, "lookahead": LookaheadPlan}
+    adapter = find_method(method).adapter
+    kind = kinds.get(method) if adapter is None else STORED[adapter].plan
+    if kind is None or not issubclass(kind, AnyPlan):
+        raise ConfigError(f"method {method} drafts by no plan; leave it out")
+    made: AnyPlan = build(kind, values)
+    return made
+
+
 def read_adapter(kind: str, folder: Path, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and weights of an adapter for a method.
 

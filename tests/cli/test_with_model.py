@@ -104,8 +104,34 @@ def test_bench_writes_figures_with_their_provenance(cli: Cli, folder: Path, tmp_
     assert report["runs"][0]["tokens_per_target_pass"] == 1.0
     assert report["setting"]["num_prompts"] == 2
     assert report["quality"]["e2e"]["num_texts"] == 2
+    assert set(report["memory"]["held"]) == {"plain", "lookup", "transformers"}
+    assert all(found["weights"] > 0 < found["cache"] for found in report["memory"]["held"].values())
+    assert report["memory"]["libraries"] > 0
+    assert report["provenance"]["best_kernels"] in ("torch", "avx2", "avx512", "amx")
     assert cli(*words, "--methods", "plain", "--json", "-").json["runs"][0]["method"] == "plain"
     assert "add it" in cli(*words, "--methods", "lookup").err
+
+
+def test_bench_drafts_by_the_plans_it_is_given(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    words = ("bench", "decode", "--model", folder, "--draft-model", folder, "--limit", 1, "--max-new-tokens", 6)
+    words = (*words, "--repeats", 1, "--methods", "plain,draft", "--json", "-")
+    assert [run.get("plan") for run in cli(*words).json["runs"]] == [None, "chain 4"]
+    plans = tmp_path / "plans.json"
+    plans.write_text('{"draft": {"widths": [1, 1]}}')
+    run = cli(*words, "--plans", plans).json["runs"][1]
+    assert (run["plan"], len(run["acceptance_per_position"])) == ("chain 2", 2)
+    assert run["layers_per_step"] == {"verify": 2, "draft": 0}
+    for text, complaint in (
+        ('{"medusa": {"widths": [1]}}', "is for methods of --methods; found medusa"),
+        ('{"plain": {"widths": [1]}}', "method plain drafts by no plan"),
+        ('{"draft": {"width": [1]}}', "widths"),
+        ("[]", "no object"),
+        ("{", "plans.json"),
+    ):
+        plans.write_text(text)
+        outcome = cli(*words, "--plans", plans)
+        assert outcome.status == 2, text
+        assert complaint in outcome.err, text
 
 
 def test_demo_shows_samples_and_identity(cli: Cli, folder: Path) -> None:

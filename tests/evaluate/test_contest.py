@@ -81,6 +81,17 @@ def test_a_method_is_set_beside_the_baseline() -> None:
     assert run.peak_memory_bytes == 9
 
 
+def test_whole_answers_are_set_beside_the_baselines_with_their_prompts() -> None:
+    """Reading the prompt takes as long for both: 4 times as fast behind it is 1.6 times as fast in all."""
+    base = Record("plain", [[take((1, 2, 3), decode_s=4.0, total_s=8.0)], [take((1, 2), decode_s=2.0, total_s=4.0)]])
+    fast = Record("fast", [[take((1, 2, 3), decode_s=1.0, total_s=5.0)], [take((1, 2), decode_s=0.5, total_s=2.5)]])
+    plain, run = summarise([base, fast], "plain")
+    assert (plain.end_to_end_speedup, plain.end_to_end_interval) == (1.0, (1.0, 1.0))
+    assert run.speedup == pytest.approx(4.0)
+    assert run.end_to_end_speedup == pytest.approx(1.6)
+    assert run.end_to_end_interval == pytest.approx((1.6, 1.6))
+
+
 def test_one_take_that_differs_is_enough() -> None:
     base = Record("plain", [[take((1, 2))] * 2])
     other = Record("other", [[take((1, 2)), take((1, 3))]])

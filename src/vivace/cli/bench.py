@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
+from vivace.cli.contestants import drafting, holdings, libraries_memory, method_of, planned_engines
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError, DependencyError
 from vivace.files import write_text
@@ -22,6 +24,7 @@ from vivace.units import format_bytes
 if TYPE_CHECKING:
     from vivace.engine import Engine
     from vivace.evaluate.contest import Record, Run
+    from vivace.evaluate.memory import Holdings
     from vivace.evaluate.roofline import Roofline
 
 app = typer.Typer(no_args_is_help=True, help="How fast, and whether the answers stayed the same.")
@@ -56,6 +59,10 @@ def decode(
     memory: options.Memory = None,
     reader: options.Reader = "auto",
     raw: options.Raw = False,
+    plans: Annotated[
+        Path | None,
+        typer.Option(help='Drafts by method, as JSON, instead of what adapters say: {"draft": {"widths": [1, 1]}}.'),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
     ] = None,
@@ -65,13 +72,14 @@ def decode(
     from vivace.evaluate.entrants import Entrant
     from vivace.evaluate.peers import enter_peers
 
+    libraries = libraries_memory()
     names = split_names(methods)
     if BASELINE not in names:
         raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
     rows = read_prompts(prompts, limit)
     rivals_draft = "transformers-assisted" in split_names(peers)
     choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
-    engine = open_engine(choice, [*map(_method, names), *(["draft"] if rivals_draft else [])])
+    engine = open_engine(choice, [*map(method_of, names), *(["draft"] if rivals_draft else [])])
     if engine.storage is not None and split_names(peers):
         raise ConfigError(
             f"--peers read checkpoints, {engine.folder} is a store; leave them out, or name the checkpoint"
@@ -86,10 +94,14 @@ def decode(
         batch_size=batch,
         draft_folder=draft_model,
     )
-    entrants = [Entrant(name, engine, max_new_tokens, raw) for name in names]
+    engines = planned_engines(engine, names, plans)
+    entrants = [Entrant(name, engines[name], max_new_tokens, raw) for name in names]
     with console.progress("answering") as progress:
         records = hold([*entrants, *rivals], questions, batch_size=batch, repeats=repeats, on_progress=progress)
     runs = summarise(records, BASELINE)
+    first = questions[:batch]
+    held = {entrant.name: holdings(engines[entrant.name], entrant, first) for entrant in entrants}
+    held |= {peer.name: peer.holdings(first) for peer in rivals}
     report = {
         **facts(engine),
         "setting": {
@@ -106,12 +118,15 @@ def decode(
         "storage": None if engine.storage is None else engine.storage.facts,
         "peers": None if heat is None else asdict(heat),
         "quality": quality(engine, rows, records, BASELINE),
-        "lossy": {name: quality(engine, rows, records, name) for name in names if not METHODS[_method(name)].lossless},
-        "runs": [asdict(run) for run in runs],
+        "lossy": {
+            name: quality(engine, rows, records, name) for name in names if not METHODS[method_of(name)].lossless
+        },
+        "memory": {"libraries": libraries, "held": {name: asdict(found) for name, found in held.items()}},
+        "runs": [asdict(run) | drafting(engines.get(run.method), run.method) for run in runs],
     }
     write_report(report, json_file)
     if str(json_file) != "-":
-        print_runs(runs)
+        print_runs(runs, held)
         for run in runs:
             if run.method in report["lossy"]:
                 console.note(lossy_note(run, len(rows), report))
@@ -129,11 +144,6 @@ def facts(engine: Engine) -> dict[str, Any]:
         roofline = replace(roofline, weight_bytes=roofline.weight_bytes + streamed)
     measured = {**asdict(roofline), "achieved_bytes_per_s": roofline.achieved_bytes_per_s}
     return {"provenance": asdict(provenance(engine.model.device)), "roofline": measured}
-
-
-def _method(name: str) -> str:
-    """``"dynamic"`` of ``"dynamic@0.98"``."""
-    return name.partition("@")[0]
 
 
 def lossy_note(run: Run, num_prompts: int, report: dict[str, Any]) -> str:
@@ -170,33 +180,28 @@ def write_report(report: dict[str, Any], target: Path | None) -> None:
     console.note(f"results written to {target}")
 
 
-def print_runs(runs: list[Run]) -> None:
-    """The table of a bench."""
-    columns = [
-        "method",
-        "tokens/s",
-        "speed-up",
-        "identical",
-        "accept. length",
-        "tokens/pass",
-        "end to end",
-        "peak memory",
-    ]
+def print_runs(runs: Sequence[Run], held: Mapping[str, Holdings] | None = None) -> None:
+    """The table of a bench, with what each method holds in memory where that was counted."""
+    columns = ["method", "tokens/s", "speed-up", "whole answers", "identical", "accept. length", "tokens/pass"]
+    columns += [] if held is None else ["weights", "cache", "drafter"]
     rows = [
         [
             run.method,
             f"{run.tokens_per_s:.1f}",
             f"{run.speedup:.2f}x",
+            f"{run.end_to_end_tokens_per_s:.1f}, {run.end_to_end_speedup:.2f}x",
             "yes" if run.identical else f"no ({run.num_different} differ)",
             _figure(run.mean_acceptance_length),
             _figure(run.tokens_per_target_pass),
-            f"{run.end_to_end_tokens_per_s:.1f}",
-            "-" if run.peak_memory_bytes is None else format_bytes(run.peak_memory_bytes),
+            *([] if held is None else [format_bytes(size) for size in astuple(held[run.method])]),
         ]
         for run in runs
     ]
     console.table("", columns, rows)
-    console.note("accept. length = 1 + accepted / steps; tokens/s without the first block; end to end with the prompt")
+    console.note(
+        "accept. length = 1 + accepted / steps; tokens/s without the first block; whole answers with the prompt"
+        + ("" if held is None else "; memory is that of tensors, libraries come on top")
+    )
 
 
 def roofline_note(roofline: dict[str, Any]) -> str:

@@ -97,6 +97,9 @@ class Run:
     speedup_interval: tuple[float, float]
     """95 % bootstrap over batches."""
     end_to_end_tokens_per_s: float
+    end_to_end_speedup: float
+    """The same for whole answers, reading the prompt included."""
+    end_to_end_interval: tuple[float, float]
     identical: bool
     """Every answer has the baseline's token ids."""
     num_different: int
@@ -183,7 +186,7 @@ def _summarise(record: Record, base: Record) -> Run:
     repeats = [_rate([_batch_rate([take]) for take in round_]) for round_ in zip(*record.takes, strict=True)]
     num_different = sum(_num_different(ours, theirs) for ours, theirs in zip(record.takes, base.takes, strict=True))
     steps = sum(take.num_steps for take in firsts)
-    gain = _speedup(record, base)
+    gain, whole = _speedup(record, base, _batch_rate), _speedup(record, base, _whole_rate)
     layers = [layer for take in firsts for layer in take.exit_layers]
     return Run(
         method=record.name,
@@ -191,7 +194,9 @@ def _summarise(record: Record, base: Record) -> Run:
         tokens_per_s_spread=(min(repeats), max(repeats)),
         speedup=gain.estimate,
         speedup_interval=(gain.low, gain.high),
-        end_to_end_tokens_per_s=_rate([(b[0].num_tokens, _median([t.total_s for t in b])) for b in record.takes]),
+        end_to_end_tokens_per_s=_rate([_whole_rate(batch) for batch in record.takes]),
+        end_to_end_speedup=whole.estimate,
+        end_to_end_interval=(whole.low, whole.high),
         identical=num_different == 0,
         num_different=num_different,
         num_tokens=sum(take.num_tokens for take in firsts),
@@ -208,19 +213,27 @@ def _summarise(record: Record, base: Record) -> Run:
     )
 
 
-def _speedup(record: Record, base: Record) -> Interval:
-    """Ratio of the rates; where the answers are equally long it is the ratio of the decoding times."""
-    ours = [_batch_rate(takes) for takes in record.takes]
-    theirs = [_batch_rate(takes) for takes in base.takes]
+Timing = Callable[[Sequence[Take]], tuple[int, float]]
+"""Tokens of a batch and the median time for them."""
+
+
+def _speedup(record: Record, base: Record, timing: Timing) -> Interval:
+    """Ratio of the rates; where the answers are equally long it is the ratio of the times."""
+    ours, theirs = ([timing(takes) for takes in one.takes] for one in (record, base))
     scaled = [seconds * (ours[i][0] / tokens if tokens else 1.0) for i, (tokens, seconds) in enumerate(theirs)]
     interval = paired_bootstrap(scaled, [max(seconds, 1e-12) for _, seconds in ours], statistic=ratio_of_sums)
-    ratio = tokens_per_s(record) / tokens_per_s(base) if tokens_per_s(base) else 0.0
+    ratio = _rate(ours) / _rate(theirs) if _rate(theirs) else 0.0
     return Interval(ratio, interval.low, interval.high, interval.confidence)
 
 
 def _batch_rate(takes: Sequence[Take]) -> tuple[int, float]:
     """Tokens after the first blocks, and the median time for them."""
     return takes[0].num_tokens - takes[0].num_first_tokens, _median([take.decode_s for take in takes])
+
+
+def _whole_rate(takes: Sequence[Take]) -> tuple[int, float]:
+    """All tokens, and the median time from the call to its return."""
+    return takes[0].num_tokens, _median([take.total_s for take in takes])
 
 
 def _rate(pairs: Sequence[tuple[int, float]]) -> float:

@@ -27,9 +27,10 @@ import torch
 
 from vivace.checkpoint.generation import load_eos_ids
 from vivace.checkpoint.gguf import write_checkpoint
+from vivace.checkpoint.load import load_config
 from vivace.errors import CapacityError, DependencyError, VivaceError
 from vivace.evaluate.contest import Question, Take
-from vivace.evaluate.memory import peak_memory
+from vivace.evaluate.memory import Holdings, peak_memory
 
 LLAMA_CPP: Mapping[str, str] = {"llama.cpp": "auto", "llama.cpp-q8_0": "q8_0", "llama.cpp-q4_0": "q4_0"}
 """Name on the command line -> how its matrices are stored; "auto" is as in the checkpoint."""
@@ -104,6 +105,10 @@ class LlamaCpp:
             raise VivaceError(f"llama.cpp has no room for {num_sequences} sequences of {capacity} tokens")
         weakref.finalize(self, _free, lib, self._context, self._model)
         self.capacity, self.num_sequences = capacity, num_sequences
+        self.num_bytes = int(lib.llama_model_size(self._model))
+        """Of the weights."""
+        self.num_entries = int(settings.n_ctx)
+        """Of the cache, all sequences together."""
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = _Batch(lib, settings.n_batch)
@@ -193,6 +198,12 @@ class LlamaCppPeer:
     engine: LlamaCpp
     max_new_tokens: int
     end_tokens: frozenset[int]
+    entry_bytes: int = 0
+    """Of a token's keys and values in all layers, float16."""
+
+    def holdings(self, batch: Sequence[Question]) -> Holdings:
+        """Bytes of the weights and of the cache, which are taken when the file is opened."""
+        return Holdings(self.engine.num_bytes, self.engine.num_entries * self.entry_bytes, 0)
 
     def answer(self, batch: Sequence[Question]) -> Take:
         """Answer one batch, greedily, all its sequences in one pass a step."""
@@ -254,10 +265,13 @@ def enter_llama_cpp(
         DependencyError: llama-cpp-python is not installed, or crashes on this machine.
         UnsupportedError: the checkpoint cannot be written as GGUF.
     """
-    if names:
-        _library()
+    if not names:
+        return []
+    _library()
     longest = max((len(question.token_ids) for question in questions), default=0) + max_new_tokens
     ends = frozenset(load_eos_ids(folder))
+    config = load_config(folder)
+    entry_bytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     peers = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
@@ -265,7 +279,7 @@ def enter_llama_cpp(
             write_checkpoint(folder, path, LLAMA_CPP[name], tokenizer=False)
             _probe(name, path)
             engine = LlamaCpp(path, num_threads=torch.get_num_threads(), capacity=longest, num_sequences=batch_size)
-        peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends))
+        peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends, entry_bytes))
     return peers
 
 

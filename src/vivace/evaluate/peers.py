@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from vivace.errors import ConfigError, nearest
-from vivace.evaluate.contest import Contestant, Question, Take
-from vivace.evaluate.llamacpp import LLAMA_CPP, enter_llama_cpp
-from vivace.evaluate.memory import peak_memory
+from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, enter_llama_cpp
+from vivace.evaluate.memory import Holdings, held_bytes, peak_memory
 
 Speculation = Literal["none", "lookup", "assisted"]
 
@@ -86,6 +86,15 @@ class TransformersPeer:
             peak_memory_bytes=peak.num_bytes,
         )
 
+    def holdings(self, batch: Sequence[Question]) -> Holdings:
+        """Bytes of the model, of the cache that answering a batch leaves behind, and of the assistant."""
+        ids, mask = _pad([question.token_ids for question in batch], self.model.device)
+        settings = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+        with torch.inference_mode():
+            output = self.model.generate(input_ids=ids, attention_mask=mask, **settings)
+        entries = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+        return Holdings(*held_bytes(self.model, entries, self.assistant))
+
     def _speculation(self) -> dict[str, Any]:
         match TRANSFORMERS[self.name]:
             case "lookup":
@@ -97,6 +106,10 @@ class TransformersPeer:
     def _end_tokens(self) -> set[int]:
         found = self.model.generation_config.eos_token_id
         return set() if found is None else set(found) if isinstance(found, list) else {found}
+
+
+Peer = TransformersPeer | LlamaCppPeer
+"""Contestants that are other engines."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ def enter_peers(
     device: torch.device,
     batch_size: int = 1,
     draft_folder: Path | None = None,
-) -> tuple[list[Contestant], Heat | None]:
+) -> tuple[list[Peer], Heat | None]:
     """Load the peers of a bench.
 
     Args:
@@ -142,7 +155,7 @@ def enter_peers(
     if "transformers-assisted" in names and draft_folder is None:
         raise ConfigError("peer transformers-assisted needs a small model that drafts; give --draft-model DIR")
     native = [name for name in names if name in LLAMA_CPP]
-    found: dict[str, Contestant] = {
+    found: dict[str, Peer] = {
         peer.name: peer
         for peer in enter_llama_cpp(native, folder, questions, max_new_tokens=max_new_tokens, batch_size=batch_size)
     }

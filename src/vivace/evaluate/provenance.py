@@ -13,7 +13,10 @@ from pathlib import Path
 
 import torch
 
+from vivace.kernels.choice import choose
+
 PACKAGES = ("vivace", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Provenance:
     num_cores: int
     num_threads: int
     device: str
+    best_kernels: str
+    """The best this processor runs, whatever was measured."""
+    cache_bytes: int | None
+    """Of its largest cache; None where the system does not say."""
 
 
 def provenance(device: torch.device) -> Provenance:
@@ -42,6 +49,8 @@ def provenance(device: torch.device) -> Provenance:
         num_cores=os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        best_kernels=choose("auto").name,
+        cache_bytes=_cache_bytes(),
     )
 
 
@@ -57,6 +66,12 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
     return match[1].strip() if match else platform.processor() or "unknown"
+
+
+def _cache_bytes() -> int | None:
+    """Size of the first core's largest cache, as Linux gives it: ``32768K``."""
+    sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=None)
 
 
 def _commit() -> str | None:

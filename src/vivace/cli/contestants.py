@@ -1,0 +1,96 @@
+"""What the bench knows of its contestants besides their answers: plans of drafts, layers of a step, memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vivace.errors import ConfigError
+from vivace.recipe import METHODS
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
+    from vivace.evaluate.contest import Question
+    from vivace.evaluate.entrants import Entrant
+    from vivace.evaluate.memory import Holdings
+
+STEPS_BEFORE_COUNTING = 3
+"""Steps after which a drafter has made all copies that it works with."""
+
+
+def method_of(name: str) -> str:
+    """``"dynamic"`` of ``"dynamic@0.98"``."""
+    return name.partition("@")[0]
+
+
+def planned_engines(engine: Engine, names: Sequence[str], file: Path | None) -> dict[str, Engine]:
+    """An engine for each method, drafting by the file's plan where it has one.
+
+    Raises:
+        ConfigError: the file is no JSON object of plans, or has one for a method that does not take part.
+    """
+    from vivace.methods import plan_of
+    from vivace.tuning import planned
+
+    engines = dict.fromkeys(names, engine)
+    if file is None:
+        return engines
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plans {file}: {error}") from error
+    unused = sorted(set(values) - set(names)) if isinstance(values, dict) else ["no object"]
+    if unused:
+        raise ConfigError(f"--plans {file} is for methods of --methods; found {', '.join(unused)}")
+    return engines | {name: planned(engine, plan_of(method_of(name), plan)) for name, plan in values.items()}
+
+
+def drafting(engine: Engine | None, name: str) -> dict[str, Any]:
+    """The plan of a method's drafts, and the layers of the model that a step runs; nothing for other engines."""
+    from vivace.decode.draft_model import DraftModel
+    from vivace.decode.shallow import DraftPlan
+    from vivace.evaluate.step_layers import layers_of_step
+    from vivace.methods import AnyPlan
+    from vivace.tuning import describe
+
+    if engine is None or not METHODS[method_of(name)].lossless:
+        return {}
+    drafter = engine.methods.drafter(method_of(name))
+    plan = getattr(drafter, "plan", None)
+    if isinstance(drafter, DraftModel):
+        plan = DraftPlan.chain(drafter.config.num_draft_tokens)
+    layers = layers_of_step(drafter, engine.model.config.num_layers)
+    return {
+        "plan": describe(plan) if isinstance(plan, AnyPlan) else None,
+        "layers_per_step": None if name == "auto" else {"verify": layers.verify, "draft": layers.draft},
+    }
+
+
+def libraries_memory() -> int | None:
+    """Resident memory when everything is imported that the bench needs, and no model has been read."""
+    from vivace.evaluate.memory import resident_memory
+
+    import_module("vivace.engine")
+    return resident_memory()
+
+
+def holdings(engine: Engine, entrant: Entrant, questions: Sequence[Question]) -> Holdings:
+    """Memory that a method needs for some prompts at once, counted in the middle of its answers."""
+    from vivace.engine import Options
+    from vivace.evaluate.memory import holdings_of
+
+    settings = {"method": method_of(entrant.name), "max_new_tokens": entrant.max_new_tokens, "do_sample": False}
+    options = Options.of({**settings, "batch_size": len(questions), "quality": entrant.quality})
+    requests = [engine.request_for(question.token_ids, options) for question in questions]
+    session = engine.session(requests, options)
+    for request in requests:
+        session.admit(request)
+    for _ in range(STEPS_BEFORE_COUNTING):
+        if not session.is_idle:
+            session.step()
+    found = holdings_of(session, requests[0].drafter)
+    list(session.drain())  # a drafter is told that its sequences end
+    return found
