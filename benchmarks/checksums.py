@@ -213,12 +213,20 @@ def tables(folder: Path) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """As Markdown."""
-    heads = ("", "GB on disk", "GB read a token", "ms a token, checked", "unchecked", "median of the pairs' ratios")
+    heads = (
+        "",
+        "GB on disk",
+        "GB read a token",
+        "ms a token, checked",
+        "unchecked",
+        "ratio of a pair: median (least, most)",
+    )
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, kind in result["kinds"].items():
         checked, unchecked = (statistics.median(kind["ms"][each]) for each in ("checked", "unchecked"))
         sizes = f"{kind['store_bytes'] / 1e9:.2f} | {kind['read_bytes'] / 1e9:.3f}"
-        lines.append(f"| {name} | {sizes} | {checked:.1f} | {unchecked:.1f} | {kind['median_ratio']:.3f} |")
+        spread = f"{kind['median_ratio']:.2f} ({min(kind['ratios']):.2f}, {max(kind['ratios']):.2f})"
+        lines.append(f"| {name} | {sizes} | {checked:.1f} | {unchecked:.1f} | {spread} |")
     return "\n".join(lines)
 
 
