@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.decode.lookup import LookupState
 from vivace.errors import CapacityError, ConfigError, MismatchError, NotFoundError, UsageError
 
 PROMPTS = ["abc", "the quick brown fox", "x", "aaaa bbbb aaaa"]
@@ -66,7 +68,8 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(checkpoint: Path) -> None
     next(stream)
     next(stream)
     stream.close()
-    assert engine.methods.drafter("lookup")._index == {}
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if type(kept) is LookupState]
     assert drafted(engine) == expected
 
 

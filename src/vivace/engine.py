@@ -28,7 +28,6 @@ from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.step import Step
-from vivace.decode.adaptive import Adaptive
 from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
@@ -366,7 +365,6 @@ class Engine:
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
         """A session with room for these requests."""
-        self.model.row_count = EXACT_ROWS if options.exact else 1
         num_slots = min(len(requests), options.batch_size)
         capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
         if self.storage is not None:
@@ -375,6 +373,7 @@ class Engine:
             self.model,
             num_slots=num_slots,
             capacity=capacity,
+            row_count=EXACT_ROWS if options.exact else 1,
             progress=options.progress,
         )
 
@@ -421,7 +420,6 @@ class Answer:
         self._request = request
         self._method = method
         self._stops = request.stop.stop_strings
-        self._drafter: object = request.drafter
         self._stream: TextStream = tokenizer.stream()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -460,7 +458,7 @@ class Answer:
             finish_reason=self._last.finish_reason,
             stats=self._last.stats,
             method=self._method,
-            choice=self._drafter.choice.reason if isinstance(self._drafter, Adaptive) else None,
+            choice=self._last.stats.choice,
         )
 
 

@@ -54,8 +54,8 @@ def test_slots_leave_nothing_behind(base, texts, name) -> None:
         assert result.tokens == texts[torch.bfloat16][4].new
         runs.append(result.stats.num_accepted_draft_tokens)
     assert runs[0] == runs[1]
-    for memory in ("_kept", "_pending", "_memory"):
-        assert not getattr(drafter, memory, {})
+    for memory in ("_kept", "_pending", "_memory", "_offsets"):
+        assert not getattr(session.drafting(drafter), memory, {})
 
 
 @pytest.mark.parametrize("name", RIVALS)

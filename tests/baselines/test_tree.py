@@ -62,7 +62,7 @@ def test_a_pool_keeps_what_was_used_last() -> None:
 def test_a_window_is_a_jacobi_iteration(base) -> None:
     """Each level's tokens are what the model said after the level below, one pass before."""
     model = base(torch.float32)
-    drafter = rival("lookahead", model)
+    drafter = rival("lookahead", model).open(model.new_cache(1, 8))
     memory = drafter._start([1, 2, 3])
     first = [list(level) for level in memory.levels]
     drafter._learn(memory, [50, 51, 52, 53, 54], accepted=0)

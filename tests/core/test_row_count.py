@@ -17,11 +17,11 @@ def test_layers_see_one_number_of_rows_and_the_text_stays(monkeypatch) -> None:
     model = build(torch.bfloat16)
     asked = [(prompt, drafter) for prompt in prompts(4) for drafter in (NoDrafts(), PromptLookup())]
 
-    def texts() -> list[tuple[int, ...]]:
-        session = Session(model, num_slots=3, capacity=64)
+    def texts(row_count: int) -> list[tuple[int, ...]]:
+        session = Session(model, num_slots=3, capacity=64, row_count=row_count)
         return [result.tokens for result in finish(session, [Request(p, 12, d) for p, d in asked], every=3)]
 
-    usual = texts()
+    usual = texts(1)
     seen = set()
     forward = Layer.forward
 
@@ -31,6 +31,5 @@ def test_layers_see_one_number_of_rows_and_the_text_stays(monkeypatch) -> None:
         return forward(self, h, step)
 
     monkeypatch.setattr(Layer, "forward", recorded)
-    model.row_count = 32
-    assert texts() == usual
+    assert texts(32) == usual
     assert seen == {32}

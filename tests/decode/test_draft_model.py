@@ -16,7 +16,7 @@ from tests.decode.tiny_decoders import VOCAB, prompts
 from vivace.core.config import RopeConfig
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.core.seams import Context
+from vivace.core.seams import Context, DraftState
 from vivace.decode.draft_model import CHUNK, DraftModel, DraftModelConfig
 from vivace.decode.laws import Laws
 from vivace.decode.plain import NoDrafts
@@ -129,20 +129,19 @@ def test_its_cache_is_that_of_a_prefill(
     session = Session(models(dtype), num_slots=3, capacity=64, chunk=8)
     for text, count in zip(plain(dtype), LIMITS, strict=True):
         session.admit(Request(text.prompt, count, drafter))
-    compared = 0
+    drafting, compared = session.drafting(drafter), 0
     while not session.is_idle:
         session.step()
-        cache = drafter._cache
-        for slot, sequence in session._live.items() if cache is not None else ():
+        cache = drafting.cache
+        for slot, sequence in session._live.items():
             missing = len(sequence.tokens) - cache.lengths[slot]
             if not sequence.chunks and cache.lengths[slot]:
                 assert missing in (1, 2)
-                assert_as_after_prefill(drafter._model, cache, slot, sequence.tokens)
+                assert_as_after_prefill(drafter.model, cache, slot, sequence.tokens)
                 compared += 1
-        assert not drafter._unverified
+        assert not drafting._unverified
     assert compared > 10
-    assert drafter._cache is not None
-    assert drafter._cache.lengths == [0, 0, 0]
+    assert drafting.cache.lengths == [0, 0, 0]
 
 
 def test_nothing_stale_is_read(models: Models, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +151,7 @@ def test_nothing_stale_is_read(models: Models, plain: Plain, monkeypatch: pytest
     first, *rest = plain(torch.float32)[4:9]
     session.admit(Request(first.prompt, 2, drafter))
     list(session.drain())
-    assert drafter._cache is not None
-    poison(drafter._cache, monkeypatch)
+    poison(session.drafting(drafter).cache, monkeypatch)
     stop = StopRule(end_tokens=frozenset(rest[0].new[4:5]))
     results = finish(session, [Request(t.prompt, 12, drafter, stop=stop) for t in rest])
     for got, text in zip(results, rest, strict=True):
@@ -169,16 +167,17 @@ def context(session: Session, texts: dict[int, list[int]], **fields: object) -> 
     return Context(tuple(texts), texts, session.cache, law, **fields)  # type: ignore[arg-type]
 
 
-def guesses(drafter: DraftModel, context: Context) -> dict[int, list[int]]:
+def guesses(drafting: DraftState, context: Context) -> dict[int, list[int]]:
     with torch.inference_mode():
-        draft = drafter.propose(context)
+        draft = drafting.propose(context)
     return {s: draft.tokens[(draft.slot == s) & (draft.node > 0)].tolist() for s in context.slots}
 
 
 def test_it_survives_what_a_session_may_do(models: Models) -> None:
     """Drafts never verified, slots forked, cut and let go: the guesses stay what plain decoding makes of the text."""
     model = models(torch.float32)
-    drafter, session = twin(models, torch.float32), Session(model, num_slots=3, capacity=64)
+    session = Session(model, num_slots=3, capacity=64)
+    drafter = session.drafting(twin(models, torch.float32))
 
     def right(tokens: list[int]) -> list[int]:
         return list(plain_text(model, tuple(tokens), 3).new)
@@ -186,25 +185,24 @@ def test_it_survives_what_a_session_may_do(models: Models) -> None:
     text = list(plain_text(model, (5, 6, 7, 8, 9), 12).new)
     assert guesses(drafter, context(session, {0: text[:6]})) == {0: right(text[:6])}
     assert guesses(drafter, context(session, {0: text[:6]})) == {0: right(text[:6])}, "nobody verified"
-    assert drafter._cache is not None
     drafter.fork([0], [1])
     changed = [*text[:5], 50, 51]
     assert guesses(drafter, context(session, {1: changed})) == {1: right(changed)}, "guesses are no text of the copy"
     drafter.release([1])
     assert guesses(drafter, context(session, {0: text[:6]})) == {0: right(text[:6])}
     drafter.commit([0], [range(2)])
-    assert drafter._cache.lengths[0] == 7
+    assert drafter.cache.lengths[0] == 7
     drafter.fork([0], [2])
     other = [*text[:6], right(text[:6])[0], 33]
     assert guesses(drafter, context(session, {2: other})) == {2: right(other)}
     drafter.commit([2], [range(4)])
     drafter.truncate([2], [4])
-    assert drafter._cache.lengths == [7, 0, 4]
+    assert drafter.cache.lengths == [7, 0, 4]
     changed = [*other[:4], 1, 2, 3]
     got = guesses(drafter, context(session, {2: changed, 0: other, 1: [3]}))
     assert got == {2: right(changed), 0: right(other), 1: right([3])}
     drafter.release([0, 1, 2])
-    assert drafter._cache.lengths == [0, 0, 0]
+    assert drafter.cache.lengths == [0, 0, 0]
     assert not drafter._unverified
 
 
@@ -236,17 +234,17 @@ def test_limits_are_heeded(models: Models, plain: Plain) -> None:
     """No guess past what may be used, none at positions the draft model does not know."""
     session = Session(models(torch.float32), num_slots=2, capacity=64)
     tokens = {0: [1, 2, 3, 4], 1: [5, 6]}
-    drafter = twin(models, torch.float32, 4)
+    drafter = session.drafting(twin(models, torch.float32, 4))
     counts = {s: len(g) for s, g in guesses(drafter, context(session, tokens, max_nodes={0: 0, 1: 2})).items()}
     assert counts == {0: 0, 1: 2}
-    short = DraftModel(models(torch.float32, max_positions=5, positions="learned"), VOCAB)
+    short = session.drafting(DraftModel(models(torch.float32, max_positions=5, positions="learned"), VOCAB))
     counts = {s: len(g) for s, g in guesses(short, context(session, {0: [1, 2, 3, 4], 1: [5] * 6})).items()}
     assert counts == {0: 2, 1: 0}
 
 
 def test_long_prompts_go_in_chunks(models: Models, passes: list[tuple[int, int]]) -> None:
     session = Session(models(torch.float32), num_slots=6, capacity=600)
-    drafter = stranger(models, torch.float32, 2)
+    drafter = session.drafting(stranger(models, torch.float32, 2))
     texts = {slot: [(slot + i) % VOCAB for i in range(400)] for slot in range(6)}
     guesses(drafter, context(session, texts))
     assert [rows for _, rows in passes] == [4 * CHUNK, 4 * 143, 2 * CHUNK, 2 * 143, 6, 6]
@@ -262,7 +260,7 @@ def test_ids_the_draft_model_lacks_are_never_guessed(models: Models, plain: Plai
             sequences = [s for s in session._live.values() if not s.chunks]
             if sequences:
                 with torch.inference_mode():
-                    draft = small.propose(session._context(sequences))
+                    draft = session.drafting(small).propose(session._context(sequences))
                 assert bool((draft.tokens[sum(draft.given) :] < 40).all())
                 if draft.probs is not None:
                     assert draft.probs.shape[1] == VOCAB

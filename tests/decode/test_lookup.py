@@ -48,8 +48,12 @@ def test_continuation_is_the_searched_one(
         assert index.continuation(count) == searched(tokens[:at], smallest, smallest + more, count)
 
 
+def new_cache() -> KVCache:
+    return KVCache([LayerSpec(1, 2, 2)], 4, 64)
+
+
 def context(texts: dict[int, list[int]], room: dict[int, int]) -> Context:
-    cache = KVCache([LayerSpec(1, 2, 2)], 4, 64)
+    cache = new_cache()
     for slot, tokens in texts.items():
         cache.lengths[slot] = len(tokens) - 1
     return Context(tuple(texts), texts, cache, Laws({}, texts, cache.lengths), room)
@@ -67,7 +71,7 @@ def chains(draft: Draft) -> dict[int, list[int]]:
 @given(st.lists(texts, min_size=1, max_size=4), st.integers(0, 6))
 @settings(max_examples=100, deadline=None)
 def test_proposals_of_a_batch(written: list[list[int]], room: int) -> None:
-    lookup = PromptLookup(LookupConfig(num_draft_tokens=4, min_ngram=1))
+    lookup = PromptLookup(LookupConfig(num_draft_tokens=4, min_ngram=1)).open(new_cache())
     slots = {3 - i: tokens for i, tokens in enumerate(written)}
     draft = lookup.propose(context(slots, dict.fromkeys(slots, room)))
     assert draft.probs is None
@@ -76,7 +80,7 @@ def test_proposals_of_a_batch(written: list[list[int]], room: int) -> None:
 
 
 def test_it_follows_a_growing_text() -> None:
-    lookup = PromptLookup(LookupConfig(num_draft_tokens=3, min_ngram=1))
+    lookup = PromptLookup(LookupConfig(num_draft_tokens=3, min_ngram=1)).open(new_cache())
     generator = torch.Generator().manual_seed(0)
     text: list[int] = [1]
     for _ in range(60):
@@ -86,7 +90,7 @@ def test_it_follows_a_growing_text() -> None:
 
 
 def test_it_forgets_with_its_slot() -> None:
-    lookup = PromptLookup(LookupConfig(min_ngram=1))
+    lookup = PromptLookup(LookupConfig(min_ngram=1)).open(new_cache())
     lookup.propose(context({0: [1, 2, 3, 1, 2], 1: [4, 4]}, {}))
     for forget in (lambda: lookup.release([0]), lambda: lookup.truncate([0], [2]), lambda: lookup.fork([1], [0])):
         forget()

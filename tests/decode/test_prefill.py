@@ -52,9 +52,9 @@ def rows_of_head(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     head = Decoder.head
 
-    def counting(self: Decoder, h: Tensor) -> Tensor:
+    def counting(self: Decoder, h: Tensor, *, row_count: int = 1) -> Tensor:
         rows.append(len(h))
-        return head(self, h)
+        return head(self, h, row_count=row_count)
 
     monkeypatch.setattr(Decoder, "head", counting)
     return rows

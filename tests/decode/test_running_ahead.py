@@ -59,9 +59,12 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-def run(model: Decoder, drafter: Drafter, slots: int = 1, every: int = 0, **fields: object) -> list[Result]:
+def run(
+    model: Decoder, drafter: Drafter, slots: int = 1, every: int = 0, row_count: int = 1, **fields: object
+) -> list[Result]:
     requests = [Request(prompt, 5 + 3 * i, drafter, **fields) for i, prompt in enumerate(PROMPTS)]
-    return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests, every=every)
+    session = Session(model, num_slots=slots, capacity=64, chunk=8, row_count=row_count)
+    return finish(session, requests, every=every)
 
 
 def assert_same(ours: list[Result], theirs: list[Result]) -> None:
@@ -129,8 +132,7 @@ def test_samplers_and_padded_calls_go_token_by_token(model: Decoder, counts: lis
     drafter = RunsAhead(model, clock=Steady())
     sampling = Sampling(do_sample=True)
     assert_same(run(model, drafter, sampling=sampling, seed=3), run(model, NoDrafts(), sampling=sampling, seed=3))
-    model.row_count = 8
-    assert_same(run(model, drafter), run(model, NoDrafts()))
+    assert_same(run(model, drafter, row_count=8), run(model, NoDrafts()))
     assert set(counts) == {(1,)}
 
 

@@ -77,7 +77,7 @@ class Sees:
         self.foresight = foresight(model, 0.5, rate=None, forecast=8)
         assert self.foresight.forecast is not None
         self.forecast: Forecast = self.foresight.forecast
-        self.drafter = Foreseeing(self.foresight, ForesightPlan(at_least=at_least))
+        self.drafter = Foreseeing(self.foresight, ForesightPlan(at_least=at_least)).open(self.cache)
 
     def run(
         self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), is_prompt: bool = False

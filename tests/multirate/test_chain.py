@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.core.test_bits import prefill
 from tests.decode.runs import Result, finish
@@ -20,7 +21,7 @@ from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts, Pace
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
-from vivace.decode.shallow import DraftPlan, ShallowDrafter
+from vivace.decode.shallow import DraftPlan, ShallowDrafter, ShallowState
 from vivace.kernels.low_bit import Weights
 from vivace.kernels.native import NativeBody
 from vivace.multirate.drafter import self_speculation
@@ -43,26 +44,30 @@ def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
 def chains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each proposal from now on was made in one call."""
     made: list[bool] = []
-    at_once = ShallowDrafter._at_once
+    at_once = ShallowState._at_once
 
-    def noting(self: ShallowDrafter, context: Context) -> Draft | None:
+    def noting(self: ShallowState, context: Context) -> Draft | None:
         draft = at_once(self, context)
         made.append(draft is not None)
         return draft
 
-    monkeypatch.setattr(ShallowDrafter, "_at_once", noting)
+    monkeypatch.setattr(ShallowState, "_at_once", noting)
     return made
 
 
-def drafted(model: Decoder, drafter: ShallowDrafter, *, at_once: bool) -> tuple[Draft, KVCache]:
-    """A draft over freshly stored prompts, and the cache it wrote to."""
+def drafted(
+    model: Decoder, drafter: ShallowDrafter, *, at_once: bool, offsets: Mapping[int, Tensor] | None = None
+) -> tuple[Draft, KVCache]:
+    """A draft over freshly stored prompts, from what verification left in some slots, and the cache it wrote to."""
     cache, _ = prefill(model, {slot: list(text[:-1]) for slot, text in TEXTS.items() if len(text) > 1}, 4)
     tokens = {slot: list(text) for slot, text in TEXTS.items()}
     requests = {slot: Request(text, 9, drafter) for slot, text in TEXTS.items()}
     laws = Laws(requests, tokens, cache.lengths)
     generators = {slot: torch.Generator() for slot in TEXTS}
     context = Context(tuple(TEXTS), tokens, cache, laws, LIMITS, generators)
-    draft = drafter._at_once(context) if at_once else drafter._in_steps(context)
+    drafting = drafter.open(cache)
+    drafting._offsets.update(offsets or {})
+    draft = drafting._at_once(context) if at_once else drafting._in_steps(context)
     assert draft is not None
     return draft, cache
 
@@ -88,11 +93,10 @@ def test_chain_and_steps_are_one_to_the_bit(
     torch.set_num_threads(threads)
     fast = accelerator(torch.bfloat16, noise=0.3, mode=mode, feedback=feedback, gate=GATE)
     drafter = self_speculation(model, fast, DraftPlan.chain(5))
-    if feedback:
-        drafter.guess._offsets.update({2: torch.randn(3, 48).bfloat16(), 3: torch.randn(3, 48).bfloat16()})
-    steps = drafted(model, drafter, at_once=False)
+    offsets = {slot: torch.randn(3, 48).bfloat16() for slot in (2, 3)} if feedback else {}
+    steps = drafted(model, drafter, at_once=False, offsets=offsets)
     assert steps[0].node.tolist() == [0, 0, 0, 1, 1, 2, 3, 4]
-    assert_same(drafted(model, drafter, at_once=True), steps)
+    assert_same(drafted(model, drafter, at_once=True, offsets=offsets), steps)
 
 
 @pytest.mark.parametrize("reach", [(4,), (5, 3), (3, 4, 5)])
@@ -121,9 +125,12 @@ def test_unsure_guesses_end_their_chains_alike(model: Decoder, accelerator: Acce
     assert len(counts) > 1, "some thresholds stop earlier than others"
 
 
-def run(model: Decoder, drafter: Drafter, slots: int, every: int = 0, **fields: object) -> list[Result]:
+def run(
+    model: Decoder, drafter: Drafter, slots: int, every: int = 0, row_count: int = 1, **fields: object
+) -> list[Result]:
     requests = [Request(prompt, 5 + 3 * i, drafter, **fields) for i, prompt in enumerate(prompts(6, seed=2))]
-    return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests, every=every)
+    session = Session(model, num_slots=slots, capacity=64, chunk=8, row_count=row_count)
+    return finish(session, requests, every=every)
 
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.1])
@@ -190,7 +197,7 @@ def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return steps_of(ShallowDrafter, monkeypatch)
+    return steps_of(ShallowState, monkeypatch)
 
 
 PLANS = {
@@ -216,12 +223,12 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
     """Text, log p and what was drafted and kept where."""
     plan, fields = PLANS[name]
     drafter = self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=5, **fields), plan)
-    drafter._pace = Pace(lambda: 0.0)
+    drafter.pace = Pace(lambda: 0.0)
     found = run(model, drafter, slots=1, logprobs=logprobs)
     assert len(steps) > 0
     assert max(steps) > 1
     steps.clear()
-    monkeypatch.setattr(ShallowDrafter, "_ahead", lambda self, context: None)
+    monkeypatch.setattr(ShallowState, "_ahead", lambda self, context: None)
     alone = run(model, drafter, slots=1, logprobs=logprobs)
     assert not steps
     for mine, yours in zip(found, alone, strict=True):
@@ -233,7 +240,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 
 def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators, steps: list[int]) -> None:
     drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5, feedback=True), DraftPlan.chain(3))
-    drafter._pace = Pace(lambda: 0.0)
+    drafter.pace = Pace(lambda: 0.0)
     stops_at_every_end(model, drafter, steps)
 
 
@@ -278,9 +285,7 @@ def test_who_goes_step_by_step(model: Decoder, accelerator: Accelerators, chains
     fast = accelerator(torch.bfloat16, gate=GATE)
     chain = self_speculation(model, fast, DraftPlan.chain(3))
     run(model, self_speculation(model, fast, DraftPlan((2, 1))), 2)
-    model.row_count = 8
-    run(model, chain, 2)
-    model.row_count = 1
+    run(model, chain, 2, row_count=8)
     assert not any(chains)
     chains.clear()
     plain = run(model, NoDrafts(), 2)

@@ -63,7 +63,7 @@ def draft_behind(model: Decoder, drafter: Drafter, text: tuple[int, ...]) -> tup
         Climb().run(model, prompt, cache, chunk=True)
         cache.commit([slot], [range(len(text) - 1)])
     law = Laws({0: Request(text, 9, drafter)}, {0: text}, cache.lengths)
-    return drafter.propose(Context((0,), {0: text}, cache, law)), cache
+    return drafter.open(cache).propose(Context((0,), {0: text}, cache, law)), cache
 
 
 @torch.inference_mode()

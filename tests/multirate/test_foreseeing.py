@@ -62,7 +62,7 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
 def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
     cache = model.new_cache(1, 8)
     with torch.inference_mode():
-        ForesightClimb(foresight(model, 0.1), ForesightPlan(2), {}).run(model, Draft.given_only({0: [4, 9, 33]}), cache)
+        ForesightClimb(foresight(model, 0.1), ForesightPlan(2)).run(model, Draft.given_only({0: [4, 9, 33]}), cache)
     for index in (i for i in range(1, model.config.num_layers) if model.config.is_moe(i)):
         kinds = [kind for kind, layer, _ in heard if layer == index]
         assert kinds == ["expected", "ran"]
@@ -73,7 +73,7 @@ def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
 
 def test_refining_asks_again_from_the_layer_below(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)), {})
+        climb = ForesightClimb(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
         climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
     top = model.config.num_layers - 1
     assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
@@ -84,7 +84,7 @@ def test_whoever_is_asked_about_the_next_layer_is_asked_once(model: Decoder, hea
     assert model.config.moe is not None
     seeing = foresight(model, 0.1, rate=1.25)
     with torch.inference_mode():
-        climb = ForesightClimb(seeing, ForesightPlan(1, (1,)), {})
+        climb = ForesightClimb(seeing, ForesightPlan(1, (1,)))
         climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
     told = [experts for kind, layer, experts in heard if (kind, layer) == ("expected", 2)]
     assert [len(experts) for experts in told] == [model.config.moe.top_k] * model.config.is_moe(2)
@@ -92,13 +92,13 @@ def test_whoever_is_asked_about_the_next_layer_is_asked_once(model: Decoder, hea
 
 def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model), ForesightPlan(), {})
+        climb = ForesightClimb(foresight(model), ForesightPlan())
         climb.run(model, Draft.given_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
     assert {kind for kind, *_ in heard} == {"prompt"}
 
 
 def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(model: Decoder, heard: Heard) -> None:
-    climb = ForesightClimb(foresight(model, 0.2), ForesightPlan(2), {})
+    climb = ForesightClimb(foresight(model, 0.2), ForesightPlan(2))
     said = []
     for tokens in ([[4], [9]], [[4], [33]]):
         cache = model.new_cache(1, 8)
@@ -166,15 +166,11 @@ def test_prompts_are_called_so_and_nothing_else_is(model: Decoder, heard: Heard,
 
         return call
 
-    model.row_count = row_count
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Session, "_decode", spied(decode, False))
-            patch.setattr(Session, "_prefill", spied(prefill, True))
-            requests = [Request(tuple(range(1, 7 + n)), 3, NoDrafts()) for n in range(20)]
-            finish(Session(model, num_slots=20, capacity=64, chunk=4), requests)
-    finally:
-        model.row_count = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_decode", spied(decode, False))
+        patch.setattr(Session, "_prefill", spied(prefill, True))
+        requests = [Request(tuple(range(1, 7 + n)), 3, NoDrafts()) for n in range(20)]
+        finish(Session(model, num_slots=20, capacity=64, chunk=4, row_count=row_count), requests)
     assert {is_prompt for _, is_prompt in told} == {False, True}
     assert all(said == is_prompt for said, is_prompt in told)
 
@@ -223,12 +219,13 @@ def test_early_routers_are_asked_about_the_residual_so_many_layers_below(
     seen = foresight(model, 0.3, rate=None, leads=leads, forecast=4)
     entering: list[torch.Tensor] = []
     asked, count = (2, 1), model.config.num_layers
-    drafter, step = Foreseeing(seen, ForesightPlan(leads=asked)), Step.dense(1, 1)
+    cache, step = model.new_cache(1, 8), Step.dense(1, 1)
+    drafting = Foreseeing(seen, ForesightPlan(leads=asked)).open(cache)
     with torch.inference_mode():
         entering.append(model.embed(torch.tensor([4]), step))
         model.run(entering[0], step, watch=lambda _, h: entering.append(h))
         heard.clear()
-        drafter.traversal.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
+        drafting.traversal.run(model, Draft.given_only({0: [4]}), cache)
         told = [(layer, set(experts)) for kind, layer, experts in heard if kind == "expected"]
         pairs = [(depth + lead, lead) for depth in range(1, count) for lead in asked if depth + lead < count]
         expected = []

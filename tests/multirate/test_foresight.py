@@ -86,7 +86,7 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     text = batch(12, 1)
     with torch.inference_mode():
         ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
-    decoded(model, ForesightClimb(seeing, ForesightPlan(), {}), text, heard)
+    decoded(model, ForesightClimb(seeing, ForesightPlan()), text, heard)
     expected = [set(experts) for kind, _, experts in heard if kind == "expected"]
     ran = [set(experts) for kind, layer, experts in heard if kind == "ran" and layer > 0]
     mixtures = sum(model.config.is_moe(i) for i in range(model.config.num_layers))
@@ -100,7 +100,7 @@ def test_recall_of_early_routers_is_that_of_decoding(model: Decoder, heard: Hear
     seeing, text = foresight(model, 0.05, rate=None, leads=(1,)), batch(12, 1)
     with torch.inference_mode():
         ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
-    decoded(model, ForesightClimb(seeing, ForesightPlan(leads=(1,)), {}), text, heard)
+    decoded(model, ForesightClimb(seeing, ForesightPlan(leads=(1,))), text, heard)
     told: dict[int, set[int]] = {}
     found = []
     for kind, layer, experts in heard:

@@ -15,7 +15,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
 from vivace.multistream.config import StreamPlan
-from vivace.multistream.drafter import StreamDrafter
+from vivace.multistream.drafter import StreamDrafter, StreamState
 
 CHAINS = {
     "two": (StreamPlan((1, 1), "kept"), {}),
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return steps_of(StreamDrafter, monkeypatch)
+    return steps_of(StreamState, monkeypatch)
 
 
 def run(model: Decoder, drafter: Drafter, **fields: object) -> list[Result]:
@@ -48,11 +48,11 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
     """Guesses too, but for the last bits of where streams start."""
     plan, fields = CHAINS[name]
     drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02, **fields), plan)
-    drafter._pace = Pace(lambda: 0.0)
+    drafter.pace = Pace(lambda: 0.0)
     found = run(model, drafter, logprobs=logprobs)
     assert max(steps) > 1
     steps.clear()
-    monkeypatch.setattr(StreamDrafter, "_ahead", lambda self, context: None)
+    monkeypatch.setattr(StreamState, "_ahead", lambda self, context: None)
     alone = run(model, drafter, logprobs=logprobs)
     assert not steps
     for mine, yours in zip(found, alone, strict=True):
@@ -66,7 +66,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 def test_every_end_stops_the_steps(model: Decoder, streams, steps: list[int]) -> None:
     made = streams(torch.bfloat16, insertion=4, noise=0.02, feedback=True)
     drafter = StreamDrafter(model, made, StreamPlan((1, 1), "kept"))
-    drafter._pace = Pace(lambda: 0.0)
+    drafter.pace = Pace(lambda: 0.0)
     stops_at_every_end(model, drafter, steps)
 
 

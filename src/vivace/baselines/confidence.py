@@ -95,15 +95,15 @@ class Confidence(Trained):
         self.config = config
         self.classifier = nn.Linear(model.width, 1) if config.measure == "learned" else None
 
-    def score(self, model: Decoder, h: Tensor, before: Tensor | None) -> Tensor:
-        """Of residuals (n, E), ``before`` being those one layer below; (n,) float32."""
+    def score(self, model: Decoder, h: Tensor, before: Tensor | None, *, row_count: int = 1) -> Tensor:
+        """Of residuals (n, E), ``before`` being those one layer below; (n,) float32, by a head padded as the step."""
         match self.config.measure:
             case "cosine":
                 assert before is not None
                 return F.cosine_similarity(h.float(), before.float(), dim=-1)
             case "learned":
                 return torch.sigmoid(self.logit(model, h))
-        best = torch.softmax(model.head(h), -1).topk(2).values
+        best = torch.softmax(model.head(h, row_count=row_count), -1).topk(2).values
         return best[:, 0] - best[:, 1] if self.config.measure == "softmax" else best[:, 0]
 
     def logit(self, model: Decoder, h: Tensor) -> Tensor:
@@ -140,7 +140,8 @@ class ConfidentExit:
             before, start = h[asking], stop - 1
         h = model.run(h, step, start, stop)
         says = h[asking]
-        return Leaving(h, self.confidence.score(model, says, before) > threshold, says)
+        score = self.confidence.score(model, says, before, row_count=step.row_count)
+        return Leaving(h, score > threshold, says)
 
 
 class ConfidentDepth(NoDrafts):

@@ -99,24 +99,46 @@ def _one_layer(config: EagleConfig, model: ModelConfig) -> ModelConfig:
     )
 
 
-class Eagle(Forgetful):
-    """Fills ``Drafter``: a cache of its own, and the residuals of positions it has not taken up yet."""
+class Eagle:
+    """Fills ``Drafter``: the trained layer, laid out once for all sessions."""
 
     name = "eagle"
 
     def __init__(self, model: Decoder, layer: EagleLayer, plan: DraftPlan) -> None:
         """Draft for ``model``, on the kernels its layers run on; the layer is used up: its weights are packed."""
-        self.traversal: Traversal = Climb()
         self.model = model
         self.plan = plan
         self._join: Callable[[Tensor], Tensor] = model.backend.projection(layer.join.contiguous())
         self._body = layer.body
         if isinstance(layer.body.backend, TorchBackend):  # nobody has packed it before
             layer.body.run_on(model.backend.sibling())
+
+    def open(self, cache: KVCache) -> EagleState:
+        """State of a session, with a cache for the layer of as many slots and entries as the target's."""
+        return EagleState(self, self._body.new_cache(cache.num_slots, cache.capacity))
+
+    def run(self, own: Draft, rows: Tensor | None, features: Tensor, cache: KVCache, *, chunk: bool = False) -> Tensor:
+        """Rows of the layer's own draft (None: all) through it, (n, E), given the features (n, E) before them."""
+        step = Step.of(own, cache, chunk=chunk)
+        tokens = own.tokens
+        if rows is not None:
+            step, tokens = step.take(rows), tokens[rows]
+        embedded = self.model.embed(tokens, step)
+        return self._body.run(self._join(torch.cat((features, embedded), -1)), step)
+
+
+class EagleState(Forgetful):
+    """Fills ``DraftState``: keys and values of the layer, and the residuals of positions it has not taken up yet."""
+
+    def __init__(self, drafter: Eagle, cache: KVCache) -> None:
+        """Draft by the layer of ``drafter``, with an empty cache of its entries."""
+        self.traversal: Traversal = Climb()
+        self.cache = cache
+        self.model = drafter.model
+        self.plan = drafter.plan
+        self._run = drafter.run
         self._pending: dict[int, list[Tensor]] = {}
         """Normed residuals (n, E) of the last positions of each slot, not taken up yet."""
-        self._cache: KVCache | None = None
-        self._target: KVCache | None = None
 
     def propose(self, context: Context) -> Draft:
         """A chain or tree per slot whose last position was seen, one small pass per depth for all of them."""
@@ -125,7 +147,7 @@ class Eagle(Forgetful):
         growing = [slot for slot in context.slots if self._pending.get(slot) and room[slot] > 0]
         if not growing:
             return draft
-        cache = self._cache_beside(context.cache)
+        cache = self.cache
         own, hidden = self._catch_up(context.tokens, growing, cache)
         above = dict(zip(draft.slots, draft.root_rows, strict=True))
         leaves, mine = torch.tensor([above[slot] for slot in growing]), own.roots()
@@ -172,22 +194,6 @@ class Eagle(Forgetful):
     def _tail(tokens: Sequence[int], count: int) -> Sequence[int]:
         return tokens[len(tokens) - count :]
 
-    def _run(self, own: Draft, rows: Tensor | None, features: Tensor, cache: KVCache, *, chunk: bool = False) -> Tensor:
-        """Rows of the own draft (None: all) through the layer, (n, E)."""
-        step = Step.of(own, cache, chunk=chunk)
-        tokens = own.tokens
-        if rows is not None:
-            step, tokens = step.take(rows), tokens[rows]
-        embedded = self.model.embed(tokens, step)
-        return self._body.run(self._join(torch.cat((features, embedded), -1)), step)
-
-    def _cache_beside(self, target: KVCache) -> KVCache:
-        """The own cache, as many slots and entries as the target's; a drafter follows one session at a time."""
-        if self._cache is None or self._target is not target:
-            self._target = target
-            self._cache = self._body.new_cache(target.num_slots, target.capacity)
-        return self._cache
-
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Keep the residuals of every position that stays, prompt chunks too."""
         normed = self.model.norm(passed.hidden)
@@ -203,5 +209,4 @@ class Eagle(Forgetful):
         """Forget these slots."""
         for slot in slots:
             self._pending.pop(slot, None)
-        if self._cache is not None:
-            self._cache.release(slots)
+        self.cache.release(slots)

@@ -14,7 +14,6 @@ instead of its output, so that it travels as data (``LowRankDeltas``) and whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,6 @@ from vivace.core.config import ModelConfig
 from vivace.core.guessers import Companion
 from vivace.core.low_rank import LowRankDeltas, Site, random_factor
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft, TargetPass, Verdict
 from vivace.core.step import Step
 from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
@@ -87,11 +85,13 @@ class ExitGuess:
             self.gate, exit_.deltas(torch.zeros(1, dtype=torch.int64)), True, scale
         )
 
-    def offsets(self, slots: Sequence[int]) -> Tensor | None:
-        """Guesses start where the rows do."""
+    def offsets(self, final: Tensor) -> Tensor | None:
+        """Guesses start where the rows do, whatever the position before them said."""
         return None
 
-    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def climb(
+        self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Rows to the gate, and what the guessing ones say there."""
         if self.exit.down is None or len(guessing) == 0:
             h = model.run(h, step, 0, self.gate)
@@ -102,12 +102,6 @@ class ExitGuess:
         both = step.readers(guessing, self.exit.deltas(which))
         h = model.run(torch.cat((h, h[guessing])), both, self.gate - 1, self.gate)
         return h[: step.num_rows], self.exit.at_gate(h[step.num_rows :])
-
-    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Guesses depend on the rows below the gate alone."""
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Nothing is remembered."""
 
 
 def exit_drafter(model: Decoder, exit_: Exit, plan: DraftPlan) -> ShallowDrafter:

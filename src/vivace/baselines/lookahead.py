@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vivace.baselines.tree import Node, grown
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
@@ -91,14 +92,26 @@ class Memory:
     """Nodes of the window in the draft that is being verified, level by level; empty when it had none."""
 
 
-class Lookahead(Forgetful):
-    """Fills ``Drafter``."""
+class Lookahead:
+    """Fills ``Drafter``: the plan; pools and windows are those of one text."""
 
     name = "lookahead"
 
     def __init__(self, model: Decoder, plan: LookaheadPlan | None = None) -> None:
         self.model = model
         self.plan = LookaheadPlan() if plan is None else plan
+
+    def open(self, cache: KVCache) -> LookaheadState:
+        """State of a session that has read nothing yet."""
+        return LookaheadState(self.model, self.plan)
+
+
+class LookaheadState(Forgetful):
+    """Fills ``DraftState``: remembers a pool of n-grams and a window for each slot."""
+
+    def __init__(self, model: Decoder, plan: LookaheadPlan) -> None:
+        self.model = model
+        self.plan = plan
         self.traversal: Traversal = Climb()
         self._memory: dict[int, Memory] = {}
 

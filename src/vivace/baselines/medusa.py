@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.baselines.tree import Node, grown, likeliest, shaped
+from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
@@ -102,8 +103,8 @@ def _output(model: Decoder, x: Tensor) -> Tensor:
     return logits.float()
 
 
-class Medusa(Forgetful):
-    """Fills ``Drafter``: remembers the normed final residual of each slot's last kept position."""
+class Medusa:
+    """Fills ``Drafter``: trained heads, laid out once for all sessions."""
 
     name = "medusa"
 
@@ -116,30 +117,23 @@ class Medusa(Forgetful):
         count = heads.config.heads
         if len(plan.widths) > count:
             raise ConfigError(f"draft widths {list(plan.widths)} go deeper than the {count} heads that exist")
-        self.traversal: Traversal = Climb()
         self.model = model
         self.plan = plan
-        self._depth = len(plan.widths)
+        self.depth = len(plan.widths)
         self._mix: Callable[[Tensor], Tensor] = model.backend.projection(
-            heads.mix[: self._depth].flatten(0, 1).contiguous()
+            heads.mix[: self.depth].flatten(0, 1).contiguous()
         )
         self._outputs: list[Callable[[Tensor], Tensor]] = []
         if heads.output is not None:
-            self._outputs = [model.backend.projection(weight.contiguous()) for weight in heads.output[: self._depth]]
-        self._kept: dict[int, Tensor] = {}
+            self._outputs = [model.backend.projection(weight.contiguous()) for weight in heads.output[: self.depth]]
 
-    def propose(self, context: Context) -> Draft:
-        """The decided tokens, and a tree below the root of every slot whose last position was seen."""
-        draft = context.given()
-        room = {slot: min(context.max_nodes.get(slot, self._depth), self._depth) for slot in draft.slots}
-        guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
-        if not guessing:
-            return draft
-        trees = self._trees(torch.stack([self._kept[slot] for slot in guessing]), [room[slot] for slot in guessing])
-        return grown(draft, dict(zip(guessing, trees, strict=True)))
+    def open(self, cache: KVCache) -> MedusaState:
+        """State of a session that has seen no position yet."""
+        return MedusaState(self)
 
-    def _trees(self, x: Tensor, room: Sequence[int]) -> list[list[Node]]:
-        inner = F.silu(self._mix(x)).view(len(x), self._depth, -1) + x[:, None]
+    def trees(self, x: Tensor, room: Sequence[int]) -> list[list[Node]]:
+        """Guesses behind normed final residuals x (n, E), at most as deep as each has ``room``."""
+        inner = F.silu(self._mix(x)).view(len(x), self.depth, -1) + x[:, None]
         tokens: list[list[list[int]]] = [[] for _ in room]
         chances: list[list[list[float]]] = [[] for _ in room]
         for head, width in enumerate(self.plan.widths):
@@ -163,10 +157,31 @@ class Medusa(Forgetful):
     def _logits(self, head: int, x: Tensor) -> Tensor:
         return self._outputs[head](x).float() if self._outputs else _output(self.model, x)
 
+
+class MedusaState(Forgetful):
+    """Fills ``DraftState``: remembers the normed final residual (E,) of each slot's last kept position."""
+
+    def __init__(self, drafter: Medusa) -> None:
+        """Draft by the heads of ``drafter``."""
+        self.drafter = drafter
+        self.traversal: Traversal = Climb()
+        self._kept: dict[int, Tensor] = {}
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens, and a tree below the root of every slot whose last position was seen."""
+        draft, deepest = context.given(), self.drafter.depth
+        room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
+        guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
+        if not guessing:
+            return draft
+        kept = torch.stack([self._kept[slot] for slot in guessing])
+        trees = self.drafter.trees(kept, [room[slot] for slot in guessing])
+        return grown(draft, dict(zip(guessing, trees, strict=True)))
+
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Keep the last kept position of each slot, prompt chunks too."""
         last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
-        self._kept.update(zip(draft.slots, self.model.norm(passed.hidden[last]), strict=True))
+        self._kept.update(zip(draft.slots, self.drafter.model.norm(passed.hidden[last]), strict=True))
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""

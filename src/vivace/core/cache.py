@@ -56,16 +56,26 @@ class KVCache:
         num_slots: int,
         capacity: int,
         *,
+        row_count: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate everything now.
+
+        Args:
+            specs: of every layer.
+            num_slots: sequences.
+            capacity: entries of each.
+            row_count: calls on these sequences are padded to a multiple of this many rows (``Step.row_count``).
+            dtype: of keys and values.
+            device: where they lie.
 
         Raises:
             CapacityError: the memory cannot be had; the message names the size.
         """
         self.capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
         self.num_slots = num_slots
+        self.row_count = row_count
         self.lengths = [0] * num_slots
         """Committed tokens per slot."""
         self.prompts = [0] * num_slots

@@ -20,7 +20,7 @@ from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
-from vivace.core.seams import SlotState
+from vivace.core.seams import Stateful
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -194,10 +194,8 @@ class Decoder(nn.Module):
         self.embedding_rows: nn.Module | None = None
         """Gives rows of the embedding where a backend does not keep it as a matrix; ``embedding`` then has none."""
         self.backend: Backend = TorchBackend() if backend is None else backend
-        self.row_count = 1
-        """Calls are padded to a multiple of this many rows. A backend that cannot promise a row the same bits
-        in calls of different sizes (GPUs) gives them in calls of one size."""
-        self._states = parts.states()
+        self.stateful: Sequence[Stateful] = parts.stateful()
+        """Parts that remember sequences (windows of neurons); every session opens a state of each."""
 
     def run_on(self, backend: Backend) -> None:
         """Hand all parts of a decoder that is in memory to a backend; from then on that one runs it.
@@ -221,11 +219,12 @@ class Decoder(nn.Module):
         """Where rows live."""
         return self.embedding.device
 
-    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        """A cache that fits this model."""
+    def new_cache(self, num_slots: int, capacity: int, *, row_count: int = 1) -> KVCache:
+        """A cache that fits this model, whose calls are padded to a multiple of ``row_count`` rows."""
         c = self.config
         spec = LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)
-        return KVCache([spec] * c.num_layers, num_slots, capacity, dtype=self.dtype, device=self.device)
+        specs = [spec] * c.num_layers
+        return KVCache(specs, num_slots, capacity, row_count=row_count, dtype=self.dtype, device=self.device)
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """(T,) -> (T, E); learned positions need the step."""
@@ -251,8 +250,8 @@ class Decoder(nn.Module):
         """
         last = self.config.num_layers if stop is None else stop
         count = len(h)
-        if count % self.row_count and step.grid is None and step.chunk is None:
-            spare = torch.zeros(-count % self.row_count, dtype=torch.int64, device=h.device)
+        if count % step.row_count and step.grid is None and step.chunk is None:
+            spare = torch.zeros(-count % step.row_count, dtype=torch.int64, device=h.device)
             h, step = torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)
         span = self.backend.span
         if span is not None and not span.covers(step):
@@ -270,24 +269,20 @@ class Decoder(nn.Module):
         x: Tensor = self.final_norm(h)
         return x
 
-    def head(self, h: Tensor) -> Tensor:
-        """Final norm and LM head for the rows asked for, (n, E) -> (n, V) float32."""
+    def head(self, h: Tensor, *, row_count: int = 1) -> Tensor:
+        """Final norm and LM head for the rows asked for, (n, E) -> (n, V) float32; padded as the calls of a step."""
         count = len(h)
-        if count % self.row_count:
-            h = torch.cat((h, h.new_zeros(-count % self.row_count, h.shape[1])))
+        if count % row_count:
+            h = torch.cat((h, h.new_zeros(-count % row_count, h.shape[1])))
         x = self.norm(h)
         logits = kernels.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
         logits = logits[:count].float()
         cap = self.config.logit_softcap
         return logits if cap is None else cap * kernels.pointwise(torch.tanh, logits / cap)
 
-    def greedy(self, h: Tensor) -> Tensor:
+    def greedy(self, h: Tensor, *, row_count: int = 1) -> Tensor:
         """Most likely token of each row, (n, E) -> (n,); ties go to the smallest id."""
         choose: Callable[[Tensor], Tensor] | None = getattr(self.lm_head, "greedy", None)
-        if choose is not None and self.config.logit_softcap is None and self.row_count == 1:
+        if choose is not None and self.config.logit_softcap is None and row_count == 1:
             return choose(self.norm(h))
-        return self.head(h).argmax(-1)
-
-    def states(self) -> Sequence[SlotState]:
-        """Per-sequence state owned by parts of the model."""
-        return self._states
+        return self.head(h, row_count=row_count).argmax(-1)

@@ -15,7 +15,7 @@ from vivace.core.attention import Attention
 from vivace.core.config import ModelConfig
 from vivace.core.layers import FeedForward, Linear
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.seams import SlotState
+from vivace.core.seams import Stateful
 
 
 class Parts(Protocol):
@@ -37,8 +37,8 @@ class Parts(Protocol):
         """The LM head; None when it is the embedding's matrix."""
         ...
 
-    def states(self) -> Sequence[SlotState]:
-        """What remembers sequences among the parts (a window of neurons); the session tells it what becomes of them."""
+    def stateful(self) -> Sequence[Stateful]:
+        """What remembers sequences among the parts (windows of neurons); every session opens a state of each."""
         ...
 
 
@@ -80,6 +80,6 @@ class DenseParts:
         c = self.config
         return None if c.tied_head else Linear(c.width, c.vocab_size, bias=c.head_bias)
 
-    def states(self) -> Sequence[SlotState]:
+    def stateful(self) -> Sequence[Stateful]:
         """Weights in memory remember nothing."""
         return ()

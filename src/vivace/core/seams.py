@@ -4,6 +4,10 @@ A technique is a caller of the model. It proposes tokens (``Drafter``), decides 
 (``Traversal``), remembers something per sequence (``SlotState``), builds the weights another way
 (``Parts``) or trains something (``Objective``). Nothing else is pluggable.
 
+Who owns what: an engine owns drafters, which hold weights, a plan and timings, and serve any number of sessions that
+run side by side. A session numbers its sequences by slots of its own cache, so whatever is remembered by slot belongs
+to it: it opens a ``DraftState`` from each drafter that its requests name, and drops it with itself.
+
 Words: a *draft* is a tree of nodes per slot. Its first ``given`` nodes are decided tokens (prompt chunk,
 the pending token; the last of them is the *root*), the others are guesses. An *accepted* token is a guess
 that verification kept; a *recovered* token replaces the first rejected guess; a *bonus* token follows when
@@ -273,7 +277,7 @@ class Context:
 
 
 class SlotState(Protocol):
-    """Whatever remembers a sequence; the session tells every one of them the same five things."""
+    """Whatever remembers the sequences of one session; the session tells every one of them the same five things."""
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keep these draft nodes, in path order; forget the rest."""
@@ -293,6 +297,14 @@ class SlotState(Protocol):
 
     def settle(self, slots: Sequence[int]) -> None:
         """Make every layer complete, or raise naming who left holes."""
+        ...
+
+
+class Stateful(Protocol):
+    """A part of the model that remembers sequences (windows of neurons): each session opens a state of its own."""
+
+    def open(self, cache: KVCache) -> SlotState:
+        """Start the state of the session that keeps its sequences in ``cache``."""
         ...
 
 
@@ -379,12 +391,38 @@ class Traversal(Protocol):
         ...
 
 
-class Drafter(SlotState, Protocol):
-    """Proposes tokens; remembers what it needs per slot."""
+class Drafter(Protocol):
+    """A way to draft: its weights, its plan and what was measured while it drafted.
+
+    One object serves all sessions of an engine, also those that run by turns. It remembers no sequence; a drafter
+    whose states would remember none either may be its own state (``decode/plain.py``).
+    """
 
     name: str
     """The method, as users write it."""
+
+    def open(self, cache: KVCache) -> DraftState:
+        """Start a session's state, empty.
+
+        Args:
+            cache: holds the target's entries of that session's sequences; its slots are those the state hears of.
+
+        Raises:
+            CapacityError: a drafter's own cache beside it does not fit into memory.
+        """
+        ...
+
+
+class DraftState(SlotState, Protocol):
+    """Proposes tokens for the sequences of one session, and remembers by slot what it needs for that."""
+
     traversal: Traversal
+    """How the rows of its drafts go up."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the last draft was made as it was, for users; None where a method leaves nothing to choose."""
+        ...
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens of each slot and guesses below them."""

@@ -48,6 +48,10 @@ class Step:
     causal: bool = True
     chunk: tuple[tuple[int, int, int], ...] | None = None
     """(slot, first row, one past) of each prompt chunk when all rows are such and attend together."""
+    row_count: int = 1
+    """The call is padded to a multiple of this many rows, unless it is of prompt chunks. A backend that cannot promise
+    a row the same bits in calls of different sizes (GPUs) gives them in calls of one size. A session sets it with its
+    cache, so that all calls of its sequences have it and no others."""
     is_prompt: bool = False
     """The rows are of prompts, whichever way they go up, or of whole texts: many of which nothing is decided."""
 
@@ -84,6 +88,7 @@ class Step:
             count,
             extent=extent,
             chunk=chunks,
+            row_count=memory.row_count,
             is_prompt=chunk or draft.is_prompt,
         )
 
@@ -107,7 +112,18 @@ class Step:
         count = len(slots)
         extent = _extent(slots, position, memory)
         slot = torch.tensor(slots, dtype=torch.int64)
-        return Step(memory, slot, position, position, seen, tail, count, count, extent=extent)
+        return Step(
+            memory,
+            slot,
+            position,
+            position,
+            seen,
+            tail,
+            count,
+            count,
+            extent=extent,
+            row_count=memory.row_count,
+        )
 
     @staticmethod
     def dense(batch: int, length: int, *, causal: bool = True) -> Step:

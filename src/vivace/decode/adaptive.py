@@ -8,8 +8,9 @@ longest draft, so that it is seen when more guesses would be kept, or cost less,
 Drafting nothing is one of the choices, and a normal one: on a busy machine or a hard text it wins.
 
 What was measured is kept per batch size (steps of 8 sequences cost something else than steps of one) and
-outlives a request: an ``Adaptive`` is made once per model. A batch shrinks as its answers end, and measuring anew
-at every size would cost more than it finds: a size that is new begins with what was seen at one near it.
+outlives a request: an ``Adaptive`` is made once per model, and all states that sessions open from it measure for it.
+A batch shrinks as its answers end, and measuring anew at every size would cost more than it finds: a size that is new
+begins with what was seen at one near it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from vivace.core.seams import Context, Draft, Drafter, TargetPass, Traversal, Verdict
+from vivace.core.cache import KVCache
+from vivace.core.seams import Context, Draft, Drafter, DraftState, TargetPass, Traversal, Verdict
 from vivace.decode.plain import NoDrafts
 
 FORGET = 0.97
@@ -136,7 +138,7 @@ class Choice:
 
 
 class Adaptive:
-    """A drafter that takes, step by step, whichever of its drafters is fastest now."""
+    """Fills ``Drafter``: what was measured of a model's drafters, and which of them is fastest now."""
 
     name = "auto"
 
@@ -149,30 +151,18 @@ class Adaptive:
     ) -> None:
         """Choose among ``drafters`` and drafting nothing, which is what ``plain`` does."""
         self.drafters: tuple[Drafter, ...] = (NoDrafts() if plain is None else plain, *drafters)
-        self.traversal: Traversal = self.drafters[0].traversal
-        self.choice = Choice(0, 0, "nothing measured yet")
-        self._clock = clock
+        self.clock = clock
         self._measured: dict[tuple[int, int], Measured] = {}
-        self._started = 0.0
-        self._batch = 1
-        self._allowed = 0
 
-    def propose(self, context: Context) -> Draft:
-        """A draft by the best choice for this batch size."""
-        self._started = self._clock()
-        self._batch = len(context.slots)
-        room = max(context.max_nodes.values(), default=LONGEST)
-        self.choice = self._choose(room)
-        self._allowed = min(self.choice.guesses, room)
-        if self.choice.drafter:
-            capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
-            context = replace(context, max_nodes=capped)
-        return self.drafters[self.choice.drafter].propose(context)
+    def open(self, cache: KVCache) -> AdaptiveState:
+        """State of a session, with one of every drafter: all of them hear of every text."""
+        return AdaptiveState(self, [drafter.open(cache) for drafter in self.drafters])
 
-    def _choose(self, room: int) -> Choice:
+    def choose(self, batch: int, room: int) -> Choice:
+        """What to do in a step of ``batch`` sequences in which there is room for so many guesses."""
         if len(self.drafters) == 1 or room == 0:
             return Choice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
-        arms = self._arms()
+        arms = self._arms(batch)
         for index, arm in enumerate(arms):
             arm.idle += 1
             if arm.steps < len(PROBES) or arm.idle > arm.wait:
@@ -185,42 +175,46 @@ class Adaptive:
         gain = rate / plain
         arms[index if gain >= MARGIN else 0].wait = PROBE_EVERY
         if gain < MARGIN:
-            return Choice(0, 0, f"{name} would give {gain:.2f}x plain at batch {self._batch}: not drafting")
+            return Choice(0, 0, f"{name} would give {gain:.2f}x plain at batch {batch}: not drafting")
         if arms[index].is_due(guesses, room):
             return Choice(index, LONGEST, f"measuring {name}")
-        return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {self._batch}")
+        return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {batch}")
 
-    def _arms(self) -> list[Measured]:
+    def _arms(self, batch: int) -> list[Measured]:
         """What is known of every way to draft at this batch size."""
         every = range(len(self.drafters))
-        if any((self._batch, index) not in self._measured for index in every):
-            near = self._nearest()
+        if any((batch, index) not in self._measured for index in every):
+            near = self._nearest(batch)
             for index in every:
                 begun = Measured() if near is None else self._measured[near, index].borrowed()
-                self._measured.setdefault((self._batch, index), begun)
-        return [self._measured[self._batch, index] for index in every]
+                self._measured.setdefault((batch, index), begun)
+        return [self._measured[batch, index] for index in every]
 
-    def _nearest(self) -> int | None:
+    def _nearest(self, batch: int) -> int | None:
         """The batch size nearest to this one at which everything was measured, if there is one that is near."""
         near: dict[int, float] = {}
-        for batch in {batch for batch, _ in self._measured}:
-            arms = [self._measured.get((batch, index)) for index in range(len(self.drafters))]
-            ratio = max(batch, self._batch) / min(batch, self._batch)
+        for other in {other for other, _ in self._measured}:
+            arms = [self._measured.get((other, index)) for index in range(len(self.drafters))]
+            ratio = max(other, batch) / min(other, batch)
             if ratio <= NEAR and all(arm is not None and arm.own >= len(PROBES) for arm in arms):
-                near[batch] = ratio
+                near[other] = ratio
         return min(near, key=near.__getitem__, default=None)
 
-    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Take the measurement, then let every drafter see what was shown."""
-        for drafter in self.drafters:
-            drafter.observe(draft, passed, verdict)
-        if verdict is None:
-            return
-        arm = self._measured.setdefault((self._batch, self.choice.drafter), Measured())
+    def record(self, batch: int, drafter: int, elapsed: float, allowed: int, draft: Draft, verdict: Verdict) -> None:
+        """Add a step to what is known.
+
+        Args:
+            batch: sequences in it.
+            drafter: index of the way to draft.
+            elapsed: seconds it took, from the choice to the verdict.
+            allowed: guesses that a sequence might have.
+            draft: what was drafted ...
+            verdict: ... and what became of it.
+        """
+        arm = self._measured.setdefault((batch, drafter), Measured())
         if not arm.is_warm:
             arm.is_warm = True
             return
-        elapsed, allowed = self._clock() - self._started, min(self._allowed, LONGEST)
         if not draft.passes:
             guesses = (len(draft.tokens) - sum(draft.given)) / len(draft.slots)
             arm.record(guesses, elapsed, allowed, verdict.accepted)
@@ -231,27 +225,66 @@ class Adaptive:
             guesses = sum(passes.guessed[place] for passes in made) / len(made)
             arm.record(guesses, elapsed / count, allowed, [passes.kept[place] - 1 for passes in made])
 
+
+class AdaptiveState:
+    """Fills ``DraftState``: states of all drafters, one of which drafts in each step."""
+
+    def __init__(self, adaptive: Adaptive, states: Sequence[DraftState]) -> None:
+        """Choose among ``states``, those of the drafters of ``adaptive`` in their order."""
+        self.choice = Choice(0, 0, "nothing measured yet")
+        self.traversal: Traversal = states[0].traversal
+        self._adaptive = adaptive
+        self._states = tuple(states)
+        self._started = 0.0
+        self._batch = 1
+        self._allowed = 0
+
+    @property
+    def reason(self) -> str:
+        """Why the last step drafted as it did."""
+        return self.choice.reason
+
+    def propose(self, context: Context) -> Draft:
+        """A draft by the best choice for this batch size."""
+        self._started = self._adaptive.clock()
+        self._batch = len(context.slots)
+        room = max(context.max_nodes.values(), default=LONGEST)
+        self.choice = self._adaptive.choose(self._batch, room)
+        self._allowed = min(self.choice.guesses, room)
+        if self.choice.drafter:
+            capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
+            context = replace(context, max_nodes=capped)
+        return self._states[self.choice.drafter].propose(context)
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Let every drafter see what was shown, then add the step to what was measured."""
+        for state in self._states:
+            state.observe(draft, passed, verdict)
+        if verdict is not None:
+            elapsed, allowed = self._adaptive.clock() - self._started, min(self._allowed, LONGEST)
+            self._adaptive.record(self._batch, self.choice.drafter, elapsed, allowed, draft, verdict)
+
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Tell every drafter."""
-        for drafter in self.drafters:
-            drafter.commit(slots, paths)
+        for state in self._states:
+            state.commit(slots, paths)
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Tell every drafter."""
-        for drafter in self.drafters:
-            drafter.truncate(slots, lengths)
+        for state in self._states:
+            state.truncate(slots, lengths)
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """Tell every drafter."""
-        for drafter in self.drafters:
-            drafter.fork(sources, targets, length)
+        for state in self._states:
+            state.fork(sources, targets, length)
 
     def release(self, slots: Sequence[int]) -> None:
         """Tell every drafter."""
-        for drafter in self.drafters:
-            drafter.release(slots)
+        for state in self._states:
+            state.release(slots)
 
     def settle(self, slots: Sequence[int]) -> None:
         """Tell every drafter."""
-        for drafter in self.drafters:
-            drafter.settle(slots)
+        for state in self._states:
+            state.settle(slots)

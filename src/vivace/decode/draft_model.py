@@ -24,6 +24,7 @@ from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
+from vivace.decode.plain import NoMemory
 from vivace.errors import ConfigError
 
 CHUNK = 256
@@ -44,7 +45,7 @@ class DraftModelConfig:
 
 
 class DraftModel:
-    """Drafts with another decoder over the same tokens."""
+    """Fills ``Drafter``: drafts with another decoder over the same tokens."""
 
     name = "draft"
 
@@ -57,11 +58,24 @@ class DraftModel:
             config: how far to guess.
         """
         self.config = DraftModelConfig() if config is None else config
+        self.model = model
+        self.target_vocab_size = target_vocab_size
+
+    def open(self, cache: KVCache) -> DraftModelState:
+        """State of a session, with a cache for the draft model of as many slots and entries as the target's."""
+        return DraftModelState(self, self.model.new_cache(cache.num_slots, cache.capacity))
+
+
+class DraftModelState(NoMemory):
+    """Fills ``DraftState``: the draft model's cache, which lags behind each slot's text."""
+
+    def __init__(self, drafter: DraftModel, cache: KVCache) -> None:
+        """Draft by ``drafter`` with an empty cache of its model."""
+        self.config = drafter.config
         self.traversal: Traversal = Climb()
-        self._model = model
-        self._target_vocab_size = target_vocab_size
-        self._target_cache: KVCache | None = None
-        self._cache: KVCache | None = None
+        self.cache = cache
+        self._model = drafter.model
+        self._target_vocab_size = drafter.target_vocab_size
         self._unverified: dict[int, int] = {}
         """Slots whose own cache holds guesses beyond the text, and how much the target had stored then."""
 
@@ -71,7 +85,8 @@ class DraftModel:
         counts = {slot: count for slot in context.slots if (count := self._room(context, slot)) > 0}
         if not counts:
             return draft
-        cache = self._cache_beside(context.cache)
+        cache = self.cache
+        self._forget_guesses(tuple(self._unverified))
         for slot in counts:
             cache.prompts[slot] = context.cache.prompts[slot]
         self._catch_up(context.tokens, tuple(counts), cache)
@@ -92,15 +107,6 @@ class DraftModel:
         """Guesses worth making: within the request's limit and the positions the draft model knows."""
         known = self._model.config.max_positions - len(context.tokens[slot]) + 1
         return min(self.config.num_draft_tokens, known, context.max_nodes.get(slot, known))
-
-    def _cache_beside(self, target: KVCache) -> KVCache:
-        """The own cache, as many slots and entries as the target's; a drafter follows one session at a time."""
-        if self._cache is None or self._target_cache is not target:
-            self._target_cache = target
-            self._cache = self._model.new_cache(target.num_slots, target.capacity)
-            self._unverified.clear()
-        self._forget_guesses(tuple(self._unverified))
-        return self._cache
 
     def _catch_up(self, tokens: Mapping[int, Sequence[int]], slots: Sequence[int], cache: KVCache) -> None:
         """Take up long missing stretches in chunks; what a cycle leaves behind rides with the first guess."""
@@ -147,24 +153,18 @@ class DraftModel:
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget positions >= length; a slot that lags behind it keeps what it has."""
-        if self._cache is not None:
-            own = self._cache.lengths
-            self._cache.truncate(slots, [min(own[s], length) for s, length in zip(slots, lengths, strict=True)])
+        own = self.cache.lengths
+        self.cache.truncate(slots, [min(own[s], length) for s, length in zip(slots, lengths, strict=True)])
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """Copy what the sources have of their texts."""
-        if self._cache is not None:
-            self._forget_guesses((*sources, *targets))
-            self._cache.fork(sources, targets, length)
+        self._forget_guesses((*sources, *targets))
+        self.cache.fork(sources, targets, length)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences."""
-        if self._cache is not None:
-            self._forget_guesses(slots)
-            self._cache.release(slots)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Nothing to do: what is missing is taken up when the next draft is made."""
+        self._forget_guesses(slots)
+        self.cache.release(slots)
 
     def _forget_guesses(self, slots: Sequence[int]) -> None:
         """Back to the verified text where a draft was never verified."""

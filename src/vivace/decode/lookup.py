@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vivace.core.cache import KVCache
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
 from vivace.decode.plain import Forgetful
@@ -63,13 +64,24 @@ class NgramIndex:
         return []
 
 
-class PromptLookup(Forgetful):
-    """Drafts by looking the last tokens up in the text so far."""
+class PromptLookup:
+    """Fills ``Drafter``: drafts by looking the last tokens up in the text so far."""
 
     name = "lookup"
 
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = LookupConfig() if config is None else config
+
+    def open(self, cache: KVCache) -> LookupState:
+        """State of a session that has read nothing yet."""
+        return LookupState(self.config)
+
+
+class LookupState(Forgetful):
+    """Fills ``DraftState``: an index of each slot's text."""
+
+    def __init__(self, config: LookupConfig) -> None:
+        self.config = config
         self.traversal: Traversal = Climb()
         self._index: dict[int, NgramIndex] = {}
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
-from vivace.core.guessers import ChainPlan, Root
+from vivace.core.cache import KVCache
+from vivace.core.guessers import Chain, ChainPlan, Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.climb import Climb
 from vivace.kernels.low_bit import Weights
 
 
-class Stateless:
-    """A drafter's memory when it has none."""
+class NoMemory:
+    """The calls of ``SlotState`` for a draft state that keeps nothing between them."""
+
+    reason: str | None = None
+    """There is nothing to choose."""
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Nothing to keep."""
@@ -31,8 +36,16 @@ class Stateless:
         """Always complete."""
 
 
-class Forgetful(Stateless):
-    """A drafter's memory of each slot that is dropped where a text changes: it drafts without until it sees more."""
+class Stateless(NoMemory):
+    """A drafter that remembers no sequence: it is its own state in every session."""
+
+    def open(self, cache: KVCache) -> Self:
+        """Itself, since there is nothing to keep apart."""
+        return self
+
+
+class Forgetful(NoMemory):
+    """Draft state that drops what it knows of a slot where its text changes, and drafts without until it sees more."""
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """What was kept may be gone."""
@@ -115,6 +128,11 @@ def pending(context: Context) -> dict[int, int] | None:
     return {slot: tokens[0] for slot, tokens in fresh.items()}
 
 
+def native_chain(model: Decoder, cache: KVCache) -> Chain | None:
+    """What drafts or decides in native calls; None where nothing does, or where a session pads its calls."""
+    return model.backend.chain if cache.row_count == 1 else None
+
+
 class RunsAhead(NoDrafts):
     """Plain decoding, greedily several tokens in one native call."""
 
@@ -126,8 +144,8 @@ class RunsAhead(NoDrafts):
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and those that the model decides behind them."""
-        chain, roots = self._model.backend.chain, pending(context)
-        if chain is None or self._model.row_count > 1 or roots is None:
+        chain, roots = native_chain(self._model, context.cache), pending(context)
+        if chain is None or roots is None:
             return context.given()
         more = self._pace.count(context) - 1
         below = [Root(slot, token, min(more, context.room.get(slot, 0))) for slot, token in roots.items()]

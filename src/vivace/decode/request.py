@@ -61,7 +61,7 @@ class Request:
     """Prompt ids, at least one."""
     max_new_tokens: int
     drafter: Drafter
-    """Shared between the requests of a session that use the same method."""
+    """One object for all requests of a method; a session drafts together for those that share it."""
     sampling: Sampling = field(default_factory=Sampling)
     stop: StopRule = field(default_factory=StopRule)
     seed: int = 0

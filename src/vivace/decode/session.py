@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Drafter, SlotState, TargetPass, Verdict
+from vivace.core.seams import Context, Draft, Drafter, DraftState, SlotState, TargetPass, Verdict
 from vivace.decode.climb import Climb
 from vivace.decode.laws import Laws
 from vivace.decode.request import Emitted, FinishReason, Request
@@ -42,6 +42,8 @@ class Sequence:
     slot: int
     tokens: list[int]
     """Prompt and new tokens; all but the last are stored."""
+    drafting: DraftState
+    """The session's state of the request's drafter, shared with its other requests of that method."""
     generator: torch.Generator
     stats: DecodeStats
     admitted_at: float
@@ -109,6 +111,7 @@ class Session:
         capacity: int,
         chunk: int = 256,
         prefill_budget: int = 1024,
+        row_count: int = 1,
         progress: Progress | None = None,
     ) -> None:
         """Allocate the cache.
@@ -119,6 +122,7 @@ class Session:
             capacity: prompt and new tokens a sequence may have together.
             chunk: prompt tokens that go up together.
             prefill_budget: prompt rows in one pass at most (at least one chunk runs).
+            row_count: decoding calls are padded to a multiple of this many rows (``Step.row_count``).
             progress: told about prefill.
         """
         self.model = model
@@ -126,10 +130,13 @@ class Session:
         self.chunk = chunk
         self.prefill_budget = prefill_budget
         self.progress = progress
-        self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK)
+        self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK, row_count=row_count)
+        self._drafting: dict[int, tuple[Drafter, DraftState]] = {}
+        """By identity: drafters that requests have named, and what they remember of this session's sequences."""
         self.num_target_passes = 0
         """Decoding passes so far, whatever the number of slots in each."""
         self._climb = Climb()
+        self._owned = [part.open(self.cache) for part in model.stateful]
         self._free = list(range(num_slots))[::-1]
         self._waiting: deque[tuple[int, Request]] = deque()
         self._live: dict[int, Sequence] = {}
@@ -176,6 +183,12 @@ class Session:
             for sequence in list(self._live.values()):
                 self._release(sequence)
 
+    def drafting(self, drafter: Drafter) -> DraftState:
+        """What a drafter remembers here; opened with the first request that names it, and kept for those to come."""
+        if id(drafter) not in self._drafting:
+            self._drafting[id(drafter)] = drafter, drafter.open(self.cache)
+        return self._drafting[id(drafter)][1]
+
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Advance every sequence: prompt chunks for those that have some, tokens for the others."""
@@ -185,8 +198,8 @@ class Session:
             self._prefill(filling)
         emitted: list[Emitted] = []
         with self._threads():
-            for drafter, sequences in _by_drafter([s for s in self._live.values() if not s.chunks]):
-                emitted += self._decode(drafter, sequences)
+            for drafting, sequences in _by_drafting([s for s in self._live.values() if not s.chunks]):
+                emitted += self._decode(drafting, sequences)
         return emitted
 
     def _threads(self) -> AbstractContextManager[None]:
@@ -198,13 +211,14 @@ class Session:
             self._prefilled = self._to_prefill = 0
         while self._free and self._waiting:
             request_id, request = self._waiting.popleft()
+            drafting = self.drafting(request.drafter)
             slot = self._free.pop()
             self.cache.prompts[slot] = len(request.tokens)
             generator = torch.Generator().manual_seed(request.seed)
             stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
-            sequence = Sequence(
-                request_id, request, slot, list(request.tokens), generator, stats, admitted_at=time.perf_counter()
-            )
+            now = time.perf_counter()
+            tokens = list(request.tokens)
+            sequence = Sequence(request_id, request, slot, tokens, drafting, generator, stats, admitted_at=now)
             last = len(request.tokens) - 1
             known = request.prefix.attach(request.tokens[:last], slot, self.cache) if request.prefix else 0
             assert known == last or known % self.chunk == 0, "a known prefix ends where a chunk does"
@@ -231,13 +245,13 @@ class Session:
         with self._threads() if as_rows else nullcontext():
             passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
         kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
-        groups = _by_drafter(batch)
-        for drafter, own in groups:
-            drafter.observe(*_part(draft, passed, [s.slot for s in own]), None)
-        for state in (self.cache, *self.model.states()):
+        groups = _by_drafting(batch)
+        for drafting, own in groups:
+            drafting.observe(*_part(draft, passed, [s.slot for s in own]), None)
+        for state in (self.cache, *self._owned):
             state.commit(list(kept), list(kept.values()))
-        for drafter, own in groups:
-            drafter.commit([s.slot for s in own], [kept[s.slot] for s in own])
+        for drafting, own in groups:
+            drafting.commit([s.slot for s in own], [kept[s.slot] for s in own])
         elapsed = time.perf_counter() - started
         for sequence in batch:
             sequence.stats.prefill_s += elapsed
@@ -251,19 +265,19 @@ class Session:
         """Whether the next chunk of its prompt goes up row by row, as while decoding."""
         return sequence.chunks[0][1] <= self.model.backend.rows_up_to
 
-    def _decode(self, drafter: Drafter, sequences: list[Sequence]) -> list[Emitted]:
+    def _decode(self, drafting: DraftState, sequences: list[Sequence]) -> list[Emitted]:
         """Draft, verify, keep: one target pass for these sequences."""
         started = time.perf_counter()
         context = self._context(sequences)
-        draft = drafter.propose(context)
+        draft = drafting.propose(context)
         drafted = time.perf_counter()
-        passed = drafter.traversal.run(self.model, draft, self.cache)
+        passed = drafting.traversal.run(self.model, draft, self.cache)
         if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
             draft = draft.only(passed.rows.tolist())
             passed = replace(passed, rows=torch.arange(len(draft.tokens)))
         verdict, logprobs = self._verify(draft, passed, context, sequences)
         self.num_target_passes += max((len(passes.kept) for passes in draft.passes), default=1)
-        drafter.observe(draft, passed, verdict)
+        drafting.observe(draft, passed, verdict)
         if passed.depth is not None:
             _count_exits(passed, verdict, sequences, self.model.config.num_layers)
         emitted = self._keep(draft, verdict, logprobs, sequences)
@@ -273,6 +287,7 @@ class Session:
         for sequence in sequences:
             sequence.stats.draft_s += drafted - started
             sequence.stats.verify_s += verified - drafted
+            sequence.stats.choice = drafting.reason
         return emitted
 
     def _context(self, sequences: list[Sequence]) -> Context:
@@ -297,7 +312,7 @@ class Session:
         wants_logprobs = any(s.request.logprobs for s in sequences)
         if context.law.is_greedy(context.slots) and not wants_logprobs:
             return verify_greedy(draft, self._choices(draft, passed.hidden)), None
-        logits = self.model.head(passed.hidden)
+        logits = self.model.head(passed.hidden, row_count=self.cache.row_count)
         logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
         if context.law.is_greedy(context.slots):
             return verify_greedy(draft, logits.argmax(-1).tolist()), logprobs
@@ -306,11 +321,11 @@ class Session:
 
     def _choices(self, draft: Draft, hidden: Tensor) -> list[int]:
         """The most likely token after each row; where it is decided already nobody looks."""
-        rows = draft.open_rows
+        rows, count = draft.open_rows, self.cache.row_count
         if len(rows) == len(hidden):
-            return self.model.greedy(hidden).tolist()
+            return self.model.greedy(hidden, row_count=count).tolist()
         choices = [-1] * len(hidden)
-        for row, token in zip(rows, self.model.greedy(hidden[rows]).tolist(), strict=True):
+        for row, token in zip(rows, self.model.greedy(hidden[rows], row_count=count).tolist(), strict=True):
             choices[row] = token
         return choices
 
@@ -380,8 +395,8 @@ class Session:
         self._free.append(sequence.slot)
 
     def _states(self, sequences: list[Sequence]) -> list[SlotState]:
-        drafters = {id(s.request.drafter): s.request.drafter for s in sequences}
-        return [self.cache, *self.model.states(), *drafters.values()]
+        drafting = {id(s.drafting): s.drafting for s in sequences}
+        return [self.cache, *self._owned, *drafting.values()]
 
 
 DRAFT_SLACK = 64
@@ -408,11 +423,11 @@ def _blocks(draft: Draft, verdict: Verdict) -> list[list[Block]]:
     return blocks
 
 
-def _by_drafter(sequences: list[Sequence]) -> list[tuple[Drafter, list[Sequence]]]:
-    groups: dict[int, tuple[Drafter, list[Sequence]]] = {}
+def _by_drafting(sequences: list[Sequence]) -> list[tuple[DraftState, list[Sequence]]]:
+    """Sequences that are drafted for together."""
+    groups: dict[int, tuple[DraftState, list[Sequence]]] = {}
     for sequence in sequences:
-        drafter = sequence.request.drafter
-        groups.setdefault(id(drafter), (drafter, []))[1].append(sequence)
+        groups.setdefault(id(sequence.drafting), (sequence.drafting, []))[1].append(sequence)
     return list(groups.values())
 
 

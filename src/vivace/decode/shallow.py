@@ -20,14 +20,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vivace.core.cache import KVCache
 from vivace.core.guessers import ChainPlan, Companion, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
-from vivace.decode.lookup import PromptLookup
-from vivace.decode.plain import Forgetful, Pace, pending
+from vivace.decode.lookup import LookupState, PromptLookup
+from vivace.decode.plain import Forgetful, Pace, native_chain, pending
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -80,11 +81,17 @@ class EarlyGuess(Protocol):
     companion: Companion | None
     """The same as data, if the guesses come from rows behind the slow ones: whole chains are then drafted at once."""
 
-    def offsets(self, slots: Sequence[int]) -> Tensor | None:
-        """What is added where companions start, (n, depths, E), the last one at all further depths too."""
+    def offsets(self, final: Tensor) -> Tensor | None:
+        """What is added where companions start, (n, depths, E), the last one at all further depths too.
+
+        Args:
+            final: (n, E) residuals at the top of the last verified positions; None where nothing is added.
+        """
         ...
 
-    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def climb(
+        self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Rows through the layers below the gate.
 
         Args:
@@ -92,24 +99,16 @@ class EarlyGuess(Protocol):
             h: (T, E) embedded rows.
             step: their call; all rows write.
             guessing: (n,) which of the rows want a guess.
-            depth: guesses below a root when these are made.
+            offset: (n, E) what is added where they start.
 
         Returns:
             Residuals at the gate (T, E), and (n, E) from which ``model.head`` gives the guess.
         """
         ...
 
-    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """What the target pass showed."""
-        ...
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget these sequences."""
-        ...
-
-
-class ShallowDrafter(Forgetful):
-    """Drafts below a gate, depth by depth, all slots in one pass per depth."""
+class ShallowDrafter:
+    """Fills ``Drafter``: whoever guesses at the gate, and the shape of the draft."""
 
     def __init__(
         self, model: Decoder, guess: EarlyGuess, plan: DraftPlan, *, name: str, first: PromptLookup | None = None
@@ -128,11 +127,27 @@ class ShallowDrafter(Forgetful):
         self.guess = guess
         self.plan = plan
         self.name = name
-        self.traversal: Traversal = Climb()
-        self._pace = Pace()
+        self.pace = Pace()
         chain, companion = model.backend.chain, guess.companion
         if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
             chain.prepare(companion, plan.weights)
+
+    def open(self, cache: KVCache) -> ShallowState:
+        """State of a session that has verified nothing yet."""
+        return ShallowState(self, None if self.first is None else self.first.open(cache))
+
+
+class ShallowState(Forgetful):
+    """Fills ``DraftState``: drafts below the gate, depth by depth, all slots in one pass per depth."""
+
+    def __init__(self, drafter: ShallowDrafter, first: LookupState | None) -> None:
+        """Draft as ``drafter`` says, where ``first`` knows no continuation."""
+        self.traversal: Traversal = Climb()
+        self.first = first
+        self.model, self.guess, self.plan = drafter.model, drafter.guess, drafter.plan
+        self._pace = drafter.pace
+        self._offsets: dict[int, Tensor] = {}
+        """What is added where companions start, (depths, E), from each slot's last verified position."""
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens and a chain or tree of guesses, with residuals at the gate."""
@@ -144,7 +159,7 @@ class ShallowDrafter(Forgetful):
 
     def _ahead(self, context: Context) -> Draft | None:
         """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
-        chain, companion = self.model.backend.chain, self.guess.companion
+        chain, companion = native_chain(self.model, context.cache), self.guess.companion
         roots = pending(context) if len(context.slots) == 1 and self.first is None else None
         if roots is None or chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
@@ -153,7 +168,7 @@ class ShallowDrafter(Forgetful):
         if found is None:
             return None
         limit, plan = found
-        root, offsets = Root(slot, token, limit), self.guess.offsets(context.slots)
+        root, offsets = Root(slot, token, limit), self._offsets_of(context.slots)
         return self._pace.timed(
             context, lambda: chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
         )
@@ -164,7 +179,8 @@ class ShallowDrafter(Forgetful):
         Guesses are the likeliest tokens where requests sample, too: fewer of them are kept than of drawn ones (3.7
         tokens a pass against 4.2 at temperature 0.7), and a draft of drawn ones takes as long as several of these.
         """
-        chain, companion, cache = self.model.backend.chain, self.guess.companion, context.cache
+        cache, companion = context.cache, self.guess.companion
+        chain = native_chain(self.model, cache)
         if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
         roots = []
@@ -175,7 +191,7 @@ class ShallowDrafter(Forgetful):
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
             roots.append(Root(slot, tokens[-1], limit))
         plan = ChainPlan(self.plan.min_confidence, self.plan.weights)
-        return chain.draft(roots, companion, self.guess.offsets(context.slots), cache, plan)
+        return chain.draft(roots, companion, self._offsets_of(context.slots), cache, plan)
 
     def _in_steps(self, context: Context) -> Draft:
         draft = context.given()
@@ -217,11 +233,28 @@ class ShallowDrafter(Forgetful):
         if len(fresh) < len(draft.tokens):
             step = step.take(fresh)
         h = self.model.embed(draft.tokens[fresh], step)
-        return self.guess.climb(self.model, h, step, leaves - fresh[0], depth)
+        guessing = leaves - fresh[0]
+        offsets = self._offsets_of(step.slot[guessing].tolist())
+        offset = None if offsets is None else offsets[:, min(depth, offsets.shape[1] - 1)]
+        return self.guess.climb(self.model, h, step, guessing, offset)
+
+    def _offsets_of(self, slots: Sequence[int]) -> Tensor | None:
+        """(n, depths, E) for drafts that start here; None where no position has been verified yet."""
+        known = next((self._offsets[slot] for slot in slots if slot in self._offsets), None)
+        if known is None:
+            return None
+        if len(slots) == 1:
+            return known[None]
+        unknown = torch.zeros_like(known)
+        return torch.stack([self._offsets.get(slot, unknown) for slot in slots])
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Pass on what the target showed."""
-        self.guess.observe(draft, passed, verdict)
+        """Remember what the top of the last kept row adds to the next draft: it stands before the next root."""
+        last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        final = passed.hidden[last] if len(last) > 1 else passed.hidden[last[0] : last[0] + 1]
+        offsets = self.guess.offsets(final)
+        if offsets is not None:
+            self._offsets.update(zip(draft.slots, offsets.unbind(), strict=True))
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Entries live in the target's own cache; a shortened text is looked up afresh."""
@@ -230,7 +263,8 @@ class ShallowDrafter(Forgetful):
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget what was seen of these slots."""
-        self.guess.release(slots)
+        for slot in slots:
+            self._offsets.pop(slot, None)
         if self.first is not None:
             self.first.release(slots)
 

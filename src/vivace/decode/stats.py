@@ -10,6 +10,8 @@ class DecodeStats:
     """Counters of one request; times are the wall time of the steps it took part in."""
 
     method: str = "plain"
+    choice: str | None = None
+    """Why ``auto`` drafted as it did in the last step; None for all other methods."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose entries were there already."""

@@ -15,8 +15,9 @@ from dataclasses import replace
 
 import torch
 
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Drafter, TargetPass, Verdict
+from vivace.core.seams import Context, Draft, Drafter, DraftState, TargetPass, Verdict
 from vivace.decode.climb import Climb
 from vivace.decode.laws import Laws
 from vivace.decode.request import Request
@@ -52,7 +53,8 @@ def measure_parts(
     room = STEPS * (longest + 1)
     cache, climb = model.new_cache(1, len(tokens) + room + 1), Climb()
     prompt = Draft.given_only({0: list(tokens[:-1])})
-    drafter.observe(prompt, climb.run(model, prompt, cache, chunk=True), None)
+    undrafted, drafting = plain.open(cache), drafter.open(cache)
+    drafting.observe(prompt, climb.run(model, prompt, cache, chunk=True), None)
     cache.commit([0], [range(len(tokens) - 1)])
     law = Laws({0: Request(tuple(tokens), room, drafter)}, {0: tokens}, cache.lengths)
     asked = [Context((0,), {0: tokens}, cache, law, {0: n}, room={0: room}) for n in range(longest + 1)]
@@ -60,17 +62,16 @@ def measure_parts(
     with nullcontext() if model.backend.span is None else one_pytorch_thread():
         for _ in range(repeats + 1):
             for n, context in enumerate(asked):
-                found[n].append(_step_seconds(model, climb, drafter if n else plain, context))
-    drafter.release([0])
+                found[n].append(_step_seconds(model, climb, drafting if n else undrafted, context))
     medians = [[statistics.median(part) for part in zip(*times[1:], strict=True)] for times in found]
-    (given, alone), *drafting = medians
-    return Parts(given + alone, tuple(drafted for drafted, _ in drafting), tuple(checked for _, checked in drafting))
+    (given, alone), *drafts = medians
+    return Parts(given + alone, tuple(drafted for drafted, _ in drafts), tuple(checked for _, checked in drafts))
 
 
-def _step_seconds(model: Decoder, climb: Climb, drafter: Drafter, context: Context) -> tuple[float, float]:
+def _step_seconds(model: Decoder, climb: Climb, drafting: DraftState, context: Context) -> tuple[float, float]:
     """Of a step, or of each of those made in one call: seconds of the draft, and of the pass that verifies it."""
     drafts: list[Draft] = []
-    [proposing] = timed(lambda: drafts.append(drafter.propose(context)), model.device)
+    [proposing] = timed(lambda: drafts.append(drafting.propose(context)), model.device)
     [draft] = drafts
     if draft.passes:
         [passes] = draft.passes
@@ -113,23 +114,41 @@ class Watched:
 
     def __init__(self, drafter: Drafter) -> None:
         """Do what ``drafter`` does."""
-        self.name, self.traversal = drafter.name, drafter.traversal
+        self.name = drafter.name
         self.passes_s = 0.0
         self._drafter = drafter
+
+    def open(self, cache: KVCache) -> WatchedState:
+        """State of the session that is watched."""
+        return WatchedState(self, self._drafter.open(cache))
+
+
+class WatchedState:
+    """The state of a watched drafter."""
+
+    def __init__(self, watched: Watched, inner: DraftState) -> None:
+        """Do what ``inner`` does, and tell ``watched``."""
+        self.traversal = inner.traversal
+        self._watched, self._inner = watched, inner
         self._started = 0.0
-        self.commit, self.truncate, self.fork = drafter.commit, drafter.truncate, drafter.fork
-        self.release, self.settle = drafter.release, drafter.settle
+        self.commit, self.truncate, self.fork = inner.commit, inner.truncate, inner.fork
+        self.release, self.settle = inner.release, inner.settle
+
+    @property
+    def reason(self) -> str | None:
+        """The drafter's."""
+        return self._inner.reason
 
     def propose(self, context: Context) -> Draft:
         """The drafter's proposal."""
         self._started = time.perf_counter()
-        draft = self._drafter.propose(context)
+        draft = self._inner.propose(context)
         if draft.passes:
-            self.passes_s += time.perf_counter() - self._started
+            self._watched.passes_s += time.perf_counter() - self._started
         return draft
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Tell the drafter; where nothing was decided ahead, the passes end here."""
         if verdict is not None and not draft.passes:
-            self.passes_s += time.perf_counter() - self._started
-        self._drafter.observe(draft, passed, verdict)
+            self._watched.passes_s += time.perf_counter() - self._started
+        self._inner.observe(draft, passed, verdict)

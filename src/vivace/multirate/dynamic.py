@@ -98,7 +98,7 @@ class AcceleratedExit:
         h = h if low == start else model.run(h, step, low, start)
         h, trail = self.accelerator.climb(model, number, h, step, asking, self._depths[gate])
         says = self.accelerator.at_gate(number, trail[:, -1])
-        score = self.router.score(number, trail, lambda: model.head(says))
+        score = self.router.score(number, trail, lambda: model.head(says, row_count=step.row_count))
         return Leaving(h, score > threshold, says, stop - start)
 
 

@@ -73,24 +73,29 @@ class Forecast(nn.Module):
 class Forecaster:
     """Tells a model's mixtures before a pass what it will choose, from where the pass before has ended."""
 
-    def __init__(self, forecast: Forecast, at_least: float, ends: Mapping[int, Tensor]) -> None:
+    def __init__(self, forecast: Forecast, at_least: float) -> None:
         """Set how.
 
         Args:
             forecast: trained on the model.
             at_least: probability from which an expert is expected.
-            ends: by slot, where the pass before has come out (E), as far as it is known; changed by whoever knows.
         """
         self._forecast = forecast
         self._least = math.log(at_least / (1 - at_least))
-        self._ends = ends
         self._mixtures: tuple[MixtureOfExperts, ...] = ()
         self._products: tuple[Product, Product] | None = None
 
-    def tell(self, model: Decoder, draft: Draft, entering: Tensor) -> None:
-        """Before a pass whose rows (T, E) are about to enter: what the first row of each slot will choose."""
+    def tell(self, model: Decoder, draft: Draft, entering: Tensor, ends: Mapping[int, Tensor]) -> None:
+        """Before a pass whose rows (T, E) are about to enter: what the first row of each slot will choose.
+
+        Args:
+            model: the decoder.
+            draft: its rows.
+            entering: their embeddings.
+            ends: by slot, where the pass before has come out (E), as far as it is known.
+        """
         nodes = enumerate(zip(draft.lists.slot, draft.lists.node, strict=True))
-        rows = {row: self._ends[slot] for row, (slot, node) in nodes if node == 0 and slot in self._ends}
+        rows = {row: ends[slot] for row, (slot, node) in nodes if node == 0 and slot in ends}
         if not rows:
             return
         if self._products is None:

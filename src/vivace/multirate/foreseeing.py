@@ -20,20 +20,17 @@ from vivace.core.cpu.packed import PackedLinear
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts, likeliest
-from vivace.core.seams import Draft, TargetPass, Verdict
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
-from vivace.decode.plain import NoDrafts
+from vivace.decode.plain import Forgetful
 from vivace.kernels import native
 from vivace.kernels.native import NativeBody
 from vivace.multirate.forecast import Forecaster
 from vivace.multirate.foresight import Foresight, ForesightPlan, of_mean_square_one
 
 
-class Foreseeing(NoDrafts):
-    """Plain decoding whose experts are foreseen; it remembers where the text of each slot has come out.
-
-    Two sessions that decode by turns with the same one hear of each other's texts, which costs loads and no bits.
-    """
+class Foreseeing:
+    """Fills ``Drafter``: plain decoding whose experts are foreseen."""
 
     def __init__(self, foresight: Foresight, plan: ForesightPlan, name: str = "foresight") -> None:
         """Set how.
@@ -43,19 +40,37 @@ class Foreseeing(NoDrafts):
             plan: how it is used.
             name: of the method.
         """
+        self.name = name
+        self.climb = ForesightClimb(foresight, plan)
+
+    def open(self, cache: KVCache) -> ForeseeingState:
+        """State of a session that has decided nothing yet."""
+        return ForeseeingState(self.climb)
+
+
+class ForeseeingState(Forgetful):
+    """Fills ``DraftState``: remembers where the text of each slot has come out, which is what a forecast reads."""
+
+    def __init__(self, climb: ForesightClimb) -> None:
+        """Take rows up by ``climb``."""
+        self.climb = climb
+        self.traversal: Traversal = self
         self._ends: dict[int, Tensor] = {}
         """By slot: the residual (E) that the token which is not stored yet was decided from."""
-        super().__init__(name, ForesightClimb(foresight, plan, self._ends))
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
+        """Fills ``Traversal``: the forecast of a slot begins where its text has come out."""
+        return self.climb.run(model, draft, cache, chunk=chunk, ends=self._ends)
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens alone."""
+        return context.given()
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """The next token follows the last row that was kept; after a prompt chunk its last row."""
         rows = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
         for slot, row in zip(draft.slots, rows, strict=True):
             self._ends[slot] = passed.hidden[row].clone()
-
-    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """What a text came out with is of its end, which is another one now."""
-        self.release(slots)
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """A copy of a whole text goes on where that came out."""
@@ -72,13 +87,12 @@ class Foreseeing(NoDrafts):
 class ForesightClimb:
     """Fills ``Traversal``: all rows up the layers, while mixtures are told which experts will be needed."""
 
-    def __init__(self, foresight: Foresight, plan: ForesightPlan, ends: Mapping[int, Tensor]) -> None:
+    def __init__(self, foresight: Foresight, plan: ForesightPlan) -> None:
         """Set how.
 
         Args:
             foresight: trained on the model.
             plan: how it is used.
-            ends: by slot, the residual (E) that its first row was decided from, as far as it is known.
         """
         assert foresight.model.moe is not None
         self.foresight = foresight
@@ -86,14 +100,30 @@ class ForesightClimb:
         self.leads = plan.leads
         self.depth = foresight.config.depth(foresight.model.num_layers)
         forecast = foresight.forecast
-        self._forecaster = None if forecast is None else Forecaster(forecast, plan.at_least, ends)
+        self._forecaster = None if forecast is None else Forecaster(forecast, plan.at_least)
         self._asked: dict[int, Routers | None] = {}
         """By depth; None where nothing is asked."""
         self._deltas: dict[int, LowRankDeltas] = {}
         """By rows of a call, so that whoever lays them out does so once."""
 
-    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone."""
+    def run(
+        self,
+        model: Decoder,
+        draft: Draft,
+        cache: KVCache,
+        *,
+        chunk: bool = False,
+        ends: Mapping[int, Tensor] | None = None,
+    ) -> TargetPass:
+        """One pass for all slots; prompt chunks, which choose nearly all experts, and late rows go up alone.
+
+        Args:
+            model: the decoder.
+            draft: rows to take up.
+            cache: of their slots.
+            chunk: they are prompt chunks.
+            ends: by slot, the residual (E) that its first row was decided from, as far as it is known.
+        """
         step = Step.of(draft, cache, chunk=chunk)
         start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
         slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
@@ -101,7 +131,7 @@ class ForesightClimb:
             slow = model.run(slow, step, start)
         else:
             if self._forecaster is not None:
-                self._forecaster.tell(model, draft, slow)
+                self._forecaster.tell(model, draft, slow, {} if ends is None else ends)
             if self.foresight.config.rate is not None:
                 slow = self._ahead(model, slow, step, rows)
             watch = (lambda index, h: self._tell(model, index + 1, h, h)) if self.leads else None

@@ -51,8 +51,6 @@ class StreamClimb:
         self._terms: dict[tuple[int, int], LowRankDeltas] = {}
         self._rough: Span | None = None
         """The upper layers as streams read them, where the plan says so."""
-        self.entering: Tensor | None = None
-        """(E,) entering the insertion layer, of the last row that was decided in one call; no other is asked for."""
 
     def prepare(self, model: Decoder) -> None:
         """Make copies in few bits now, so that the first draft takes no longer than the next."""
@@ -64,11 +62,6 @@ class StreamClimb:
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
         """One pass for all slots, whatever each of them drafted."""
         insertion, count = self.streams.config.insertion, len(self.plan.widths)
-        if draft.passes:
-            assert draft.hidden is not None
-            assert self.entering is not None
-            every = torch.arange(len(draft.hidden))
-            return StreamPass(draft.hidden, every, entering=self.entering.expand(len(every), -1))
         step = Step.of(draft, cache, chunk=chunk)
         main = model.run(model.embed(draft.tokens, step), step, 0, insertion)
         rows = torch.arange(len(draft.tokens))

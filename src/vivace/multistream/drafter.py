@@ -11,17 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vivace.core.cache import KVCache
 from vivace.core.guessers import Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.plain import Forgetful, Pace, pending
+from vivace.decode.plain import Forgetful, Pace, native_chain, pending
 from vivace.multistream.climb import Decided, StreamClimb, StreamPass
 from vivace.multistream.config import StreamPlan
 from vivace.multistream.streams import Streams
 
 
-class StreamDrafter(Forgetful):
-    """Fills ``Drafter``: remembers the streams of each slot's last kept node."""
+class StreamDrafter:
+    """Fills ``Drafter``: trained streams, laid out once for all sessions."""
 
     name = "multistream"
 
@@ -42,16 +43,40 @@ class StreamDrafter(Forgetful):
         self.plan = plan
         self.climb = StreamClimb(streams, plan)
         self.climb.prepare(model)
-        self.traversal: Traversal = self.climb
         self.has_feedback = streams.config.feedback
+        is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
+        self.followers = streams.followers(len(plan.widths)) if is_chain else None
+        """The same as data, where whole steps can be made at once."""
+        self.pace = Pace()
+
+    def open(self, cache: KVCache) -> StreamState:
+        """State of a session that has decided nothing yet."""
+        return StreamState(self)
+
+
+class StreamState(Forgetful):
+    """Fills ``DraftState``: remembers the streams of each slot's last kept node."""
+
+    def __init__(self, drafter: StreamDrafter) -> None:
+        """Draft by the streams of ``drafter``."""
+        self.drafter = drafter
+        self.model, self.plan, self.climb = drafter.model, drafter.plan, drafter.climb
+        self.traversal: Traversal = self
         self._kept: dict[int, Tensor] = {}
         """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
         self._final: dict[int, Tensor] = {}
         """Of the same node: what came out at the top (E,), for streams with feedback."""
-        is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
-        self._followers = streams.followers(len(plan.widths)) if is_chain else None
-        """The same as data, where whole steps can be made at once."""
-        self._pace = Pace()
+        self._entering: Tensor | None = None
+        """(E,) entering the insertion layer, of the last row that was decided in one call; no other is asked for."""
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
+        """Fills ``Traversal``: steps that were made in one call are at the top already."""
+        if not draft.passes:
+            return self.climb.run(model, draft, cache, chunk=chunk)
+        assert draft.hidden is not None
+        assert self._entering is not None
+        every = torch.arange(len(draft.hidden))
+        return StreamPass(draft.hidden, every, entering=self._entering.expand(len(every), -1))
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and a tree below the root of every slot whose streams are known."""
@@ -73,24 +98,24 @@ class StreamDrafter(Forgetful):
 
     def _ahead(self, context: Context) -> Draft | None:
         """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
-        chain, [slot, *others] = self.model.backend.chain, context.slots
-        if chain is None or self._followers is None or others or slot not in self._kept or self.model.row_count > 1:
+        chain, followers, pace = native_chain(self.model, context.cache), self.drafter.followers, self.drafter.pace
+        slot, *others = context.slots
+        if chain is None or followers is None or others or slot not in self._kept:
             return None
-        roots, found = pending(context), self._pace.steps(context, slot, len(self.plan.widths), self.plan.weights)
+        roots, found = pending(context), pace.steps(context, slot, len(self.plan.widths), self.plan.weights)
         if roots is None or found is None:
             return None
         limit, plan = found
         root, left = Root(slot, roots[slot], limit), (self._kept[slot], self._final.get(slot))
-        followers = self._followers
 
         def decide() -> Draft:
-            draft, self.climb.entering = chain.follow(root, followers, left, context.cache, plan, context.ends)
+            draft, self._entering = chain.follow(root, followers, left, context.cache, plan, context.ends)
             return draft
 
-        return self._pace.timed(context, decide)
+        return pace.timed(context, decide)
 
     def _decided(self, context: Context, slots: Sequence[int]) -> Decided | None:
-        if not self.has_feedback:
+        if not self.drafter.has_feedback:
             return None
         roots = torch.tensor([context.tokens[slot][-1] for slot in slots])
         return Decided(torch.stack([self._final[slot] for slot in slots]), roots)
@@ -114,7 +139,7 @@ class StreamDrafter(Forgetful):
         assert left is not None
         for slot, path in zip(draft.slots, verdict.paths, strict=True):
             self._kept[slot] = left[path[-1]]
-            if self.has_feedback:
+            if self.drafter.has_feedback:
                 self._final[slot] = passed.hidden[path[-1]]
 
     def release(self, slots: Sequence[int]) -> None:

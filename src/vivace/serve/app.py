@@ -87,7 +87,7 @@ class Server:
             prefill_budget=config.prefill_budget,
         )
         prefix = None
-        if config.prefix_cache_bytes and not engine.model.states():
+        if config.prefix_cache_bytes and not engine.model.stateful:
             chunk = self.worker.session.chunk
             prefix = PrefixCache(engine.model.config, chunk=chunk, max_bytes=config.prefix_cache_bytes)
         self.worker.prefix = prefix

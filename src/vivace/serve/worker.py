@@ -195,7 +195,7 @@ class Worker:
                 events = self._step()
             except Exception:  # whatever it is, callers are told, and the next request finds a fresh session
                 log.exception("a step failed; its requests are told so")
-                self._forget()
+                self.session = self._make()  # with caches and draft states of its own
                 events = self._fail_all(Refusal(500, "decoding failed; the log says why", code="internal_error"))
             if events:
                 self._mailbox(events)
@@ -257,12 +257,6 @@ class Worker:
     def _end(self, job: Job) -> None:
         job.has_begun = True
         self._running.pop(job.number, None)
-
-    def _forget(self) -> None:
-        """Start afresh: a new session, and drafters that remember nothing of the one that broke."""
-        for drafter in {id(job.request.drafter): job.request.drafter for job in self._running.values()}.values():
-            drafter.release(range(self.num_slots))
-        self.session = self._make()
 
     def _fail_all(self, refusal: Refusal) -> list[tuple[Job, Event]]:
         with self._changed:

@@ -18,7 +18,7 @@ neurons that memory has no room for are read block by block, and add to the sum 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.layers import activate
 from vivace.core.parts import DenseParts
-from vivace.core.seams import SlotState
+from vivace.core.seams import Stateful
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError, VivaceError
 from vivace.kernels import reference as kernels
@@ -84,7 +85,7 @@ class Records(NamedTuple):
 
 
 class Neurons:
-    """The caches of all layers; a ``SlotState``, as windows belong to sequences."""
+    """The caches of all layers, which sessions share; their windows are forgotten when no sequence is left in any."""
 
     def __init__(
         self,
@@ -120,7 +121,23 @@ class Neurons:
         self.block = block_of(bundle.count, bundle.stride)
         """Neurons in a block of a dense pass."""
         self._blocks = [aligned(self.block * bundle.stride) for _ in range(2)]
-        self._live: set[int] = set()
+        self._live: set[tuple[NeuronState, int]] = set()
+        """State and slot of every sequence that has stored something."""
+
+    def open(self, cache: KVCache) -> NeuronState:
+        """State of a session."""
+        return NeuronState(self)
+
+    def begin(self, sequences: Iterable[tuple[NeuronState, int]]) -> None:
+        """These sequences, by state and slot, use the windows from now on."""
+        self._live.update(sequences)
+
+    def end(self, sequences: Iterable[tuple[NeuronState, int]]) -> None:
+        """These do no longer; when nobody is left, the windows are forgotten."""
+        self._live.difference_update(sequences)
+        if not self._live:
+            for cache in self.caches:
+                cache.forget()
 
     @staticmethod
     def of(store: Store, pool: Pool, plan: MemoryPlan, window: int = WINDOW) -> Neurons:
@@ -199,23 +216,28 @@ class Neurons:
         self.counts.dense += 1
         return NeuronBlocks(self.store, self.pool, f"layers.{layer}.neurons", self.block, self._blocks)
 
+
+class NeuronState:
+    """Fills ``SlotState`` for one session: which of its sequences use the windows."""
+
+    def __init__(self, neurons: Neurons) -> None:
+        """Tell ``neurons``."""
+        self._neurons = neurons
+
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """These sequences live."""
-        self._live.update(slots)
+        """These sequences use the windows."""
+        self._neurons.begin((self, slot) for slot in slots)
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """What is in memory is right whatever the text is."""
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """The windows are shared."""
-        self._live.update(targets)
+        self._neurons.begin((self, slot) for slot in targets)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget the windows when nobody is left."""
-        self._live.difference_update(slots)
-        if not self._live:
-            for cache in self.caches:
-                cache.forget()
+        """These use them no longer."""
+        self._neurons.end((self, slot) for slot in slots)
 
     def settle(self, slots: Sequence[int]) -> None:
         """There are no holes."""
@@ -375,6 +397,6 @@ class NeuronParts(DenseParts):
         """A feed-forward over neurons."""
         return NeuronFeedForward(self.config, layer, self.neurons)
 
-    def states(self) -> Sequence[SlotState]:
+    def stateful(self) -> Sequence[Stateful]:
         """The windows of neurons remember which ones each sequence used last."""
         return (self.neurons,)

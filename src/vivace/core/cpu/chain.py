@@ -70,9 +70,9 @@ class NativeChain:
         return NativeChain(decoder, span)
 
     def covers(self, companion: Companion) -> bool:
-        """Whether it can draft with this one; calls that are padded to a number of rows are not for it."""
-        if self._decoder.row_count != 1 or companion in self._fixed:
-            return self._decoder.row_count == 1
+        """Whether it can draft with this one."""
+        if companion in self._fixed:
+            return True
         weights = [*companion.deltas.down.values(), *companion.deltas.up.values(), companion.scale]
         for read in companion.reads:
             weights += [read.gain, read.query, read.output]

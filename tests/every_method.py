@@ -1,0 +1,88 @@
+"""A tiny checkpoint on which every method of the table can run, with random weights for those that need some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.baselines.confidence import Confidence, ConfidenceConfig, ConfidencePlan, ConfidenceThresholds
+from vivace.baselines.eagle import EagleConfig, EagleLayer
+from vivace.baselines.exits import Exit, ExitConfig
+from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
+from vivace.baselines.mod import ModConfig, ModPlan, Routers
+from vivace.baselines.uno import UnoConfig, UnoTerms
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.upcycle import upcycle_checkpoint
+from vivace.decode.shallow import DraftPlan
+from vivace.multirate.config import MultirateConfig
+from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
+from vivace.multirate.gates import GateConfig, GatesConfig
+from vivace.multirate.residual import Accelerator
+from vivace.multirate.router import RouterConfig
+from vivace.multirate.thresholds import QualityPlan
+from vivace.multistream.config import MultistreamConfig, StreamPlan
+from vivace.multistream.streams import Streams
+from vivace.recipe import METHODS
+
+LAYERS = 6
+OF_MIXTURES = ("foresight",)
+"""Methods that need a mixture of experts."""
+
+_STREAMS = MultistreamConfig(streams=3, insertion=3, rank=4, bottleneck=8, feedback=True)
+_GATES = DynamicConfig(GatesConfig((GateConfig(2), GateConfig(4)), rank=2, bottleneck=4), RouterConfig(latent=4))
+_LEAVING = ConfidenceConfig((2, 4))
+_SURE = ConfidencePlan((ConfidenceThresholds(0.98, (0.5, 0.5)),), "deferred")
+ADAPTERS: Mapping[str, tuple[Any, Any, Any, float]] = {
+    "multirate": (Accelerator, MultirateConfig(2, rank=4, bottleneck=8, feedback=True), DraftPlan.chain(3), 0.02),
+    "multistream": (Streams, _STREAMS, StreamPlan((1, 1, 1), "kept"), 0.02),
+    "dynamic": (DynamicWeights, _GATES, DynamicPlan((QualityPlan(0.98, (0.5, 0.5)),)), 0.1),
+    "medusa": (MedusaHeads, MedusaConfig(3), MedusaPlan((2, 1, 1)), 0.02),
+    "eagle": (EagleLayer, EagleConfig(), DraftPlan.chain(3), 0.02),
+    "deed": (Exit, ExitConfig(2, 8), DraftPlan.chain(3), 0.02),
+    "uno": (UnoTerms, UnoConfig(4, 4), MedusaPlan((1, 1, 1, 1)), 0.02),
+    "calm": (Confidence, _LEAVING, _SURE, 0.0),
+    "lite": (Confidence, ConfidenceConfig((2, 4), "probability"), _SURE, 0.0),
+    "mod": (Routers, ModConfig(), ModPlan((0.0,) * (LAYERS // 2)), 0.3),
+    "foresight": (Foresight, ForesightConfig(rank=2, bottleneck=8, forecast=6), ForesightPlan(3, (1,)), 0.05),
+}
+"""By method: weights, their configuration, the plan, and the noise that is added to untrained ones."""
+
+
+def make_model(folder: Path, method: str, *, context: int = 512) -> Path:
+    """A checkpoint with whatever the method needs beside it, made once a folder."""
+    base = folder / ("mixture" if method in OF_MIXTURES else "dense")
+    if not base.exists() and method in OF_MIXTURES:
+        dense = make_checkpoint(folder / "few", layers=LAYERS, context=context)
+        upcycle_checkpoint(dense, base, num_experts=8, noise=0.5)
+    elif not base.exists():
+        make_checkpoint(base, layers=LAYERS, context=context)
+    if method == "draft" and not (base / OWN_DRAFT).exists():
+        make_checkpoint(base / OWN_DRAFT, layers=2, context=context)
+    kind = METHODS[method].adapter
+    if kind is not None and not (base / "adapters" / kind).exists():
+        _save(base, kind)
+    return base
+
+
+def _save(base: Path, kind: str) -> None:
+    make, config, plan, noise = ADAPTERS[kind]
+    model = vivace.load(base, kernels="torch", dtype="float32").model
+    torch.manual_seed(2)
+    weights = make(config, model.config)
+    if isinstance(weights, MedusaHeads):
+        weights.start_from(model)
+    tensors = {name: _disturbed(value, noise) for name, value in weights.tensors().items()}
+    save_adapter(base / "adapters" / kind, kind, base_hash(base), asdict(plan), asdict(config), tensors)
+
+
+def _disturbed(value: Tensor, noise: float) -> Tensor:
+    return value + noise * torch.randn_like(value) if value.is_floating_point() else value
