@@ -77,7 +77,8 @@ class Sees:
         self.foresight = foresight(model, 0.5, rate=None, forecast=8)
         assert self.foresight.forecast is not None
         self.forecast: Forecast = self.foresight.forecast
-        self.drafter = Foreseeing(self.foresight, ForesightPlan(at_least=at_least)).open(self.cache)
+        self.drafter = Foreseeing(self.foresight, ForesightPlan(at_least=at_least))
+        self.drafting = self.drafter.open(self.cache)
 
     def run(
         self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), is_prompt: bool = False
@@ -85,12 +86,12 @@ class Sees:
         """A pass over tokens of some slots, of which some nodes are kept; where its rows came out."""
         draft = Draft.given_only(tokens, is_prompt=is_prompt)
         with torch.inference_mode():
-            passed = self.drafter.traversal.run(self.model, draft, self.cache, chunk=is_prompt)
+            passed = self.drafting.traversal.run(self.model, draft, self.cache, chunk=is_prompt)
         nodes = zip(draft.lists.slot, draft.lists.node, strict=True)
         row_of = {where: row for row, where in enumerate(nodes)}
         paths = tuple(tuple(row_of[s, n] for n in path) for s, path in zip(draft.slots, kept, strict=True))
         verdict = None if is_prompt else Verdict(paths, (0,) * len(paths), (0,) * len(paths))
-        self.drafter.observe(draft, passed, verdict)
+        self.drafting.observe(draft, passed, verdict)
         self.cache.commit(list(tokens), kept)
         return passed.hidden
 

@@ -193,7 +193,7 @@ def test_what_is_known_of_a_slot_follows_its_text(model: Decoder, heard: Heard) 
     ):
         sees = Sees(model)
         sees.run({0: [4, 9]}, kept=[(0, 1)])
-        change(sees.drafter)
+        change(sees.drafting)
         assert [is_told(slot) for slot in (0, 1)] == knows
 
 
@@ -203,8 +203,8 @@ def test_a_rejected_guess_is_followed_by_nothing(model: Decoder, heard: Heard) -
     root = Draft.given_only({0: [4]})
     draft, _ = root.grow(root.roots(), torch.tensor([[9, 33]]))
     with torch.inference_mode():
-        passed = sees.drafter.traversal.run(model, draft, sees.cache)
-    sees.drafter.observe(draft, passed, Verdict(((0, 2),), (1,), (6,)))
+        passed = sees.drafting.traversal.run(model, draft, sees.cache)
+    sees.drafting.observe(draft, passed, Verdict(((0, 2),), (1,), (6,)))
     sees.cache.commit([0], [(0, 2)])
     heard.clear()
     sees.run({0: [6]})
