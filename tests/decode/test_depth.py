@@ -95,8 +95,8 @@ def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_late: int = 8)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("missing", POLICIES)
-def test_t11_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
-    """T10, T11: with closed gates all three policies give the whole model's text."""
+def test_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
+    """With closed gates all three policies give the whole model's text."""
     texts = [plain_text(model(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
     session = Session(model(dtype), num_slots=3, capacity=64, chunk=8)
     drafter = Shallow(never, missing)
@@ -111,8 +111,8 @@ def test_t11_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("slots", [1, 3, 5])
-def test_t11_deferred_rows_are_exact(model, dtype, slots) -> None:
-    """T11: what leaves differs, what is stored does not; alone and among others that leave elsewhere."""
+def test_deferred_rows_are_exact(model, dtype, slots) -> None:
+    """What leaves differs, what is stored does not; alone and among others that leave elsewhere."""
     session = Session(model(dtype), num_slots=slots, capacity=64, chunk=8)
     drafter = Shallow(mixed)
     asked = prompts(5, seed=2)
@@ -125,8 +125,8 @@ def test_t11_deferred_rows_are_exact(model, dtype, slots) -> None:
 
 
 @torch.inference_mode()
-def test_t11_a_settled_cache_is_a_full_one(model) -> None:
-    """T11, T7: after a flush every layer holds what a pass of all tokens through all layers holds."""
+def test_a_settled_cache_is_a_full_one(model) -> None:
+    """After a flush every layer holds what a pass of all tokens through all layers holds."""
     bf16 = model(torch.bfloat16)
     drafter = Shallow(mixed)
     session = Session(bf16, num_slots=1, capacity=64)
@@ -158,8 +158,8 @@ def test_t11_a_settled_cache_is_a_full_one(model) -> None:
     assert owed > 1
 
 
-def test_t10_always_leaving_stops_at_the_first_gate_until_too_much_is_owed(model) -> None:
-    """T10: a sequence may owe so many rows; then one goes to the top and takes them along."""
+def test_always_leaving_stops_at_the_first_gate_until_too_much_is_owed(model) -> None:
+    """A sequence may owe so many rows; then one goes to the top and takes them along."""
     session = Session(model(torch.bfloat16), num_slots=1, capacity=64)
     drafter = Shallow(lambda position, gate: True, max_late=3)
     [result] = finish(session, [Request((5, 6), COUNT, drafter)])

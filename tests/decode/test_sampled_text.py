@@ -139,7 +139,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "sampling"), CASES)
-def test_t6_the_law_is_the_targets(models: Models, method: str, sampling: str) -> None:
+def test_the_law_is_the_targets(models: Models, method: str, sampling: str) -> None:
     model = target(models)
     counts, kept = sampled_texts(model, SAMPLINGS[sampling], drafter(method, models))
     joint = exact(model, SAMPLINGS[sampling])

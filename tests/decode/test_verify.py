@@ -192,14 +192,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
-def test_t6_the_law_of_the_text_is_the_targets(name: str, shape: tuple[int, ...]) -> None:
+def test_the_law_of_the_text_is_the_targets(name: str, shape: tuple[int, ...]) -> None:
     target = Target()
     counts, accepted = texts(target, shape, PROPOSERS[name], 20_000)
     assert chi_square(counts, target.joint) > LIKELY
     assert accepted > (0.99 if name == "the target itself" else 0.01)
 
 
-def test_t6_forty_thousand_texts() -> None:
+def test_forty_thousand_texts() -> None:
     """The sharpest look, at the hardest case."""
     target = Target()
     counts, _ = texts(target, (2, 1), PROPOSERS["nearly disjoint"], 40_000)

@@ -1,4 +1,4 @@
-"""The speed law against arithmetic by hand and against a measurement (notes T14)."""
+"""The speed law against arithmetic by hand and against a measurement."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_what_is_decided_behind_an_end_is_no_token() -> None:
 
 
 @pytest.mark.slow
-def test_t14_measured_speed_is_the_laws() -> None:
-    """T14: within 15 % of the law fed with measured acceptance and costs; the best of three on a busy machine."""
+def test_measured_speed_is_the_laws() -> None:
+    """Within 15 % of the law fed with measured acceptance and costs; the best of three on a busy machine."""
     torch.set_num_threads(1)
     engine = load(None)
     asked = questions_of(engine, read_prompts("e2e", 6), raw=False)

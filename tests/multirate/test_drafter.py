@@ -1,4 +1,4 @@
-"""Self-speculation is lossless whatever the accelerator says: notes T5, T7, T8."""
+"""Self-speculation is lossless whatever the accelerator says, and leaves the cache that plain decoding leaves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def texts(deep):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("gate", "widths"), PLANS, ids=str)
-def test_t5_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts, dtype, widths, gate) -> None:
+def test_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts, dtype, widths, gate) -> None:
     model = deep(dtype)
     accepted = 0
     for noise, mode, feedback in ((0.0, "delta", False), (0.3, "lite", False), (0.05, "delta", True)):
@@ -67,7 +67,7 @@ def draft_behind(model: Decoder, drafter: Drafter, text: tuple[int, ...]) -> tup
 
 
 @torch.inference_mode()
-def test_t8_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, accelerator) -> None:
+def test_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, accelerator) -> None:
     """What comes out at the top of a row is what a chain of its own path gives behind the same text."""
     model, text = deep(torch.float32), (3, 1, 4, 1, 5)
     drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
@@ -79,7 +79,7 @@ def test_t8_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, acc
         assert torch.allclose(top[row], Climb().run(model, alone, cache).hidden[-1], atol=1e-5)
 
 
-def test_t8_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -> None:
+def test_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -> None:
     model, fast = deep(torch.float32), accelerator(torch.float32, gate=5)
     chain, _ = draft_behind(model, self_speculation(model, fast, DraftPlan.chain(4)), (3, 1, 4))
     monkeypatch.setattr(DraftPlan, "is_chain", False)
@@ -97,8 +97,8 @@ def test_lookup_first_changes_nothing_but_the_drafts(deep, accelerator, texts) -
 
 
 @torch.inference_mode()
-def test_t7_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> None:
-    """T7, in every layer, for a tree that keeps nodes out of order."""
+def test_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> None:
+    """The cache is that of plain decoding in every layer, also for a tree that keeps nodes out of order."""
     model = deep(torch.float32)
     drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
     prompt = prompts(1, seed=8)[0] + (4, 8, 15)
@@ -146,7 +146,7 @@ def test_lower_layers_run_once_for_every_node(deep, accelerator, monkeypatch) ->
     assert [rows for *_, rows in upper] == [4]
 
 
-def test_t5_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accelerator) -> None:
+def test_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accelerator) -> None:
     model = deep(torch.bfloat16)
     fast = accelerator(torch.bfloat16)
     session = Session(model, num_slots=1, capacity=64)
@@ -159,7 +159,7 @@ def test_t5_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accele
     assert result.stats.num_draft_tokens < 6 * result.stats.num_spec_steps
 
 
-def test_t5_end_of_text_inside_a_draft_cuts_like_plain_decoding(deep, accelerator, texts) -> None:
+def test_end_of_text_inside_a_draft_cuts_like_plain_decoding(deep, accelerator, texts) -> None:
     model = deep(torch.bfloat16)
     drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4))
     text = texts[torch.bfloat16][1]

@@ -1,4 +1,4 @@
-"""Dynamic depth by the accelerated residual: notes T2, T10, T11 in the loop, greedy and batched."""
+"""Dynamic depth by the accelerated residual in the loop, greedy and batched."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def answers(model, how, slots=3):
 
 @pytest.mark.parametrize("thresholds", [(1.1, 1.1, 1.1), (None, None, None)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_t10_no_threshold_can_be_passed_is_plain_decoding(deep, dtype, thresholds) -> None:
-    """T10, T2: nobody leaves; companions run (or not) and change nothing."""
+def test_no_threshold_can_be_passed_is_plain_decoding(deep, dtype, thresholds) -> None:
+    """Nobody leaves; companions run (or not) and change nothing."""
     texts = [plain_text(deep(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
     for result, text in zip(answers(deep(dtype), drafter(deep(dtype), thresholds)), texts, strict=True):
         assert (result.tokens, result.logprobs) == (text.new, text.logprobs)
@@ -72,8 +72,8 @@ def test_a_shut_gate_is_no_stop_and_has_no_companions(deep, monkeypatch, thresho
 
 
 @pytest.mark.parametrize("missing", ["deferred", "propagate", "mask"])
-def test_t10_everything_leaves_at_the_first_gate_when_anything_may(deep, missing) -> None:
-    """T10: a threshold below every score; what is said is the gate's own guess."""
+def test_everything_leaves_at_the_first_gate_when_anything_may(deep, missing) -> None:
+    """A threshold below every score; what is said is the gate's own guess."""
     how = drafter(deep(BF16), (-1.0, 0.5, 0.5), missing)
     for result in answers(deep(BF16), how):
         layers = result.stats.exit_layers
@@ -83,7 +83,7 @@ def test_t10_everything_leaves_at_the_first_gate_when_anything_may(deep, missing
             assert layers == ([2] * 8 + [6] + [2] * 7 if missing == "deferred" else [2] * COUNT)
 
 
-def test_t10_exits_grow_as_thresholds_fall(deep) -> None:
+def test_exits_grow_as_thresholds_fall(deep) -> None:
     shares = []
     for threshold in (0.9, 0.6, 0.5, 0.4, 0.1):
         found = answers(deep(BF16), drafter(deep(BF16), (threshold,) * 3))

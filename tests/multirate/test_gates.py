@@ -1,4 +1,4 @@
-"""Several gates: notes T1 to T4 for each of them, targets and rates, and that training teaches them (T9)."""
+"""Several gates: what holds for one residual holds at each of them; targets and rates; training teaches them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def full_text(model: Decoder, gates: GatedAccelerator, tokens: Tensor) -> tuple[
     return residuals, [gates.at_gate(g, trail[:, -1]) for g, trail in enumerate(trails)]
 
 
-def test_t1_untrained_gates_are_the_slow_stream(deep) -> None:
-    """T1: logits at a gate are those of the slow residual there."""
+def test_untrained_gates_are_the_slow_stream(deep) -> None:
+    """Without adapters, logits at a gate are those of the slow residual there."""
     model = deep(FP32)
     residuals, gates = full_text(model, make_weights(model).gates, TOKENS)
     for depth, p in zip(GATES.layers, gates, strict=True):
@@ -42,8 +42,8 @@ def test_t1_untrained_gates_are_the_slow_stream(deep) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["delta", "lite"])
-def test_t3_row_by_row_is_the_whole_text(deep, mode) -> None:
-    """T3, in float64: residuals here are near ten, and float32 rounds a row and a text differently."""
+def test_row_by_row_is_the_whole_text(deep, mode) -> None:
+    """In float64: residuals here are near ten, and float32 rounds a row and a text differently."""
     model = deep(torch.float64)
     gates = make_weights(model, noise=0.3, mode=mode).gates
     _, whole = full_text(model, gates, TOKENS)
@@ -59,8 +59,8 @@ def test_t3_row_by_row_is_the_whole_text(deep, mode) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_t2_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
-    """T2, to the bit."""
+def test_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
+    """The slow residual is the same, to the bit, with accelerated rows beside it and without."""
     model = deep(dtype)
     gates = make_weights(model, noise=0.3).gates
     caches = [model.new_cache(1, 64) for _ in range(2)]
@@ -79,7 +79,7 @@ def test_t2_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_t4_later_tokens_change_nothing_before_them(deep) -> None:
+def test_later_tokens_change_nothing_before_them(deep) -> None:
     model = deep(FP32)
     gates = make_weights(model, noise=0.3).gates
     changed = TOKENS.clone()
@@ -161,8 +161,8 @@ def nearness(model: Decoder, gates: GatedAccelerator | None) -> list[tuple[float
     return found
 
 
-def test_t9_training_brings_every_gate_nearer_than_the_slow_stream_and_leaves_the_base(deep) -> None:
-    """T9: more agreement, less divergence and a smaller angle than the slow residual at the same gate; T2."""
+def test_training_brings_every_gate_nearer_than_the_slow_stream_and_leaves_the_base(deep) -> None:
+    """More agreement, less divergence and a smaller angle than the slow residual at the same gate; the base stays."""
     model = deep(FP32)
     before = state_hash(model)
     gates = make_weights(model, rank=8, bottleneck=48).gates

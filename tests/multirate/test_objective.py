@@ -1,4 +1,4 @@
-"""Training: notes T2 (the base stays) and T9 (the gate learns)."""
+"""Training: the base stays as it is, to the bit, and the exit layer learns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def objective(deep, **fields: object) -> MultirateObjective:
 
 
 @pytest.mark.parametrize("fields", [{"mode": "delta"}, {"mode": "lite"}, {"feedback": True}], ids=str)
-def test_t9_training_teaches_the_gate_and_leaves_the_base(deep, fields) -> None:
+def test_training_teaches_the_gate_and_leaves_the_base(deep, fields) -> None:
     model = deep(torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     task = objective(deep, **fields)

@@ -1,4 +1,7 @@
-"""The accelerated residual itself: notes T1 to T4."""
+"""The accelerated residual itself.
+
+Untrained it is the slow one; it changes nothing for the slow one; it reads what that one stored.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def full_text(model: Decoder, accelerator: Accelerator, tokens: Tensor) -> tuple
 
 
 @torch.inference_mode()
-def test_t1_untrained_delta_is_the_slow_residual_at_every_layer(deep, accelerator) -> None:
+def test_untrained_delta_is_the_slow_residual_at_every_layer(deep, accelerator) -> None:
     model = deep(FP32)
     for gate in range(1, 6):
         slow, fast = full_text(model, accelerator(FP32, gate=gate), TOKENS)
@@ -52,8 +55,8 @@ def test_untrained_lite_takes_attention_alone(deep, accelerator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @torch.inference_mode()
-def test_t2_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: torch.dtype) -> None:
-    """T2: residuals and cache to the bit, with a random accelerator on and off."""
+def test_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: torch.dtype) -> None:
+    """Residuals and cache to the bit, with a random accelerator on and off."""
     model = deep(dtype)
     plain, beside = model.new_cache(1, 64), model.new_cache(1, 64)
     draft = Draft.given_only({0: TOKENS.tolist()})
@@ -72,7 +75,7 @@ def test_t2_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: t
 
 @pytest.mark.parametrize("mode", ["delta", "lite"])
 @torch.inference_mode()
-def test_t3_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -> None:
+def test_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -> None:
     model, fast = deep(torch.float64), accelerator(torch.float64, noise=0.3, mode=mode)
     _, whole = full_text(model, fast, TOKENS)
     cache = model.new_cache(1, 64)
@@ -86,7 +89,7 @@ def test_t3_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -
 
 
 @torch.inference_mode()
-def test_t4_an_accelerated_row_sees_the_past_and_no_other_accelerated_row(deep, accelerator) -> None:
+def test_an_accelerated_row_sees_the_past_and_no_other_accelerated_row(deep, accelerator) -> None:
     model, fast = deep(FP32), accelerator(FP32, noise=0.3)
     _, before = full_text(model, fast, TOKENS)
     changed = TOKENS.clone()

@@ -1,4 +1,4 @@
-"""Routers and thresholds: notes T10 as far as it concerns scores, and calibration to a stated agreement."""
+"""Routers: scores of a token depend on nothing but itself; thresholds: calibration to a stated agreement."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NARROW = GatesConfig((GateConfig(2), GateConfig(4)))
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_t10_a_score_does_not_depend_on_other_tokens(deep, kind) -> None:
-    """T10: the order of the tokens, and which of them are asked about, changes no score."""
+def test_a_score_does_not_depend_on_other_tokens(deep, kind) -> None:
+    """The order of the tokens, and which of them are asked about, changes no score."""
     model = deep(torch.float32)
     config = RouterConfig(kind, latent=8, stride=1)
     torch.manual_seed(1)
@@ -127,8 +127,8 @@ def test_thresholds_keep_the_stated_agreement_and_waste_nothing(quality) -> None
     assert exit_shares(scores, plan)[0] == pytest.approx(float((left == 0).double().mean()))
 
 
-def test_t10_more_agreement_means_fewer_exits() -> None:
-    """T10: monotone in the threshold."""
+def test_more_agreement_means_fewer_exits() -> None:
+    """A higher threshold lets fewer tokens leave."""
     scores = noisy_scores()
     shares = [sum(exit_shares(scores, calibrate(scores, quality))) for quality in (0.8, 0.9, 0.95, 0.97)]
     assert shares == sorted(shares, reverse=True)

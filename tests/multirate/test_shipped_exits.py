@@ -1,4 +1,4 @@
-"""A minute of training on the model that ships: gates that are nearer the top than the slow stream (T9), and decode."""
+"""A minute of training on the model that ships: gates that are nearer the top than the slow stream, and decode."""
 
 from __future__ import annotations
 

@@ -127,6 +127,10 @@ def test_escape_stops(page: playwright.Page, server: Reached) -> None:
     page.keyboard.press("Escape")
     page.locator(".answer[data-done]").wait_for()
     server.wait_idle()
+    written = page.locator(".token").count()
+    assert 0 < written < 900, "what was written stays, and nothing follows it"
+    page.wait_for_timeout(300)
+    assert page.locator(".token").count() == written
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
