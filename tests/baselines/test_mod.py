@@ -17,13 +17,14 @@ from tests.decode.tiny_decoders import build, prompts
 from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Draft
+from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, NotFoundError
 from vivace.kernels.native import NativeBody
 from vivace.train.config import LoopConfig
+from vivace.train.data import TokenBatch
 from vivace.train.decoder import DecoderRecipe, Stage
 from vivace.train.report import Lines
 from vivace.training.mod import ModObjective, ModRecipe, largest, routed, thresholds_on, train_mod
@@ -126,7 +127,7 @@ def test_thresholds_let_the_stated_share_through(base) -> None:
     for capacity in (0.25, 0.5, 1.0):
         routers = noisy(Routers(ModConfig(2, capacity), model.config), torch.float32, 0.3)
         tokens = torch.randint(0, 97, (8, 40), generator=torch.Generator().manual_seed(1))
-        texts = Batch(tokens, torch.arange(40).expand(8, 40) >= 4)
+        texts = TokenBatch(tokens, torch.arange(40).expand(8, 40) >= 4)
         plan = thresholds_on(model, routers, [texts])
         step, answers = Step.dense(8, 40), torch.nn.functional.pad(texts.scored[:, 1:], (0, 1)).reshape(-1)
         h = model.run(model.embed(tokens.reshape(-1), step), step, 0, 1)

@@ -15,11 +15,11 @@ from vivace.baselines.exits import ExitConfig
 from vivace.baselines.medusa import MedusaConfig, MedusaPlan
 from vivace.baselines.uno import UnoConfig
 from vivace.checkpoint.adapters import load_adapter
-from vivace.core.seams import Batch
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
 from vivace.train.config import LoopConfig
+from vivace.train.data import TokenBatch
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines, Reading
 from vivace.train.scratch import ShapeConfig
@@ -46,9 +46,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def batch(engine: vivace.Engine) -> Batch:
+def batch(engine: vivace.Engine) -> TokenBatch:
     tokens = torch.randint(0, engine.model.config.vocab_size, (6, 16), generator=torch.Generator().manual_seed(1))
-    return Batch(tokens, torch.arange(16).expand(6, 16) >= 4)
+    return TokenBatch(tokens, torch.arange(16).expand(6, 16) >= 4)
 
 
 @pytest.mark.slow

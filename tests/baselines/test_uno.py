@@ -13,12 +13,13 @@ from vivace.baselines.objectives import RivalLoss, UnoObjective
 from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.branches import Heard, Places, branch_call, run_branches
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Draft
+from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
+from vivace.train.data import TokenBatch
 
 KINDS = [{}, {"windows": (None, 6, None)}, {"positions": "learned"}]
 TEXT = [5, 17, 3, 80, 9, 41, 2, 66, 30, 12]
@@ -91,7 +92,7 @@ def test_a_batch_without_a_drawn_position_still_teaches() -> None:
     model = build(torch.float32, seed=3).requires_grad_(False)
     objective = UnoObjective(UnoTerms(UnoConfig(3, 4), model.config), RivalLoss(blocks=1))
     torch.manual_seed(0)
-    batch = Batch(torch.randint(0, 97, (1, 12)), torch.arange(12)[None] >= 4)
+    batch = TokenBatch(torch.randint(0, 97, (1, 12)), torch.arange(12)[None] >= 4)
     for _ in range(12):
         assert all(bool(loss > 0) for loss, _ in objective.losses(model, batch))
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from tests.parity.families import VOCAB
 from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.seams import Batch, Draft, Verdict
+from vivace.core.seams import Draft, Verdict
 from vivace.core.step import Step
 from vivace.multirate.forecast import Forecast
 from vivace.multirate.foreseeing import Foreseeing
 from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
+from vivace.train.data import TokenBatch
 
 Heard = list[tuple[str, int, tuple[Any, ...]]]
 """What was said to whose experts: they ran, for a prompt or not, were expected, or were foretold."""
@@ -63,10 +64,10 @@ def foresight(model: Decoder, noise: float = 0.0, **fields: Any) -> Foresight:
     return made
 
 
-def batch(length: int = 24, count: int = 4) -> Batch:
+def batch(length: int = 24, count: int = 4) -> TokenBatch:
     """Texts without a prompt."""
     tokens = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(0))
-    return Batch(tokens, torch.ones(count, length, dtype=torch.bool))
+    return TokenBatch(tokens, torch.ones(count, length, dtype=torch.bool))
 
 
 class Sees:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.multirate.dynamic import DynamicConfig, DynamicWeights
 from vivace.multirate.gates import GateConfig, GatesConfig
 from vivace.multirate.router import RouterConfig
+from vivace.train.data import TokenBatch
 
 GATES = GatesConfig((GateConfig(2), GateConfig(4), GateConfig(5)))
 
@@ -34,8 +34,8 @@ def make_weights(
     return made
 
 
-def text_batch(seed: int) -> Batch:
+def text_batch(seed: int) -> TokenBatch:
     """Eight rows of 24 random tokens, the first four given."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 97, (8, 24), generator=generator)
-    return Batch(tokens, torch.arange(24).expand(8, 24) >= 4)
+    return TokenBatch(tokens, torch.arange(24).expand(8, 24) >= 4)

@@ -10,7 +10,7 @@ import torch
 
 from tests.multirate.foreseen import Heard, batch, foresight
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Draft
+from vivace.core.seams import Draft
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multirate.foreseeing import ForesightClimb
 from vivace.multirate.foresight import (
@@ -20,6 +20,7 @@ from vivace.multirate.foresight import (
     ForesightObjective,
     ForesightPlan,
 )
+from vivace.train.data import TokenBatch
 
 
 @pytest.mark.parametrize("rate", [1.1, 1.25, 1.5, 2, 2.2, 2.5, 3, 5])
@@ -69,7 +70,7 @@ def test_training_teaches_routers_to_be_asked_early(model: Decoder, rate: float 
         assert said[-1][name] > said[0][name] + 0.03, name
 
 
-def decoded(model: Decoder, climb: ForesightClimb, text: Batch, heard: Heard) -> None:
+def decoded(model: Decoder, climb: ForesightClimb, text: TokenBatch, heard: Heard) -> None:
     """One token after another; from here on nothing else is heard."""
     heard.clear()
     cache = model.new_cache(1, 16)

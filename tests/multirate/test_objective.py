@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.residual import Accelerator, dual_climb
+from vivace.train.data import TokenBatch
 
 
-def batch(seed: int) -> Batch:
+def batch(seed: int) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 97, (8, 24), generator=generator)
-    return Batch(tokens, torch.arange(24).expand(8, 24) >= 4)
+    return TokenBatch(tokens, torch.arange(24).expand(8, 24) >= 4)
 
 
 def objective(deep, **fields: object) -> MultirateObjective:
@@ -89,7 +89,7 @@ def test_training_rows_are_decoding_rows(deep, accelerator) -> None:
 
 
 def test_only_scored_positions_count() -> None:
-    rows = Batch(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]]).bool())
+    rows = TokenBatch(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]]).bool())
     assert rows.predicting.tolist() == [1, 2, 4]
     assert rows.targets.tolist() == [3, 4, 6]
 

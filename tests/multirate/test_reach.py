@@ -19,7 +19,7 @@ from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Draft, Drafter
+from vivace.core.seams import Draft, Drafter
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -33,7 +33,7 @@ from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.reach import copying_layers
 from vivace.multirate.residual import Accelerator, dual_climb
 from vivace.prompts import packaged_prompts
-from vivace.train.data import Rows, collate, grouped
+from vivace.train.data import Rows, TokenBatch, collate, grouped
 
 Accelerators = Callable[..., Accelerator]
 Models = Callable[[torch.dtype], Decoder]
@@ -110,7 +110,7 @@ def test_learning_reaches_the_deep_layers(deep: Models, accelerator: Accelerator
     next(fast.reaches()).start_from(model)
     objective = MultirateObjective(fast, MultirateLoss(max_lag=1))
     tokens = torch.tensor([TEXT, TEXT[::-1]])
-    batch = Batch(tokens, torch.arange(len(TEXT)).expand(2, -1) > 3)
+    batch = TokenBatch(tokens, torch.arange(len(TEXT)).expand(2, -1) > 3)
     optimiser = torch.optim.Adam(fast.reach.parameters(), 0.002)
     torch.manual_seed(0)
     history = []

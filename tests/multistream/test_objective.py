@@ -9,7 +9,7 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build
 from vivace.core.branches import Places
-from vivace.core.seams import Batch, Draft
+from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -19,23 +19,24 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective, known_in_text, run_streams
 from vivace.multistream.streams import Streams
+from vivace.train.data import TokenBatch
 
 
-def batch(seed: int, length: int = 24) -> Batch:
+def batch(seed: int, length: int = 24) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 97, (4, length), generator=generator)
     starts = torch.tensor([3, 4, 7, 4])[:, None]
     stops = torch.tensor([length, length - 3, length, 12])[:, None]
     place = torch.arange(length)
-    return Batch(tokens, (place >= starts) & (place < stops))
+    return TokenBatch(tokens, (place >= starts) & (place < stops))
 
 
-def own_words(model, length: int = 24) -> Batch:
+def own_words(model, length: int = 24) -> TokenBatch:
     """What the model says after four prompts of six tokens."""
     tokens = [
         [*given, *plain_text(model, given, length - 6).new] for given in (tuple(range(p, p + 6)) for p in range(4))
     ]
-    return Batch(torch.tensor(tokens), torch.arange(length).expand(4, length) >= 6)
+    return TokenBatch(torch.tensor(tokens), torch.arange(length).expand(4, length) >= 6)
 
 
 def teacher_forced(model, streams, tokens: torch.Tensor) -> torch.Tensor:

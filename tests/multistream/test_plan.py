@@ -9,7 +9,7 @@ import torch
 
 from tests.decode.tiny_decoders import prompts
 from vivace.core.config import ModelConfig
-from vivace.core.seams import Batch, Draft
+from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multistream.calibration import kept_edges, threshold_for
@@ -17,6 +17,7 @@ from vivace.multistream.climb import StreamClimb
 from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
 from vivace.multistream.drafter import _grown
 from vivace.multistream.streams import Streams
+from vivace.train.data import TokenBatch
 
 
 @pytest.mark.parametrize(("width", "count"), [(2048, 40_960), (4096, 81_920), (256, 5_120)])
@@ -138,7 +139,7 @@ def test_every_plan_to_try_fits() -> None:
 def test_a_calibrated_threshold_spares_the_share_it_says(deep, streams) -> None:
     model, made = deep(torch.float32), streams(torch.float32, noise=0.5)
     tokens = torch.randint(0, 97, (4, 40), generator=torch.Generator().manual_seed(0))
-    batch = Batch(tokens, torch.arange(40).expand(4, 40) >= 4)
+    batch = TokenBatch(tokens, torch.arange(40).expand(4, 40) >= 4)
     edges = kept_edges(model, made, batch)
     assert edges.shape == (4 * 36,)
     for surviving in (0.98, 0.5, 1.0):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.decode.tiny_decoders import VOCAB, build
 from tests.objectives.naive import predicting
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Objective
+from vivace.train.data import DecoderObjective, TokenBatch
 
 LAYERS = 4
 LENGTH = 11
@@ -23,18 +23,18 @@ class Case(NamedTuple):
     """An objective for a model, and what its loss is by a loop over positions."""
 
     model: Decoder
-    objective: Objective
+    objective: DecoderObjective
     oracle: Callable[[], float]
     beside: Mapping[str, float] = MappingProxyType({})
     """Terms that come with what carries the gradients on: their names in reports, and their weights."""
 
 
-def text_batch() -> Batch:
+def text_batch() -> TokenBatch:
     """Three texts; their answers begin and end at different places."""
     tokens = torch.randint(1, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(4))
     place = torch.arange(LENGTH)
     starts, stops = torch.tensor([[3], [2], [5]]), torch.tensor([[LENGTH], [7], [LENGTH]])
-    return Batch(tokens, (place >= starts) & (place < stops))
+    return TokenBatch(tokens, (place >= starts) & (place < stops))
 
 
 BATCH = text_batch()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
+from vivace.train.data import TokenBatch
 
 
 def log_probs(logits: Tensor) -> list[float]:
@@ -60,7 +60,7 @@ def residuals_of(model: Decoder, tokens: Tensor) -> tuple[list[Tensor], Step]:
     return found, step
 
 
-def predicting(batch: Batch) -> Iterator[tuple[int, int, int]]:
+def predicting(batch: TokenBatch) -> Iterator[tuple[int, int, int]]:
     """(text, position, next token) of every position whose next token is scored."""
     texts, length = batch.tokens.shape
     for text in range(texts):

@@ -17,7 +17,7 @@ from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.train.config import LoopConfig
 from vivace.train.decoder import DecoderRecipe, Stage
-from vivace.train.objective import BalancedNextToken, NextToken, SparseNextToken
+from vivace.train.next_token import BalancedNextToken, NextToken, SparseNextToken
 from vivace.training.mod import ModObjective, ModRecipe
 from vivace.training.whole import SkipObjective, SupervisedObjective, Supervision
 

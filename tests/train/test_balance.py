@@ -10,11 +10,11 @@ import torch
 from tests.parity.families import VOCAB, make
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.errors import ConfigError
 from vivace.train.config import LoopConfig
+from vivace.train.data import TokenBatch
 from vivace.train.decoder import DecoderRecipe, Stage
-from vivace.train.objective import BalancedNextToken, NextToken, _unevenness
+from vivace.train.next_token import BalancedNextToken, NextToken, _unevenness
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def mixture(tmp_path: Path) -> Decoder:
     return model.requires_grad_(True)
 
 
-def batch() -> Batch:
+def batch() -> TokenBatch:
     tokens = torch.randint(1, VOCAB, (4, 24), generator=torch.Generator().manual_seed(0))
-    return Batch(tokens, torch.ones(4, 24, dtype=torch.bool))
+    return TokenBatch(tokens, torch.ones(4, 24, dtype=torch.bool))
 
 
 def test_it_is_one_when_all_are_equally_busy() -> None:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from tests.train.tiny import PAIRS, batches
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.errors import ConfigError, UsageError
-from vivace.train.config import LoopConfig
-from vivace.train.data import Place, Rows, collate
-from vivace.train.loop import Course, Lessons, fit
-from vivace.train.objective import NextToken
+from vivace.train.batches import DataSplit
+from vivace.train.config import LoopConfig, TrainConfig
+from vivace.train.data import Place, Rows, TokenBatch, collate
+from vivace.train.loop import fit
+from vivace.train.next_token import NextToken
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Lines, Reading
 
@@ -41,19 +41,19 @@ class Kept:
         self.passes.append((step, metrics["loss"], is_best))
 
 
-def course(steps: int, **changes: object) -> Course:
+def course(steps: int, **changes: object) -> TrainConfig:
     numbers: dict[str, object] = {"warmup_steps": 2, "evaluate_steps": 20, "report_steps": 5}
-    return Course(LoopConfig(steps=steps, **(numbers | changes)), OptimiserConfig(), seed=1)  # type: ignore[arg-type]
+    return TrainConfig(LoopConfig(steps=steps, **(numbers | changes)), OptimiserConfig(), seed=1)  # type: ignore[arg-type]
 
 
-def held_back(tokenizer: Tokenizer) -> list[Batch]:
+def held_back(tokenizer: Tokenizer) -> list[TokenBatch]:
     return [collate(Rows(tokenizer, 128).encode(PAIRS[:4]))]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_learns_the_pairs(tokenizer: Tokenizer, model: Decoder, folder: Path, autocast: bool) -> None:
     report = Kept()
-    lessons = Lessons(batches(tokenizer), held_back(tokenizer))
+    lessons = DataSplit(batches(tokenizer), held_back(tokenizer))
     outcome = fit(
         model, NextToken(model), lessons, course(100, autocast=autocast, clip=50.0), folder=folder, report=report
     )
@@ -70,7 +70,7 @@ def test_the_best_parameters_are_kept(tokenizer: Tokenizer, model: Decoder, fold
     fit(
         model,
         objective,
-        Lessons(batches(tokenizer), held_back(tokenizer)),
+        DataSplit(batches(tokenizer), held_back(tokenizer)),
         course(30, evaluate_steps=4),
         folder=folder,
         report=report,
@@ -90,7 +90,7 @@ class Forgetful(NextToken):
         super().__init__(model)
         self.left = after
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         learns = torch.is_grad_enabled()
         for loss, seen in super().losses(model, batch):
             yield (-loss if learns and self.left < 0 else loss), seen
@@ -110,7 +110,7 @@ class Adapter(nn.Module):
     def groups(self) -> Sequence[Mapping[str, object]]:
         return [{"params": [self.shift], "name": "shift"}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
         loss = (self.shift - 1).square().sum()
         yield loss, {"away": float(loss.detach())}
 
@@ -121,8 +121,8 @@ class Adapter(nn.Module):
 def test_an_adapter_trains_on_a_frozen_base(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
     before = [p.clone() for p in model.requires_grad_(False).parameters()]
     adapter = Adapter(model)
-    course_ = Course(LoopConfig(steps=50, warmup_steps=0), OptimiserConfig(adamw_rate=0.1))
-    fit(model, adapter, Lessons(batches(tokenizer)), course_, folder=folder, report=Kept())
+    course_ = TrainConfig(LoopConfig(steps=50, warmup_steps=0), OptimiserConfig(adamw_rate=0.1))
+    fit(model, adapter, DataSplit(batches(tokenizer)), course_, folder=folder, report=Kept())
     assert float(adapter.shift.detach().mean()) > 0.8
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -133,7 +133,7 @@ def test_accumulated_batches_make_one_step_of_their_mean(
     """Also where one part of the objective is made from another's gradient."""
 
     class Recorder(Adapter):
-        def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        def losses(self, model: Decoder, batch: TokenBatch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
             cut = self.shift.detach().requires_grad_()
             yield cut.sum() * batch.tokens.sum(), {}
             yield (self.shift * cut.grad).sum(), {}
@@ -154,8 +154,8 @@ def test_accumulated_batches_make_one_step_of_their_mean(
 
     monkeypatch.setattr(Optimiser, "update", recorded)
     data = batches(tokenizer)
-    course_ = Course(LoopConfig(steps=2, warmup_steps=0, accumulate=3), OptimiserConfig())
-    fit(model, recorder, Lessons(data), course_, folder=folder, report=Kept())
+    course_ = TrainConfig(LoopConfig(steps=2, warmup_steps=0, accumulate=3), OptimiserConfig())
+    fit(model, recorder, DataSplit(data), course_, folder=folder, report=Kept())
     again = data.start_at(Place())
     sums = [float(next(again)[1].tokens.sum()) for _ in range(6)]
     assert seen == [pytest.approx(sum(sums[:3]) / 3), pytest.approx(sum(sums[3:]) / 3)]
@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tokenizer: Tokenizer, model: 
     with torch.no_grad():
         model.embedding.fill_(math.nan)
     with pytest.raises(UsageError, match="lower the rates"):
-        fit(model, NextToken(model), Lessons(batches(tokenizer)), course(5), folder=folder, report=Kept())
+        fit(model, NextToken(model), DataSplit(batches(tokenizer)), course(5), folder=folder, report=Kept())
 
 
 def test_the_rate_rises_holds_and_falls_to_zero() -> None:

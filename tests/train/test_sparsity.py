@@ -11,12 +11,12 @@ from tests.parity.families import VOCAB, make
 from vivace.checkpoint.load import load_decoder
 from vivace.core.layers import FeedForward
 from vivace.core.model import Decoder, Layer
-from vivace.core.seams import Batch
 from vivace.errors import ConfigError
 from vivace.storage.predictors import inputs_of
 from vivace.train.config import LoopConfig
+from vivace.train.data import TokenBatch
 from vivace.train.decoder import DecoderRecipe, Stage, _objective
-from vivace.train.objective import SparseNextToken, _hoyer
+from vivace.train.next_token import SparseNextToken, _hoyer
 
 RECIPE = DecoderRecipe("decoder", (Stage(LoopConfig(steps=200)),), sparsity=0.1)
 
@@ -31,9 +31,9 @@ def model_with_relu(folder: Path) -> Decoder:
     return model.requires_grad_(True)
 
 
-def batch() -> Batch:
+def batch() -> TokenBatch:
     tokens = torch.randint(1, VOCAB, (4, 24), generator=torch.Generator().manual_seed(0))
-    return Batch(tokens, torch.ones(4, 24, dtype=torch.bool))
+    return TokenBatch(tokens, torch.ones(4, 24, dtype=torch.bool))
 
 
 def share_active(model: Decoder) -> float:

@@ -16,7 +16,7 @@ whole model on held-back text; CALM's sequence-level test and its threshold that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Traversal
+from vivace.core.seams import Traversal
 from vivace.core.step import Step
 from vivace.core.trained import Trained
 from vivace.decode.depth import Depth, Leaving, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.objective import Parts
 
 Measure = Literal["softmax", "cosine", "learned", "probability"]
 _FEWEST = 20
@@ -172,7 +174,7 @@ class Told:
 
 
 @torch.no_grad()
-def told_by(model: Decoder, confidence: Confidence, batches: Sequence[Batch]) -> Told:
+def told_by(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> Told:
     """Scores and agreement on answer positions, every layer below complete."""
     scores, agrees = [], []
     for batch in batches:
@@ -184,7 +186,7 @@ def told_by(model: Decoder, confidence: Confidence, batches: Sequence[Batch]) ->
     return Told(torch.cat(scores), torch.cat(agrees))
 
 
-def _residuals(model: Decoder, batch: Batch) -> list[Tensor]:
+def _residuals(model: Decoder, batch: TokenBatch) -> list[Tensor]:
     """Of answer positions, (n, E) below every layer and at the top."""
     step, rows = Step.dense(*batch.tokens.shape), batch.predicting
     h = model.embed(batch.tokens.reshape(-1), step)
@@ -212,8 +214,8 @@ def calibrated(told: Told, quality: float) -> ConfidenceThresholds:
     return ConfidenceThresholds(quality, tuple(thresholds))
 
 
-class ConfidenceObjective:
-    """Fills ``Objective``: the learned measure, everything else frozen."""
+class ConfidenceObjective(DecoderObjective):
+    """The learned measure, everything else frozen."""
 
     def __init__(self, confidence: Confidence) -> None:
         self.confidence = confidence
@@ -222,7 +224,7 @@ class ConfidenceObjective:
         """The classifier."""
         return [{"params": list(self.confidence.parameters()), "name": "classifier", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Binary cross-entropy, the mean over gates."""
         with torch.no_grad():
             residuals = _residuals(model, batch)
@@ -233,6 +235,3 @@ class ConfidenceObjective:
                 label = (model.greedy(residuals[gate]) == truth).float()
             loss = F.binary_cross_entropy_with_logits(self.confidence.logit(model, residuals[gate]), label)
             yield loss / len(gates), {f"gate {gate}": float(label.mean())}
-
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""

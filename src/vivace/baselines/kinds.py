@@ -14,9 +14,10 @@ from vivace.baselines.objectives import EagleObjective, ExitObjective, MedusaObj
 from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
-from vivace.core.seams import Drafter, Objective
+from vivace.core.seams import Drafter
 from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan
+from vivace.train.data import DecoderObjective
 
 RivalPlan = DraftPlan | MedusaPlan | LookaheadPlan
 """Shape of a rival's draft."""
@@ -30,7 +31,7 @@ class Kind:
     plan: type[Any]
     weights: Callable[[Any, ModelConfig], Trained]
     drafter: Callable[[Decoder, Any, Any], Drafter]
-    objective: Callable[[Any, RivalLoss], Objective]
+    objective: Callable[[Any, RivalLoss], DecoderObjective]
     what: str
     """In messages."""
 

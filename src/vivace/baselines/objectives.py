@@ -11,7 +11,7 @@ and every method compared here gets the same teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +24,12 @@ from vivace.baselines.medusa import MedusaHeads
 from vivace.baselines.uno import UnoTerms
 from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.objective import Parts
 
-Parts = Iterator[tuple[Tensor, Mapping[str, float]]]
+Parts = Parts
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def through_head(
         yield (top * cut.grad).sum(), {}
 
 
-class MedusaObjective:
-    """Fills ``Objective``: heads on a frozen model."""
+class MedusaObjective(DecoderObjective):
+    """Heads on a frozen model."""
 
     def __init__(self, heads: MedusaHeads, loss: RivalLoss) -> None:
         self.heads = heads
@@ -117,7 +118,7 @@ class MedusaObjective:
             groups.append({"params": [self.heads.output], "name": "output", "rate": 0.3, "weight_decay": 0.0})
         return groups
 
-    def losses(self, model: Decoder, batch: Batch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Heads and stretches of positions apart from one another."""
         frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
@@ -137,12 +138,9 @@ class MedusaObjective:
                 share = 1 / len(rows)
                 yield loss * self.loss.decay**head * share, {f"head {head + 1}": float(agreed) * share}
 
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
-
-class EagleObjective:
-    """Fills ``Objective``: a feature drafter on a frozen model."""
+class EagleObjective(DecoderObjective):
+    """A feature drafter on a frozen model."""
 
     def __init__(self, layer: EagleLayer, loss: RivalLoss) -> None:
         self.layer = layer
@@ -152,7 +150,7 @@ class EagleObjective:
         """All weights of the layer, no decay."""
         return [{"params": self.layer.learnt(), "name": "eagle", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Every position guesses its own final residual from the one before it and its token."""
         frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
@@ -173,12 +171,9 @@ class EagleObjective:
 
         yield from through_head(top, self.loss.rows, part_of)
 
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
-
-class ExitObjective:
-    """Fills ``Objective``: the adaptation module of an exit of a frozen model."""
+class ExitObjective(DecoderObjective):
+    """The adaptation module of an exit of a frozen model."""
 
     def __init__(self, exit_: Exit, loss: RivalLoss) -> None:
         if not exit_.config.bottleneck:
@@ -190,7 +185,7 @@ class ExitObjective:
         """All weights of the module, no decay."""
         return [{"params": list(self.exit.parameters()), "name": "exit", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """What the exit says against what the top says."""
         frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
         gate, count = self.exit.config.gate, frozen.step.num_rows
@@ -209,12 +204,9 @@ class ExitObjective:
 
         yield from through_head(top, self.loss.rows, part_of)
 
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
-
-class UnoObjective:
-    """Fills ``Objective``: terms with which a frozen model drafts a block."""
+class UnoObjective(DecoderObjective):
+    """Terms with which a frozen model drafts a block."""
 
     def __init__(self, terms: UnoTerms, loss: RivalLoss) -> None:
         self.terms = terms
@@ -228,7 +220,7 @@ class UnoObjective:
             {"params": terms, "name": "terms", "weight_decay": 0.0},
         ]
 
-    def losses(self, model: Decoder, batch: Batch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """What noise rows below some positions say against what the model says there."""
         frozen = Frozen.of(model, batch.tokens)
         teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
@@ -239,7 +231,7 @@ class UnoObjective:
             yield self._part(model, batch, frozen, places, total)
 
     def _part(
-        self, model: Decoder, batch: Batch, frozen: Frozen, places: Places, total: int
+        self, model: Decoder, batch: TokenBatch, frozen: Frozen, places: Places, total: int
     ) -> tuple[Tensor, Mapping[str, float]]:
         count, length = self.terms.config.block - 1, batch.tokens.shape[1]
         call = branch_call(places, count, self.terms.deltas)
@@ -256,12 +248,9 @@ class UnoObjective:
             loss = loss + self.loss.decay**level * self.loss.of(guess[rows], truth[rows], targets[rows])[0]
         return loss / total, heard.agreement(guess.detach(), truth, total, "noise")
 
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
-
-class StudentObjective:
-    """Fills ``Objective``: a small decoder of its own that shall write what the frozen model writes."""
+class StudentObjective(DecoderObjective):
+    """A small decoder of its own that shall write what the frozen model writes."""
 
     def __init__(self, student: Decoder, loss: RivalLoss) -> None:
         self.student = student
@@ -271,7 +260,7 @@ class StudentObjective:
         """All its weights, no decay."""
         return [{"params": list(self.student.parameters()), "name": "student", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The student on the same text, through its own head."""
         frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
         step = Step.dense(*batch.tokens.shape)
@@ -285,6 +274,3 @@ class StudentObjective:
             return loss * share, {"agreement": float(agreed) * share}
 
         yield from through_head(top, self.loss.rows, part_of)
-
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""

@@ -1,8 +1,8 @@
 """The whole extension surface on one page: what a technique fills in, and the values that pass between.
 
 A technique is a caller of the model. It proposes tokens (``Drafter``), decides how rows go up
-(``Traversal``), remembers something per sequence (``SlotState``), builds the weights another way
-(``Parts``) or trains something (``Objective``). Nothing else is pluggable.
+(``Traversal``), remembers something per sequence (``SlotState``) or builds the weights another way
+(``Parts``). What can be trained is ``train/objective.py``. Nothing else is pluggable.
 
 Who owns what: an engine owns drafters, which hold weights, a plan and timings, and serve any number of sessions that
 run side by side. A session numbers its sequences by slots of its own cache, so whatever is remembered by slot belongs
@@ -430,40 +430,4 @@ class DraftState(SlotState, Protocol):
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """What the target pass showed; also after prompt chunks, with no verdict."""
-        ...
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Training rows of one length, padded on the right."""
-
-    tokens: Tensor
-    """(B, T) int64."""
-    scored: Tensor
-    """(B, T) bool: the token here is to be predicted from those before it (an answer's token)."""
-
-    @property
-    def predicting(self) -> Tensor:
-        """Packed rows (b * T + t) whose next token is scored, (n,)."""
-        return torch.nn.functional.pad(self.scored[:, 1:], (0, 1)).reshape(-1).nonzero()[:, 0]
-
-    @property
-    def targets(self) -> Tensor:
-        """The tokens those rows predict, (n,)."""
-        return self.tokens.reshape(-1)[self.predicting + 1]
-
-
-class Objective(Protocol):
-    """Something to train; owns its parameters, the loop owns everything else."""
-
-    def groups(self) -> Sequence[Mapping[str, object]]:
-        """Optimiser groups: {"params": [...], "name": str, ...}."""
-        ...
-
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """Independent parts, each backed through at once, so memory stays flat."""
-        ...
-
-    def updated(self) -> None:
-        """After an optimiser step (moving averages)."""
         ...

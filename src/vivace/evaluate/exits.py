@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.errors import ConfigError
 from vivace.multirate.exits import RouterLesson, SlowPass, Trails, fit_router
 from vivace.multirate.gates import GatedAccelerator, GatesConfig
 from vivace.multirate.router import Router, RouterConfig, make_router
 from vivace.multirate.thresholds import Scores, calibrate, exits, score_all
+from vivace.train.data import TokenBatch
 
 
 def roc_auc(score: Tensor, label: Tensor) -> float | None:
@@ -158,7 +158,7 @@ class Velocity:
 
 @torch.no_grad()
 def velocities(
-    model: Decoder, accelerator: GatedAccelerator, batches: Sequence[Batch]
+    model: Decoder, accelerator: GatedAccelerator, batches: Sequence[TokenBatch]
 ) -> tuple[Velocity, list[Velocity]]:
     """The slow stream's velocity, and each gate's accelerated stream's, over answer positions.
 

@@ -16,7 +16,7 @@ Its inputs carry no gradient, so the gates stay as they are, and are computed on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multirate.gates import GatedAccelerator
 from vivace.multirate.router import Router, RouterConfig
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.objective import Parts
 
 MAX_WEIGHT = 5.0
 """A label this much rarer than the other counts as much; beyond that it would be noise."""
@@ -61,7 +62,7 @@ class SlowPass:
     """One frozen pass over a batch: residuals at some depths, keys and values for whoever reads them."""
 
     @torch.no_grad()
-    def __init__(self, model: Decoder, batch: Batch) -> None:
+    def __init__(self, model: Decoder, batch: TokenBatch) -> None:
         """Run it; ``self.residuals[n]`` is h[n] (B * T, E), ``self.rows`` the positions that count."""
         self.step = Step.dense(*batch.tokens.shape)
         self.rows = batch.predicting
@@ -73,8 +74,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
-class GatesObjective:
-    """Fills ``Objective``: stage 1."""
+class GatesObjective(DecoderObjective):
+    """Stage 1."""
 
     def __init__(self, accelerator: GatedAccelerator, loss: GatesLoss) -> None:
         self.accelerator = accelerator
@@ -84,7 +85,7 @@ class GatesObjective:
         """All adapter weights, no decay."""
         return [{"params": list(self.accelerator.parameters()), "name": "gates", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The loss in parts of ``rows`` positions, all gates of each, ready for ``backward``.
 
         The head runs on copies cut from the graph; the last part sends what they gathered down to the adapters.
@@ -124,9 +125,6 @@ class GatesObjective:
         loss = weights.distillation * tau**2 * kl + weights.cross_entropy * ce + weights.alignment * away
         return loss, (guess.argmax(-1) == truth.argmax(-1)).sum()
 
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
-
 
 @dataclass(frozen=True)
 class Trails:
@@ -158,7 +156,7 @@ class Trails:
 
 
 @torch.no_grad()
-def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfig, batch: Batch) -> Trails:
+def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfig, batch: TokenBatch) -> Trails:
     """Trails of a batch's answer positions at every gate, teacher-forced.
 
     Args:

@@ -39,10 +39,11 @@ from vivace.core.layers import RMSNorm
 from vivace.core.low_rank import LowRank, site_shapes
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multirate.forecast import Forecast, forecast_loss
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.objective import Parts
 
 P_AT_FIRST = 0.25
 """s_m before training, beside t_m = 1: the slow residual's own guess is good a few layers ahead, and p adds to it."""
@@ -199,8 +200,8 @@ class ForesightLoss:
             raise ConfigError(f"loss weights must be >= 0, one of them > 0, found {', '.join(map(str, weights))}")
 
 
-class ForesightObjective:
-    """Fills ``Objective``: owns a foresight, leaves the decoder as it is."""
+class ForesightObjective(DecoderObjective):
+    """Owns a foresight, leaves the decoder as it is."""
 
     def __init__(self, foresight: Foresight, loss: ForesightLoss) -> None:
         assert foresight.model.moe is not None
@@ -212,7 +213,7 @@ class ForesightObjective:
         """All adapter weights, no decay."""
         return [{"params": list(self.foresight.parameters()), "name": "foresight", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """One loss over all mixtures and answer positions, ready for ``backward``.
 
         ``recall`` is of the top k by the accelerated residual, ``forecast`` of those that are forecast, ``lead_l`` of
@@ -277,7 +278,7 @@ class ForesightObjective:
         forecast: Forecast,
         entering: Sequence[Tensor],
         routed: Mapping[int, Tensor],
-        batch: Batch,
+        batch: TokenBatch,
     ) -> tuple[Tensor, float]:
         """Loss and recall of what the end of a pass says of the next, from a prompt's last token on."""
         rows, top_k = batch.predicting, self._top_k
@@ -288,9 +289,6 @@ class ForesightObjective:
             chosen.append(torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(top_k, -1)[1], value=True))
         last, first = entering[-1][places - 1], entering[0][places]
         return forecast_loss(forecast, last, first, torch.stack(chosen, 1), top_k)
-
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
     def _accelerated(self, model: Decoder, p: Tensor, step: Step) -> Iterator[tuple[int, Tensor]]:
         """(layers gone through, residuals (B * T, E)), from none on."""

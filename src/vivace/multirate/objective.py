@@ -14,7 +14,7 @@ stored up to there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multirate.residual import Accelerator
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.objective import Parts
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class MultirateLoss:
             raise ConfigError(f"max_lag and rows must be at least 1, found {self.max_lag} and {self.rows}")
 
 
-class MultirateObjective:
-    """Fills ``Objective``: owns an accelerator, leaves the decoder as it is."""
+class MultirateObjective(DecoderObjective):
+    """Owns an accelerator, leaves the decoder as it is."""
 
     def __init__(self, accelerator: Accelerator, loss: MultirateLoss) -> None:
         self.accelerator = accelerator
@@ -60,7 +61,7 @@ class MultirateObjective:
         """All adapter weights, no decay."""
         return [{"params": list(self.accelerator.parameters()), "name": "accelerator", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The loss in parts of ``rows`` positions that add up to the mean, each ready for ``backward``.
 
         The head runs on a copy of p that is cut from the graph; each part leaves its gradient there, and the
@@ -76,9 +77,6 @@ class MultirateObjective:
         if learns:
             assert cut.grad is not None, "back every part through before asking for the next"
             yield (gate * cut.grad).sum(), {}
-
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
     @staticmethod
     @torch.no_grad()

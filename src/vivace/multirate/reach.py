@@ -24,9 +24,9 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.guessers import DeepRead
 from vivace.core.model import Decoder, Layer
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
+from vivace.train.data import TokenBatch
 
 _Projection = Callable[[Tensor], Tensor]
 
@@ -106,7 +106,7 @@ class Reach(nn.Module):
 
 
 @torch.no_grad()
-def copying_layers(model: Decoder, batches: Iterable[Batch], gate: int, count: int) -> tuple[int, ...]:
+def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, count: int) -> tuple[int, ...]:
     """Layers above the gate that are worth asking: their heads look at what followed the same token before.
 
     Copying shows in the weights of attention (induction heads, Olsson et al. 2022, arXiv:2209.11895): at a token

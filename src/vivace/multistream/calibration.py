@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multistream.streams import Streams
+from vivace.train.data import TokenBatch
 
 SURVIVING = 0.98
 """Share of kept edges that a calibrated threshold spares."""
 
 
 @torch.no_grad()
-def kept_edges(model: Decoder, streams: Streams, batch: Batch) -> Tensor:
+def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
     """What the early-exit layer gives the edges that verification would keep, (n,).
 
     Raises:

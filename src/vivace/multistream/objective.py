@@ -13,7 +13,7 @@ chunk and not (1 + streams) times the text. Only positions whose next token is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multistream.streams import Streams, known_at
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.objective import Parts
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Frozen:
     """(B, T, 2, E) what ``known_at`` gives at every position, zeros for the token after the last."""
 
 
-class MultistreamObjective:
-    """Fills ``Objective``: owns streams, leaves the decoder as it is."""
+class MultistreamObjective(DecoderObjective):
+    """Owns streams, leaves the decoder as it is."""
 
     def __init__(self, streams: Streams, loss: MultistreamLoss) -> None:
         self.streams = streams
@@ -79,7 +80,7 @@ class MultistreamObjective:
             return [adapters]
         return [{"params": [embeddings], "name": "embeddings", "rate": 5.0, "weight_decay": 0.0}, adapters]
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The loss in chunks of positions that add up to the mean, then the pruner's."""
         frozen = self._frozen(model, batch.tokens)
         total = len(batch.predicting)
@@ -87,15 +88,12 @@ class MultistreamObjective:
             yield self._chunk(model, batch, frozen, places, total)
         yield from self._pruned(model, batch, frozen)
 
-    def _pruned(self, model: Decoder, batch: Batch, frozen: Frozen) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def _pruned(self, model: Decoder, batch: TokenBatch, frozen: Frozen) -> Parts:
         if self.streams.pruner is not None and self.loss.pruner:
             rows = batch.predicting
             logits = model.head(self.streams.pruner(frozen.entering.flatten(0, 1)[rows]))
             loss = F.cross_entropy(logits, batch.targets)
             yield self.loss.pruner * loss, {"pruner": float(loss.detach())}
-
-    def updated(self) -> None:
-        """Nothing follows an optimiser step."""
 
     @torch.no_grad()
     def _frozen(self, model: Decoder, tokens: Tensor) -> Frozen:
@@ -109,7 +107,7 @@ class MultistreamObjective:
         return Frozen(entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1), step, known)
 
     def _chunk(
-        self, model: Decoder, batch: Batch, frozen: Frozen, places: Places, total: int
+        self, model: Decoder, batch: TokenBatch, frozen: Frozen, places: Places, total: int
     ) -> tuple[Tensor, Mapping[str, float]]:
         """Loss of the streams of some positions, as their share of the batch's mean."""
         hidden = run_streams(model, self.streams, frozen.entering, frozen.memory, places, frozen.known)

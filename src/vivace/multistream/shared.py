@@ -12,7 +12,7 @@ graph, chunk by chunk as in the lossless mode; the last part sends what gathered
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,12 +24,13 @@ from vivace.core.config import ModelConfig
 from vivace.core.layers import FeedForward, Linear
 from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
 from vivace.core.model import Decoder, Layer
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multistream.config import MultistreamConfig
 from vivace.multistream.objective import Frozen, MultistreamLoss, MultistreamObjective, known_in_text
 from vivace.multistream.streams import Streams
+from vivace.train.data import TokenBatch
+from vivace.train.objective import Parts
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
 
 
 class SharedObjective(MultistreamObjective):
-    """Fills ``Objective``: low-rank terms on a model and streams that share them."""
+    """Low-rank terms on a model and streams that share them."""
 
     def __init__(self, streams: SharedStreams, loss: SharedLoss) -> None:
         super().__init__(streams, loss.of_streams())
         self.alpha = loss.alpha
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
         learns = torch.is_grad_enabled()
         step, main = self._main(model, batch.tokens)
@@ -147,7 +148,7 @@ class SharedObjective(MultistreamObjective):
         final = model.run(entering, step, insertion)
         return step, (entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1))
 
-    def _next_token(self, model: Decoder, batch: Batch, cut: Frozen) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def _next_token(self, model: Decoder, batch: TokenBatch, cut: Frozen) -> Parts:
         top, total = cut.final.flatten(0, 1), len(batch.predicting)
         for first in range(0, total, self.loss.rows):
             part = slice(first, first + self.loss.rows)
@@ -158,7 +159,7 @@ class SharedObjective(MultistreamObjective):
 
     @staticmethod
     @torch.no_grad()
-    def _known(model: Decoder, batch: Batch, cut: Frozen) -> Tensor:
+    def _known(model: Decoder, batch: TokenBatch, cut: Frozen) -> Tensor:
         return known_in_text(model, batch.tokens, cut.final.flatten(0, 1))
 
 

@@ -1,30 +1,38 @@
-"""Training: one loop that takes an ``Objective``; data, optimiser, resume and reports around it.
+"""Training: one loop for any model and any batches; data, optimiser, resume and reports around it.
 
-Three uses: a decoder from scratch with its tokenizer, a full fine-tune, an adapter on a frozen base.
+What is trained is an ``Objective``: all weights of a decoder, or weights of a method beside a frozen one.
 """
 
-from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, Place, Rows, pairs_of
-from vivace.train.loop import Course, Lessons, Outcome, fit
-from vivace.train.objective import NextToken
+from vivace.train.batches import BatchSource, Countable, DataSplit, Place
+from vivace.train.config import LoopConfig, TrainConfig
+from vivace.train.data import Batches, Rows, TokenBatch, pairs_of
+from vivace.train.loop import TrainResult, fit
+from vivace.train.next_token import NextToken
+from vivace.train.objective import Objective, Part, Parts
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Curves, Lines, Report
 from vivace.train.variation import Variation, VariationConfig
 
 __all__ = [
+    "BatchSource",
     "Batches",
-    "Course",
+    "Countable",
     "Curves",
-    "Lessons",
+    "DataSplit",
     "Lines",
     "LoopConfig",
     "NextToken",
+    "Objective",
     "Optimiser",
     "OptimiserConfig",
-    "Outcome",
+    "Part",
+    "Parts",
     "Place",
     "Report",
     "Rows",
+    "TokenBatch",
+    "TrainConfig",
+    "TrainResult",
     "Variation",
     "VariationConfig",
     "fit",

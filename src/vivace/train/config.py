@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vivace.errors import ConfigError
+from vivace.train.optim import OptimiserConfig
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,14 @@ class LoopConfig:
         warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         fall = 1.0 if spent <= self.hold else (1.0 - spent) / (1.0 - self.hold)
         return min(warm, fall)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What a run is asked to do, besides its data."""
+
+    loop: LoopConfig
+    optimiser: OptimiserConfig
+    seed: int = 0
+    plan: str = ""
+    """Text that a resumed run must repeat: recipe, base and data."""

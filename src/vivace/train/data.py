@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from vivace.checkpoint.tokenizer import Tokenizer
-from vivace.core.seams import Batch
+from vivace.core.model import Decoder
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
+from vivace.train.batches import Place
+from vivace.train.objective import Objective
 from vivace.train.variation import Pair
 
 _GRID = 8  # row lengths are multiples of this, so that few shapes occur
@@ -34,14 +38,37 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where training stands in its data."""
+class TokenBatch:
+    """Rows of tokens of one length, padded on the right."""
 
-    epoch: int = 0
-    index: int = 0
-    """Of the next batch in the epoch."""
+    tokens: Tensor
+    """(B, T) int64."""
+    scored: Tensor
+    """(B, T) bool: the token here is to be predicted from those before it (an answer's token)."""
+
+    @property
+    def num_elements(self) -> int:
+        """Count the tokens, padding included."""
+        return self.tokens.numel()
+
+    @property
+    def weight(self) -> int:
+        """Count the scored tokens."""
+        return int(self.scored.sum())
+
+    @property
+    def predicting(self) -> Tensor:
+        """Packed rows (b * T + t) whose next token is scored, (n,)."""
+        return F.pad(self.scored[:, 1:], (0, 1)).reshape(-1).nonzero()[:, 0]
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens those rows predict, (n,)."""
+        return self.tokens.reshape(-1)[self.predicting + 1]
 
 
+DecoderObjective = Objective[Decoder, TokenBatch]
+"""An objective that calls a decoder on rows of tokens."""
 Draw = Callable[[random.Random, int], Sequence[Pair]]
 """Pairs of an epoch, given its generator and number."""
 
@@ -131,7 +158,7 @@ class Batches:
         self._tokens = tokens_per_batch
         self._seed = seed
 
-    def start_at(self, place: Place) -> Iterator[tuple[Place, Batch]]:
+    def start_at(self, place: Place) -> Iterator[tuple[Place, TokenBatch]]:
         """Batches without end, each with the place after it."""
         epoch, first = place.epoch, place.index
         while True:
@@ -164,7 +191,7 @@ def grouped(rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | Non
     return groups
 
 
-def collate(rows: Sequence[Row]) -> Batch:
+def collate(rows: Sequence[Row]) -> TokenBatch:
     """One batch, padded on the right with token 0, which is never scored there nor read from there."""
     length = _padded(max(len(row.tokens) for row in rows))
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
@@ -172,7 +199,7 @@ def collate(rows: Sequence[Row]) -> Batch:
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)] = torch.tensor(row.tokens)
         scored[index, row.num_given : len(row.tokens)] = True
-    return Batch(tokens, scored)
+    return TokenBatch(tokens, scored)
 
 
 def _padded(length: int) -> int:

@@ -22,15 +22,15 @@ from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.errors import ConfigError
 from vivace.files import write_text
 from vivace.prompts import Prompt
-from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, Rows, collate, grouped, pairs_of
-from vivace.train.loop import Course, Lessons, Outcome, fit
+from vivace.train.batches import DataSplit
+from vivace.train.config import LoopConfig, TrainConfig
+from vivace.train.data import Batches, Rows, TokenBatch, collate, grouped, pairs_of
+from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
-from vivace.train.objective import BalancedNextToken, NextToken, SparseNextToken
+from vivace.train.next_token import BalancedNextToken, NextToken, SparseNextToken
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.scratch import ShapeConfig, deepen, start_decoder
@@ -119,7 +119,7 @@ def train_decoder(
     *,
     objective_of: Callable[[Decoder], NextToken] | None = None,
     part_of: Mapping[str, Any] | None = None,
-) -> Outcome:
+) -> TrainResult:
     """Train and save a decoder.
 
     Args:
@@ -156,7 +156,7 @@ def train_decoder(
     tokenizer, source = _tokenizer(recipe, pairs, out, base)
     held_back = _held_back(recipe, tokenizer, pairs)
     learnt = pairs[recipe.held_back :]
-    outcome: Outcome | None = None
+    outcome: TrainResult | None = None
     model = _first_model(recipe, tokenizer, base)
     for number, stage in enumerate(recipe.stages):
         if stage.places:
@@ -166,12 +166,12 @@ def train_decoder(
         plan = json.dumps(
             {"recipe": part_of or asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True
         )
-        course = Course(stage.loop, stage.optimiser, recipe.seed + number, plan)
+        course = TrainConfig(stage.loop, stage.optimiser, recipe.seed + number, plan)
         objective = objective_of(model) if objective_of is not None else _objective(recipe, model)
         _check_memory(recipe, model, objective, stage, report)
         report.note(f"stage {number + 1} of {len(recipe.stages)}: {model.config.num_layers} layers")
         folder = out / "run" / f"stage-{number + 1}"
-        outcome = fit(model, objective, Lessons(batches, held_back), course, folder=folder, report=report)
+        outcome = fit(model, objective, DataSplit(batches, held_back), course, folder=folder, report=report)
     assert outcome is not None
     _save(model, recipe, source, out)
     report.note(f"saved {sum(p.numel() for p in model.parameters()):,} weights to {out}")
@@ -223,7 +223,7 @@ def _own(model: Decoder) -> Decoder:
     return model.requires_grad_(True)
 
 
-def _held_back(recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[Batch]:
+def _held_back(recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[TokenBatch]:
     rows = Rows(tokenizer, recipe.longest).encode(pairs[: recipe.held_back])
     return [collate(group) for group in grouped(rows, recipe.tokens_per_batch)]
 

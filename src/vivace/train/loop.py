@@ -1,7 +1,7 @@
-"""The training loop: batches in, parameters of an objective out; it knows no technique by name.
+"""The training loop: batches in, parameters of an objective out; it knows no model, no data and no method by name.
 
 One step: the gradients of ``accumulate`` batches, each part of the objective backed through at once; clip;
-update; tell the objective. Now and then a reading, a pass over held-back rows (the best parameters are
+update; tell the objective. Now and then a reading, a pass over held-back batches (the best parameters are
 kept), a snapshot. Killed at any moment, a run continues from its last snapshot with the same steps.
 """
 
@@ -10,63 +10,47 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
-from vivace.core.model import Decoder
-from vivace.core.seams import Batch, Objective
 from vivace.errors import UsageError
 from vivace.kernels.reference import any_order
-from vivace.train.config import LoopConfig
-from vivace.train.data import Batches
-from vivace.train.optim import Optimiser, OptimiserConfig
+from vivace.train.batches import Countable, DataSplit
+from vivace.train.config import TrainConfig
+from vivace.train.objective import Objective
+from vivace.train.optim import Optimiser
 from vivace.train.report import Reading, Report
 from vivace.train.resume import Progress, load_snapshot, read_state, save_snapshot, write_state
+
+M = TypeVar("M")
+B = TypeVar("B", bound=Countable)
 
 BEST = "best.pt"
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a run is asked to do, besides its data."""
-
-    loop: LoopConfig
-    optimiser: OptimiserConfig
-    seed: int = 0
-    plan: str = ""
-    """Text that a resumed run must repeat: recipe, base and data."""
-
-
-@dataclass(frozen=True)
-class Lessons:
-    """What is learnt from, and what is only looked at."""
-
-    batches: Batches
-    held_back: Sequence[Batch] = ()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended; the model holds its best parameters."""
+class TrainResult:
+    """How a run ended; the objective's parameters are the best ones."""
 
     progress: Progress
     held_back: Mapping[str, float]
-    """Metrics of the last pass over the held-back rows."""
+    """Metrics of the last pass over the held-back batches."""
 
 
 def fit(
-    model: Decoder, objective: Objective, lessons: Lessons, course: Course, *, folder: Path, report: Report
-) -> Outcome:
+    model: M, objective: Objective[M, B], data: DataSplit[B], config: TrainConfig, *, folder: Path, report: Report
+) -> TrainResult:
     """Train an objective, or continue where a killed run left off.
 
     Args:
-        model: called by the objective; may be frozen.
+        model: handed to the objective and to nobody else; may be frozen.
         objective: owns what is trained.
-        lessons: batches, and the held-back ones that choose the best parameters.
-        course: budget, rates, seed.
+        data: batches, and the held-back ones that choose the best parameters.
+        config: budget, rates, seed.
         folder: of snapshots.
         report: hears about it.
 
@@ -78,51 +62,57 @@ def fit(
         MismatchError: the folder holds a run with another plan.
         UsageError: the loss stopped being a number.
     """
-    run = _Run(model, objective, lessons, course, folder, report)
+    run = _Run(model, objective, data, config, folder, report)
     run.resume()
     while run.spent() < 1.0:
         run.step()
     return run.finish()
 
 
-class _Run:
+class _Run(Generic[M, B]):
     def __init__(
-        self, model: Decoder, objective: Objective, lessons: Lessons, course: Course, folder: Path, report: Report
+        self,
+        model: M,
+        objective: Objective[M, B],
+        data: DataSplit[B],
+        config: TrainConfig,
+        folder: Path,
+        report: Report,
     ) -> None:
         self.model = model
         self.objective = objective
-        self.lessons = lessons
-        self.course = course
+        self.data = data
+        self.config = config
         self.folder = folder
         self.report = report
-        self.optimiser = Optimiser(objective.groups(), course.optimiser)
+        self.optimiser = Optimiser(objective.groups(), config.optimiser)
         self.progress = Progress()
-        self.batches = lessons.batches.start_at(self.progress.place)
+        self.batches = data.train.start_at(self.progress.place)
         self.held_back: dict[str, float] = {}
         self.window = _Window()
         self.began = self.saved = time.monotonic()
 
     def resume(self) -> None:
         """Take up a snapshot, if there is one."""
-        found = load_snapshot(self.folder, self.optimiser, self.objective, self.course.plan)
+        found = load_snapshot(self.folder, self.optimiser, self.objective, self.config.plan)
         if found is not None:
             self.progress = found
-            self.batches = self.lessons.batches.start_at(found.place)
+            self.batches = self.data.train.start_at(found.place)
             self.report.note(f"resumed after step {found.step} of {self.folder}")
         self.began = time.monotonic() - self.progress.elapsed_s
 
     def spent(self) -> float:
         """Share of the budget used."""
-        return self.course.loop.spent(self.progress.step, time.monotonic() - self.began)
+        return self.config.loop.spent(self.progress.step, time.monotonic() - self.began)
 
     def step(self) -> None:
         """One update, and what follows from its number and the clock."""
-        loop = self.course.loop
+        loop = self.config.loop
         spent = self.spent()
         factor = loop.factor(self.progress.step, spent)
         for micro in range(loop.accumulate):
             place, batch = next(self.batches)
-            torch.manual_seed(_seed_of(self.course.seed, self.progress.step, micro))
+            torch.manual_seed(_seed_of(self.config.seed, self.progress.step, micro))
             self._learn(batch)
             self.progress = replace(self.progress, place=place)
         if loop.accumulate > 1:  # here and not in the losses: an objective may derive one part from another's gradient
@@ -134,21 +124,21 @@ class _Run:
         elapsed = time.monotonic() - self.began
         self.progress = replace(self.progress, step=self.progress.step + 1, elapsed_s=elapsed)
         self._tell(spent, factor)
-        if self.lessons.held_back and self.progress.step % loop.evaluate_steps == 0:
+        if self.data.held_back and self.progress.step % loop.evaluate_steps == 0:
             self._evaluate()
         if time.monotonic() - self.saved >= loop.snapshot_s:
             self._save()
 
-    def finish(self) -> Outcome:
-        """A last look at the held-back rows, the best parameters, a last snapshot."""
-        if self.lessons.held_back and self.progress.step % self.course.loop.evaluate_steps:
+    def finish(self) -> TrainResult:
+        """A last look at the held-back batches, the best parameters, a last snapshot."""
+        if self.data.held_back and self.progress.step % self.config.loop.evaluate_steps:
             self._evaluate()
         self._save()
-        if self.lessons.held_back:
+        if self.data.held_back:
             self._take_best()
-        return Outcome(self.progress, self.held_back)
+        return TrainResult(self.progress, self.held_back)
 
-    def _learn(self, batch: Batch) -> None:
+    def _learn(self, batch: B) -> None:
         """Gradients of one batch."""
         metrics: defaultdict[str, float] = defaultdict(float)
         with self._arithmetic(), any_order():
@@ -159,28 +149,29 @@ class _Run:
         wrong = [f"{name} {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if wrong:
             raise UsageError(f"{wrong[0]} at step {self.progress.step}: lower the rates or set clip, then resume")
-        self.window.add(metrics, batch.tokens.numel())
-        self.progress = replace(self.progress, num_tokens=self.progress.num_tokens + batch.tokens.numel())
+        self.window.add(metrics, batch.num_elements)
+        self.progress = replace(self.progress, num_tokens=self.progress.num_tokens + batch.num_elements)
 
     def _arithmetic(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.course.loop.autocast)
+        device = self.optimiser.params[0].device  # gradients of these are made where they are
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.config.loop.autocast)
 
     def _tell(self, spent: float, factor: float) -> None:
-        if self.progress.step % self.course.loop.report_steps:
+        if self.progress.step % self.config.loop.report_steps:
             return
         share = self.spent()
         eta = self.progress.elapsed_s / share * (1 - share) if share else 0.0
         metrics, rate = self.window.close()
-        self.report.reading(Reading(self.progress.step, spent, factor, rate, eta, metrics))
+        self.report.reading(Reading(self.progress.step, spent, factor, rate, eta, metrics, self.data.unit))
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Mean loss and metrics over the held-back rows, each scored token counting once."""
+        """Mean loss and metrics over the held-back batches, each by its weight."""
         sums: defaultdict[str, float] = defaultdict(float)
         count = 0
-        torch.manual_seed(self.course.seed)
-        for batch in self.lessons.held_back:
-            weight = int(batch.scored.sum())
+        torch.manual_seed(self.config.seed)
+        for batch in self.data.held_back:
+            weight = batch.weight
             count += weight
             with self._arithmetic():
                 for loss, seen in self.objective.losses(self.model, batch):
@@ -206,7 +197,7 @@ class _Run:
     def _save(self) -> None:
         elapsed = time.monotonic() - self.began
         self.progress = replace(self.progress, elapsed_s=elapsed)
-        save_snapshot(self.folder, self.progress, self.optimiser.state(), self.objective, self.course.plan)
+        save_snapshot(self.folder, self.progress, self.optimiser.state(), self.objective, self.config.plan)
         self.saved = time.monotonic()
 
 
@@ -220,18 +211,18 @@ class _Window:
 
     def restart(self) -> None:
         self._sums.clear()
-        self._count = self._tokens = 0
+        self._count = self._elements = 0
         self._since = self._clock()
 
-    def add(self, metrics: Mapping[str, float], num_tokens: int) -> None:
+    def add(self, metrics: Mapping[str, float], num_elements: int) -> None:
         for name, value in metrics.items():
             self._sums[name] += value
         self._count += 1
-        self._tokens += num_tokens
+        self._elements += num_elements
 
     def close(self) -> tuple[dict[str, float], float]:
         means = {name: value / max(1, self._count) for name, value in self._sums.items()}
-        rate = self._tokens / max(1e-9, self._clock() - self._since)
+        rate = self._elements / max(1e-9, self._clock() - self._since)
         self.restart()
         return means, rate
 

@@ -1,179 +1,40 @@
-"""Next-token cross-entropy on the scored tokens: from scratch, or a full fine-tune."""
+"""The seam of training: something with parameters and a loss, for any model and any kind of batch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Generic, TypeVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from vivace.core.layers import FeedForward
-from vivace.core.model import Decoder, Layer
-from vivace.core.moe import MixtureOfExperts
-from vivace.core.seams import Batch
-from vivace.core.step import Step
+M = TypeVar("M")
+"""The model that is called: a decoder, an encoder with a decoder, a denoiser."""
+B = TypeVar("B")
+"""What a batch is."""
+
+Part = tuple[Tensor, Mapping[str, float]]
+"""A part of a loss, (), and metrics for reports; metrics of the same name are summed over a batch's parts."""
+Parts = Iterator[Part]
 
 
-class NextToken:
-    """Fills ``Objective``: trains every parameter of a decoder."""
+class Objective(ABC, Generic[M, B]):
+    """Something to train. It owns its parameters; the loop owns everything else.
 
-    def __init__(self, model: Decoder, *, rows: int = 1024, recompute: bool = False) -> None:
-        """Prepare.
+    An objective that remembers more than its parameters also fills ``Stateful`` (``resume.py``).
+    """
 
-        Args:
-            model: what is trained.
-            rows: positions whose logits are held at once.
-            recompute: keep only what enters each layer and compute the rest again on the way back.
-        """
-        self.model = model
-        self.rows = rows
-        self.recompute = recompute
-
+    @abstractmethod
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """Matrices of the layers, cut where several stand side by side, and everything else."""
-        matrices: list[tuple[Tensor, tuple[int, ...]]] = []
-        for layer in self.model.layers:
-            assert isinstance(layer, Layer)
-            matrices += _matrices(layer)
-        taken = {id(weight) for weight, _ in matrices}
-        others = [p for p in self.model.parameters() if id(p) not in taken]
-        return [
-            {
-                "name": "matrices",
-                "method": "muon",
-                "params": [weight for weight, _ in matrices],
-                "cuts": [cut for _, cut in matrices],
-            },
-            {"name": "others", "method": "adamw", "params": others},
-        ]
+        """Return the optimiser's groups, ``{"params": [...], "name": str, ...}`` as ``Optimiser`` describes them."""
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """Cross-entropy in parts of ``rows`` positions, then the trunk with the gradient they left.
+    @abstractmethod
+    def losses(self, model: M, batch: B) -> Parts:
+        """Yield the loss of a batch in parts that add up to its mean.
 
-        The head runs on a copy of the top rows that is cut from the graph; each part leaves its gradient
-        there and its logits are freed. The last part, a product with that gradient, sends it down the trunk.
+        Each part is backed through before the next is asked for, so memory holds the graph of one part. Without
+        gradients the parts are only summed.
         """
-        rows, targets = batch.predicting, batch.targets
-        step = Step.dense(*batch.tokens.shape)
-        top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
-        learns = torch.is_grad_enabled()
-        cut = top.detach().requires_grad_(learns)
-        for first in range(0, len(rows), self.rows):
-            part = slice(first, first + self.rows)
-            logits = model.head(cut[part])
-            loss = F.cross_entropy(logits, targets[part], reduction="sum") / len(rows)
-            right = (logits.detach().argmax(-1) == targets[part]).sum() / len(rows)
-            yield loss, {"loss": float(loss.detach()), "accuracy": float(right)}
-        if learns:
-            assert cut.grad is not None
-            yield (top * cut.grad).sum(), {}
 
     def updated(self) -> None:
-        """Nothing follows an optimiser step."""
-
-    def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
-        if not self.recompute or not torch.is_grad_enabled():
-            return model.run(h, step)
-        for index in range(model.config.num_layers):
-            h = checkpoint(model.run, h, step, index, index + 1, use_reentrant=False)
-        return h
-
-
-class NextTokenBeside(NextToken):
-    """``NextToken`` plus ``weight`` times a term that layers are asked for, averaged over those that have one."""
-
-    name: ClassVar[str]
-    """Of the term, in reports."""
-
-    def __init__(self, model: Decoder, *, weight: float, rows: int = 1024) -> None:
-        """Prepare; other arguments as for ``NextToken``."""
-        super().__init__(model, rows=rows)
-        self.weight = weight
-        self._terms: list[Tensor] = []
-
-    def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """The term of a layer whose feed-forward half begins with ``u`` (T, E); None where it has none."""
-        raise NotImplementedError
-
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
-        """As ``NextToken``, the term beside the last part."""
-        for loss, seen in super().losses(model, batch):
-            if seen:
-                yield loss, seen
-            else:
-                mean = torch.stack(self._terms).mean()
-                yield loss + self.weight * mean, {self.name: float(mean.detach())}
-
-    def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
-        self._terms = []
-        for layer in model.layers:
-            assert isinstance(layer, Layer)
-            u = layer.attend(h, step)
-            if (term := self.term(layer, u)) is not None:
-                self._terms.append(term)
-            h = layer.feed(u, step)
-        return h
-
-
-class BalancedNextToken(NextTokenBeside):
-    """``NextToken`` for mixtures of experts, plus what keeps their experts equally busy.
-
-    The term is ``X sum_e f_e P_e``, with f_e the share of choices that fell on expert e and P_e its mean probability
-    (Fedus et al. 2022, Switch Transformers, arXiv:2101.03961, equation 4); it is 1 when all are equally busy.
-    """
-
-    name = "uneven"
-
-    def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """Of layers with experts."""
-        if not isinstance(layer.feed_forward, MixtureOfExperts):
-            return None
-        return _unevenness(layer.route(u), layer.feed_forward.config.top_k)
-
-
-class SparseNextToken(NextTokenBeside):
-    """``NextToken`` for ReLU models, plus what leaves fewer neurons active.
-
-    The term is ``(sum_i a_i)^2 / (F sum_i a_i^2)`` of the F activations of a row, averaged over rows: 1 when all are
-    equally active, 1/F when one is, whatever their scale (Yang et al. 2020, DeepHoyer, arXiv:1908.09979, section 3).
-    """
-
-    name = "hoyer"
-
-    def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """Of every layer."""
-        feed = layer.feed_forward
-        assert isinstance(feed, FeedForward)
-        inner = feed.up(u if layer.ffn_norm is None else layer.ffn_norm(u))
-        return _hoyer(F.relu(inner.chunk(2, -1)[0] if feed.gated else inner))
-
-
-def _unevenness(logits: Tensor, top_k: int) -> Tensor:
-    """``X sum_e f_e P_e`` of router logits (T, X)."""
-    probs = torch.softmax(logits.float(), -1)
-    count = probs.shape[1]
-    chosen = torch.bincount(probs.topk(top_k, -1)[1].reshape(-1), minlength=count)
-    return count * (chosen / chosen.sum() * probs.mean(0)).sum()
-
-
-def _hoyer(active: Tensor) -> Tensor:
-    """The mean over rows of ``(sum a)^2 / (F sum a^2)``, (T, F) of numbers >= 0 -> (); nothing at all counts as 0."""
-    active = active.float()
-    squares = (active * active).sum(-1)
-    return (active.sum(-1) ** 2 / (active.shape[-1] * squares.clamp(min=1e-12))).mean()
-
-
-def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Weight matrices of a layer, each with the heights of the projections stacked in it."""
-    c = layer.config
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    found = [(layer.qkv.weight, (queries, keys, keys)), (layer.o.weight, (c.width,))]
-    feed = layer.feed_forward
-    if isinstance(feed, FeedForward):
-        halves = (c.ffn_width, c.ffn_width) if c.gated else (c.ffn_width,)
-        found += [(feed.up.weight, halves), (feed.down.weight, (c.width,))]
-    assert all(isinstance(weight, Tensor) for weight, _ in found)
-    return [(weight, cut) for weight, cut in found if isinstance(weight, Tensor)]
+        """Hear that the optimiser took a step; for moving averages and schedules."""

@@ -20,15 +20,17 @@ class Reading:
     """Share of the budget, 0 to 1."""
     factor: float
     """Of the learning rates."""
-    tokens_per_s: float
+    elements_per_s: float
     eta_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    unit: str = "tokens"
+    """What the elements of a batch are, as a plural."""
 
     def __str__(self) -> str:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
         return (
-            f"step {self.step}  {self.spent:4.0%}  {shown}  rate x{self.factor:.3f}  {self.tokens_per_s:.0f} tokens/s"
-            f"  {format_seconds(self.eta_s)} left"
+            f"step {self.step}  {self.spent:4.0%}  {shown}  rate x{self.factor:.3f}  "
+            f"{self.elements_per_s:.0f} {self.unit}/s  {format_seconds(self.eta_s)} left"
         )
 
 
@@ -91,7 +93,8 @@ class Curves:
     def reading(self, reading: Reading) -> None:
         """Add a point to each curve."""
         self._lines.reading(reading)
-        for name, value in {**reading.metrics, "rate": reading.factor, "tokens_per_s": reading.tokens_per_s}.items():
+        speed = {f"{reading.unit}_per_s": reading.elements_per_s}
+        for name, value in {**reading.metrics, "rate": reading.factor, **speed}.items():
             self._writer.add_scalar(f"train/{name}", value, reading.step)
         self._writer.flush()
 

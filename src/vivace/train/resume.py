@@ -17,7 +17,7 @@ import torch
 
 from vivace.errors import CheckpointError, CorruptError, MismatchError
 from vivace.files import replacing
-from vivace.train.data import Place
+from vivace.train.batches import Place
 
 STATE = "state.pt"
 _FORMAT = 1
@@ -44,6 +44,7 @@ class Progress:
     place: Place = field(default_factory=Place)
     elapsed_s: float = 0.0
     num_tokens: int = 0
+    """Elements of all batches so far, padding included; files call them tokens whatever they are."""
     best_loss: float | None = None
     best_step: int = 0
 

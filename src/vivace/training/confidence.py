@@ -22,7 +22,8 @@ from vivace.decode.depth import Missing
 from vivace.engine import Engine
 from vivace.evaluate.contest import Run
 from vivace.prompts import Prompt
-from vivace.train.loop import Course, fit
+from vivace.train.config import TrainConfig
+from vivace.train.loop import fit
 from vivace.train.report import Report
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 from vivace.training.regenerate import as_it_decodes
@@ -76,7 +77,7 @@ def train_confidence(
     torch.manual_seed(recipe.seed)
     trainee, base = recipe.begin(ground), base_hash(engine.folder)
     if recipe.adapter.measure == "learned":
-        course = Course(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base))
+        course = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base))
         fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
     outcome = trainee.finish()
     tensors = {name: value.to(engine.model.dtype) for name, value in outcome.tensors.items()}

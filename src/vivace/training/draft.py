@@ -18,7 +18,8 @@ from vivace.decode.draft_model import DraftModelConfig
 from vivace.engine import Engine, load
 from vivace.evaluate.contest import Run
 from vivace.prompts import Prompt
-from vivace.train.loop import Course, fit
+from vivace.train.config import TrainConfig
+from vivace.train.loop import fit
 from vivace.train.report import Report
 from vivace.train.scratch import ShapeConfig, start_decoder
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
@@ -74,7 +75,7 @@ def train_draft(recipe: DraftRecipe, engine: Engine, prompts: Sequence[Prompt], 
     torch.manual_seed(recipe.seed)
     trainee = recipe.begin(ground)
     ground.require_memory(trainee)
-    course = Course(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base_hash(engine.folder)))
+    course = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base_hash(engine.folder)))
     fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
     trainee.save(engine.folder, out)
     report.note(f"saved {sum(p.numel() for p in trainee.student.parameters()):,} weights to {out}")

@@ -12,15 +12,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from vivace.core.seams import Batch, Objective
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.contest import Question, Run, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.prompts import Prompt
+from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, Rows, collate, grouped, pairs_of, texts_of
-from vivace.train.loop import Lessons
+from vivace.train.data import Batches, DecoderObjective, Rows, TokenBatch, collate, grouped, pairs_of, texts_of
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
@@ -68,7 +67,7 @@ class Trainee(Protocol):
     """A technique in training."""
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> DecoderObjective:
         """What the loop lowers."""
         ...
 
@@ -134,15 +133,15 @@ class Ground:
         entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", method)]
         return summarise(hold(entrants, questions, repeats=1), "plain")
 
-    def batches(self, pairs: Sequence[Pair]) -> list[Batch]:
+    def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
         """Some rows, once, in order of length."""
         rows = Rows(self.engine.tokenizer, self.recipe.longest).encode(pairs)
         return [collate(group) for group in grouped(rows, self.recipe.tokens_per_batch)]
 
-    def lessons(self) -> Lessons:
+    def lessons(self) -> DataSplit[TokenBatch]:
         """Endless batches of what is learnt from, and those held back."""
         rows, recipe = Rows(self.engine.tokenizer, self.recipe.longest), self.recipe
-        return Lessons(
+        return DataSplit(
             Batches(lambda rng, number: self.learnt, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
             self.batches(self.held_back),
         )

@@ -11,7 +11,7 @@ The keys and values of tokens that skip are those of the residual that passes by
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,15 +23,15 @@ from torch import Tensor
 from vivace.baselines.mod import ModConfig, ModPlan, Routers, gated
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.engine import load
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
-from vivace.train.data import Rows, collate, grouped, pairs_of
+from vivace.train.data import Rows, TokenBatch, collate, grouped, pairs_of
 from vivace.train.decoder import DecoderRecipe, train_decoder
-from vivace.train.loop import Outcome
-from vivace.train.objective import NextToken
+from vivace.train.loop import TrainResult
+from vivace.train.next_token import NextToken
+from vivace.train.objective import Parts
 from vivace.train.report import Report
 
 
@@ -86,7 +86,7 @@ class ModObjective(NextToken):
             return final
         return final + (1 - final) * max(0.0, 1 - self.step / max(1, self.recipe.anneal_steps))
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """As ``NextToken``, what teaches the routers beside the last part."""
         self._answers = F.pad(batch.scored[:, 1:], (0, 1))
         for loss, seen in super().losses(model, batch):
@@ -153,7 +153,7 @@ def routed(model: Decoder, layer: int, h: Tensor, step: Step, passes: Tensor, r:
 
 
 @torch.no_grad()
-def thresholds_on(model: Decoder, routers: Routers, batches: Sequence[Batch]) -> ModPlan:
+def thresholds_on(model: Decoder, routers: Routers, batches: Sequence[TokenBatch]) -> ModPlan:
     """Layer by layer the threshold that lets the share ``capacity`` of answer rows through, lower ones in force."""
     steps = [Step.dense(*batch.tokens.shape) for batch in batches]
     answers = [F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1) for batch in batches]
@@ -175,7 +175,7 @@ def thresholds_on(model: Decoder, routers: Routers, batches: Sequence[Batch]) ->
 
 def train_mod(
     recipe: ModRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None
-) -> Outcome:
+) -> TrainResult:
     """Train, save a checkpoint and its routers (``<out>/adapters/mod``); errors as ``train_decoder``."""
     made: list[ModObjective] = []
 

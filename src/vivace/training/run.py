@@ -12,7 +12,8 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.engine import Engine
 from vivace.evaluate.contest import Run
 from vivace.prompts import Prompt
-from vivace.train.loop import Course, fit
+from vivace.train.config import TrainConfig
+from vivace.train.loop import fit
 from vivace.train.report import Report
 from vivace.training.dynamic import DynamicRecipe
 from vivace.training.foresight import ForesightRecipe
@@ -61,7 +62,7 @@ def train_adapter(
     trainee = recipe.begin(ground)
     ground.require_memory(trainee)
     base = base_hash(engine.folder)
-    course = Course(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base))
+    course = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base))
     fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
     outcome = trainee.finish()
     tensors = {name: value.to(engine.model.dtype) for name, value in outcome.tensors.items()}

@@ -17,7 +17,8 @@ from vivace.evaluate.contest import Run
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.prompts import Prompt
-from vivace.train.loop import Course, fit
+from vivace.train.config import TrainConfig
+from vivace.train.loop import fit
 from vivace.train.report import Report
 from vivace.training.frozen import FrozenRecipe, Ground
 from vivace.training.multistream import StreamTraining
@@ -85,7 +86,7 @@ def train_shared(
     torch.manual_seed(recipe.seed)
     trainee = recipe.begin(ground)
     ground.require_memory(trainee)
-    course = Course(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base_hash(engine.folder)))
+    course = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, ground.plan_text(base_hash(engine.folder)))
     fit(engine.model, trainee.objective, ground.lessons(), course, folder=out / "run", report=report)
     report.note(f"saved the model and {trainee.save(engine.folder, out)} to {out}")
     ready = load(out, device=str(engine.model.device), dtype=str(engine.model.dtype).removeprefix("torch."))

@@ -12,7 +12,7 @@ What comes out is an ordinary checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from vivace.baselines.skipdecode import SkipPlan
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
+from vivace.train.data import TokenBatch
 from vivace.train.decoder import DecoderRecipe, train_decoder
-from vivace.train.loop import Outcome
-from vivace.train.objective import NextToken
+from vivace.train.loop import TrainResult
+from vivace.train.next_token import NextToken
+from vivace.train.objective import Parts
 from vivace.train.report import Report
 
 
@@ -86,7 +87,7 @@ class SupervisedObjective(NextToken):
             raise ConfigError(f"layers {list(supervision.layers)} must lie inside a model of {count}")
         self.supervision = supervision
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The top's loss and the exits', each in parts; the trunk last, with what all of them left."""
         rows, targets, learns = batch.predicting, batch.targets, torch.is_grad_enabled()
         exits = self._exits(model.config.num_layers)
@@ -107,7 +108,7 @@ class SupervisedObjective(NextToken):
     def _exits(self, num_layers: int) -> Sequence[int]:
         return self.supervision.layers or (int(torch.randint(1, num_layers, ())),)
 
-    def _residuals(self, model: Decoder, batch: Batch, exits: Sequence[int]) -> dict[int, Tensor]:
+    def _residuals(self, model: Decoder, batch: TokenBatch, exits: Sequence[int]) -> dict[int, Tensor]:
         """Below the layers that speak and at the top; some layers are dropped while learning."""
         step, count = Step.dense(*batch.tokens.shape), model.config.num_layers
         h = model.embed(batch.tokens.reshape(-1), step)
@@ -136,7 +137,7 @@ class SkipObjective(NextToken):
         self.plan = plan
         self._first = torch.zeros(0, dtype=torch.int64)
 
-    def losses(self, model: Decoder, batch: Batch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """As ``NextToken``, places counted from each answer's first token."""
         length, count = batch.tokens.shape[1], model.config.num_layers
         begins = batch.scored.int().argmax(1)
@@ -155,7 +156,7 @@ class SkipObjective(NextToken):
 
 def train_whole(
     recipe: WholeRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
-) -> Outcome:
+) -> TrainResult:
     """Train and save; arguments, returns and errors as ``train_decoder``."""
     return train_decoder(
         recipe.decoder, prompts, out, report, base, objective_of=recipe.objective, part_of=asdict(recipe)

@@ -9,18 +9,17 @@ import torch.nn.functional as F
 from tests.train.tiny import PAIRS, tiny_decoder
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.model import Decoder
-from vivace.core.seams import Batch
 from vivace.core.step import Step
-from vivace.train.data import Rows, collate
-from vivace.train.objective import NextToken
+from vivace.train.data import Rows, TokenBatch, collate
+from vivace.train.next_token import NextToken
 
 
 @pytest.fixture
-def batch(tokenizer: Tokenizer) -> Batch:
+def batch(tokenizer: Tokenizer) -> TokenBatch:
     return collate(Rows(tokenizer, 128).encode(PAIRS[:7]))
 
 
-def plain_loss(model: Decoder, batch: Batch) -> torch.Tensor:
+def plain_loss(model: Decoder, batch: TokenBatch) -> torch.Tensor:
     step = Step.dense(*batch.tokens.shape)
     logits = model.head(model.run(model.embed(batch.tokens.reshape(-1), step), step)).view(*batch.tokens.shape, -1)
     losses = [
@@ -32,7 +31,7 @@ def plain_loss(model: Decoder, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rows", [3, 10_000])
-def test_parts_have_the_gradient_of_the_whole(batch: Batch, rows: int, recompute: bool) -> None:
+def test_parts_have_the_gradient_of_the_whole(batch: TokenBatch, rows: int, recompute: bool) -> None:
     model, reference = tiny_decoder(), tiny_decoder()
     loss = plain_loss(reference, batch)
     loss.backward()
@@ -45,18 +44,18 @@ def test_parts_have_the_gradient_of_the_whole(batch: Batch, rows: int, recompute
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-4, atol=2e-6, msg=name)
 
 
-def test_padding_and_prompts_are_not_learnt(batch: Batch, model: Decoder) -> None:
+def test_padding_and_prompts_are_not_learnt(batch: TokenBatch, model: Decoder) -> None:
     changed = batch.tokens.clone()
     changed[~batch.scored & (changed == 0)] = 7
     with torch.no_grad():
         before, after = (
-            sum(float(part) for part, _ in NextToken(model).losses(model, Batch(tokens, batch.scored)))
+            sum(float(part) for part, _ in NextToken(model).losses(model, TokenBatch(tokens, batch.scored)))
             for tokens in (batch.tokens, changed)
         )
     assert before == after
 
 
-def test_without_gradients_only_the_loss_comes(batch: Batch, model: Decoder) -> None:
+def test_without_gradients_only_the_loss_comes(batch: TokenBatch, model: Decoder) -> None:
     with torch.no_grad():
         parts = [(float(loss), seen) for loss, seen in NextToken(model, rows=16).losses(model, batch)]
     assert abs(sum(loss for loss, _ in parts) - float(plain_loss(model, batch).detach())) < 1e-4
