@@ -70,6 +70,7 @@ def decode(
     """Measure decoding: methods take turns on every prompt; medians over the repeats count."""
     from vivace.evaluate.contest import hold, summarise
     from vivace.evaluate.entrants import Entrant
+    from vivace.evaluate.others import watched_others
     from vivace.evaluate.peers import enter_peers
 
     libraries = libraries_memory()
@@ -96,7 +97,7 @@ def decode(
     )
     engines = planned_engines(engine, names, plans)
     entrants = [Entrant(name, engines[name], max_new_tokens, raw) for name in names]
-    with console.progress("answering") as progress:
+    with console.progress("answering") as progress, watched_others() as others:
         records = hold([*entrants, *rivals], questions, batch_size=batch, repeats=repeats, on_progress=progress)
     runs = summarise(records, BASELINE)
     first = questions[:batch]
@@ -114,6 +115,7 @@ def decode(
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "kernels": engine.kernels.name,
             "weights": engine.weights,
+            "others_cpu_share": others.cpu_share,
         },
         "storage": None if engine.storage is None else engine.storage.facts,
         "peers": None if heat is None else asdict(heat),
@@ -131,6 +133,8 @@ def decode(
             if run.method in report["lossy"]:
                 console.note(lossy_note(run, len(rows), report))
         console.note(roofline_note(report["roofline"]))
+        if others.cpu_share is not None:
+            console.note(f"other processes used {others.cpu_share:.1%} of the cores' time meanwhile")
 
 
 def facts(engine: Engine) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The bench's harness: several ways to answer the same prompts, in turns, on one machine.
 
 Words: a *contestant* answers a batch of prompts (a decoding method of ours, or another engine, a *peer*); a *take* is
-one batch answered once. Every contestant answers a batch before the next batch begins, each time in another order,
-so that a slow minute of the machine hurts all alike. Per batch the median over the repeats counts.
+one batch answered once. Every contestant answers a batch before the next batch begins, so that a slow minute of the
+machine hurts all alike; and in an order that is drawn anew each time, since who comes after another engine finds the
+cache full of its weights. Per batch the median over the repeats counts.
 
 ``tokens_per_s`` is tokens after the first block over the time after it (for plain decoding a block is one token; a
 drafter's first block may hold several, and they do not count). Beside it stands the end-to-end rate: all tokens over
@@ -14,12 +15,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Protocol
 
 from vivace.errors import ConfigError
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap, ratio_of_sums
 from vivace.prompts import Message
 
+ORDER_SEED = 0
+"""The same contest is held in the same orders."""
 Progress = Callable[[int, int], None]
 """Called with (takes done, takes in all)."""
 
@@ -152,10 +156,10 @@ def hold(
             contestant.answer(batch)
     records = [Record(contestant.name, [[] for _ in batches]) for contestant in contestants]
     total, done = repeats * len(batches) * len(contestants), 0
-    for repeat in range(repeats):
+    orders = Random(ORDER_SEED)
+    for _ in range(repeats):
         for index, batch in enumerate(batches):
-            shift = (repeat + index) % len(contestants)
-            for place in [*range(shift, len(contestants)), *range(shift)]:
+            for place in orders.sample(range(len(contestants)), len(contestants)):
                 records[place].takes[index].append(contestants[place].answer(batch))
                 done += 1
                 if on_progress is not None:
