@@ -182,8 +182,9 @@ def test_a_forked_slot_continues_as_its_source(dtype: torch.dtype) -> None:
 def test_writing_beyond_the_end_is_caught() -> None:
     decoder = build("plain")
     cache = decoder.new_cache(2, 64)
-    with pytest.raises(AssertionError, match="entry 64 of a slot of 64"):
-        Step.of(Draft.given_only({0: tokens(65)}), cache)
+    last = cache.capacity
+    with pytest.raises(AssertionError, match=f"entry {last} of a slot of {last}"):
+        Step.of(Draft.given_only({0: tokens(last + 1)}), cache)
 
 
 def test_more_than_the_memory_holds() -> None:

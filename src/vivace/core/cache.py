@@ -1,20 +1,25 @@
-"""The key/value cache: slots of preallocated entries, ragged from the first day.
+"""The key/value cache: slots of entries, ragged from the first day, that take memory as they are written.
 
 An entry's address is given by the caller (``length + node`` while drafting, its position once committed,
 the same in every layer), never "append": drafts built over several calls, trees and late fills need no
 second mechanism. Layout per layer is ``(slots, K, capacity, D)``: a head's entries are contiguous, so
-attention reads them without a copy.
+attention reads them without a copy. All slots have their addresses from the beginning, memory is taken page by page
+(``pages.py``) and given back when a slot is released: what a slot may take is known before it is filled
+(``slot_bytes``), and whoever admits sequences counts it (``decode/memory.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from vivace.core.pages import Pages, items_to_a_page, whole_pages
 from vivace.errors import CapacityError, UnsupportedError
 from vivace.kernels.reference import KEY_BLOCK
 from vivace.units import format_bytes
@@ -31,6 +36,11 @@ class LayerSpec:
     key_width: int
     value_width: int
 
+    def num_bytes(self, entries: int, dtype: torch.dtype) -> int:
+        """Memory that so many entries of a slot take: each head's keys, and its values, begin a page."""
+        widths = (self.key_width, self.value_width)
+        return sum(self.num_heads * whole_pages(entries * width * dtype.itemsize) for width in widths)
+
 
 @dataclass(frozen=True, eq=False)
 class Late:
@@ -40,6 +50,11 @@ class Late:
     layer: int
     hidden: Tensor
     """(E,) residual entering ``layer``."""
+
+
+def slot_bytes(specs: Sequence[LayerSpec], entries: int, dtype: torch.dtype) -> int:
+    """Memory that so many entries of a slot take at most, in all layers together."""
+    return sum(spec.num_bytes(entries, dtype) for spec in specs)
 
 
 class KVCache:
@@ -60,7 +75,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate everything now.
+        """Take addresses for everything, and memory for nothing yet.
 
         Args:
             specs: of every layer.
@@ -71,9 +86,13 @@ class KVCache:
             device: where they lie.
 
         Raises:
-            CapacityError: the memory cannot be had; the message names the size.
+            CapacityError: the addresses cannot be had; the message names the size.
         """
-        self.capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
+        self._specs, self._dtype = tuple(specs), dtype
+        items = {width * dtype.itemsize for spec in specs for width in (spec.key_width, spec.value_width)}
+        block = lcm(KEY_BLOCK, *(items_to_a_page(item) for item in items))
+        self.capacity = -(-capacity // block) * block
+        """Entries of a slot; so many that each head's begin a page."""
         self.num_slots = num_slots
         self.row_count = row_count
         self.lengths = [0] * num_slots
@@ -83,23 +102,38 @@ class KVCache:
         self.late: list[list[Late]] = [[] for _ in range(num_slots)]
         """Per slot, tokens with missing entries; all others are complete in every layer."""
         self._written = [0] * num_slots
+        sizes = [self.num_slots * spec.num_bytes(self.capacity, dtype) for spec in specs]
+        self._pages: Pages | None = None
         try:
-            self._keys = [self._allocate(s.num_heads, s.key_width, dtype, device) for s in specs]
-            self._values = [self._allocate(s.num_heads, s.value_width, dtype, device) for s in specs]
-        except RuntimeError as exc:
-            per_entry = sum(s.num_heads * (s.key_width + s.value_width) for s in specs) * dtype.itemsize
+            if torch.device(device).type == "cpu":
+                self._pages = Pages(sum(sizes))
+            starts = [0, *accumulate(sizes)]
+            stored = [self._allocate(spec, first, device) for spec, first in zip(specs, starts, strict=False)]
+        except (MemoryError, RuntimeError) as exc:
             raise CapacityError(
-                f"a cache of {num_slots} x {capacity} entries needs {format_bytes(num_slots * capacity * per_entry)}, "
+                f"a cache of {num_slots} x {capacity} entries needs {format_bytes(sum(sizes))}, "
                 "which could not be allocated; lower the batch or max_new_tokens"
             ) from exc
+        self._keys, self._values = [keys for keys, _ in stored], [values for _, values in stored]
 
-    def _allocate(self, heads: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def _allocate(self, spec: LayerSpec, first: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, from byte ``first`` of the pages on."""
+        shapes = [(self.num_slots, spec.num_heads, self.capacity, w) for w in (spec.key_width, spec.value_width)]
         with torch.inference_mode(False):  # slots are also released outside the loop, by cancel
-            return torch.zeros(self.num_slots, heads, self.capacity, width, dtype=dtype, device=device)
+            if self._pages is None:
+                keys, values = (torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
+            else:
+                keys = self._pages.tensor(first, shapes[0], self._dtype)
+                values = self._pages.tensor(first + keys.nbytes, shapes[1], self._dtype)
+        return keys, values
+
+    def slot_bytes(self, entries: int) -> int:
+        """Memory that a slot takes at most once so many of its entries were written."""
+        return slot_bytes(self._specs, entries, self._dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all slots when they are full."""
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
     # Memory
@@ -162,12 +196,25 @@ class KVCache:
             self.late[slot] = [missing for missing in late[origin] if missing.position < kept]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget these sequences, and clear what they left: hidden entries are multiplied by zero, not skipped."""
+        """Forget these sequences, and give back what they left: hidden entries are multiplied by zero, not skipped."""
         for slot in slots:
-            for stored in (*self._keys, *self._values):
-                stored[slot, :, : self._written[slot]] = 0
+            self._clear(slot, self._written[slot])
             self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
             self.late[slot] = []
+
+    def _clear(self, slot: int, entries: int) -> None:
+        """Zero the first entries of a slot; they take no memory then."""
+        if self._pages is None:
+            for stored in (*self._keys, *self._values):
+                stored[slot, :, :entries] = 0
+            return
+        base = self._keys[0].data_ptr()
+        for stored in (*self._keys, *self._values):
+            _, heads, capacity, width = stored.shape
+            stride = capacity * width * stored.itemsize
+            first = stored.data_ptr() - base + slot * heads * stride
+            for head in range(heads):
+                self._pages.clear(first + head * stride, entries * width * stored.itemsize)
 
     def settle(self, slots: Sequence[int]) -> None:
         """Nothing to do, unless tokens left early.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.backend import Backend, TorchBackend
-from vivace.core.cache import KVCache, LayerSpec
+from vivace.core.cache import KVCache, LayerSpec, slot_bytes
 from vivace.core.config import ModelConfig
 from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
@@ -225,6 +225,11 @@ class Decoder(nn.Module):
         spec = LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)
         specs = [spec] * c.num_layers
         return KVCache(specs, num_slots, capacity, row_count=row_count, dtype=self.dtype, device=self.device)
+
+    def slot_bytes(self, entries: int) -> int:
+        """Memory that so many entries of a sequence take in the cache at most."""
+        c = self.config
+        return slot_bytes([LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, entries, self.dtype)
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """(T,) -> (T, E); learned positions need the step."""
