@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Outcome
 from tests.tiny_checkpoints import make_checkpoint
@@ -25,6 +26,8 @@ def test_evaluate_puts_formats_side_by_side(cli: Cli, folder: Path, tmp_path: Pa
     )
     words = ("evaluate", folder, "--prompts", prompts, "--max-new-tokens", 6)
     report = cli(*words, "--json").json
+    assert report["setting"]["prompts"] == "prompts.jsonl"
+    assert report["provenance"]["packages"]["torch"] == torch.__version__
     stored, eight, four = report["weights"]
     assert [one["weights"] for one in report["weights"]] == ["bf16", "int8", "q4"]
     assert stored["num_bytes"] > eight["num_bytes"] > four["num_bytes"]

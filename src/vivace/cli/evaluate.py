@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError
-from vivace.prompts import Prompt
+from vivace.prompts import PACKAGED, Prompt
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def evaluate(
 ) -> None:
     """Quality of greedy answers, each weight format beside the model as stored."""
     from vivace.evaluate.fidelity import compare_weights
+    from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import check_weights
 
     names = [check_weights(name) for name in split_names(weights)]
@@ -57,8 +59,11 @@ def evaluate(
                 own = answer(engine, rows, max_new_tokens, raw=raw)
             found.append(compare_weights(name, engine, base, rows, own, stored, on_progress=progress))
     if as_json:
-        setting = {"model": base.folder.name, "num_prompts": len(rows), "max_new_tokens": max_new_tokens}
-        console.json({"setting": {**setting, "kernels": base.kernels.name}, "weights": [asdict(one) for one in found]})
+        named = prompts if prompts in PACKAGED else Path(prompts).name
+        setting = {"model": base.folder.name, "prompts": named, "num_prompts": len(rows)}
+        setting |= {"max_new_tokens": max_new_tokens, "kernels": base.kernels.name}
+        where = asdict(provenance(base.model.device))
+        console.json({"provenance": where, "setting": setting, "weights": [asdict(one) for one in found]})
         return
     print_table(found)
 
