@@ -94,7 +94,7 @@ def test_unknown_peers_and_a_missing_assistant_are_refused(folder: Path) -> None
 def test_differences_are_placed_and_measured(folder: Path) -> None:
     engine = load(folder, dtype="float32")
     questions = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
-    (same,) = compare(engine, questions, ["lookup"], max_new_tokens=12, batch_size=3)
+    _, (same,) = compare(engine, questions, ["lookup"], max_new_tokens=12, batch_size=3)
     assert same.identical
     true_generate = engine.generate
 
@@ -112,7 +112,7 @@ def test_differences_are_placed_and_measured(folder: Path) -> None:
                 results[2] = type(results[2])(**{**vars(results[2]), "token_ids": results[2].token_ids[:2]})
             return list(results)
 
-    (wrong,) = compare(Wrong(), questions, ["wrong"], max_new_tokens=12)  # type: ignore[arg-type]
+    plain, (wrong,) = compare(Wrong(), questions, ["wrong"], max_new_tokens=12)  # type: ignore[arg-type]
     first, second = wrong.differences
     assert (first.prompt, first.position) == (1, 3)
     assert first.plain is not None
@@ -123,3 +123,4 @@ def test_differences_are_placed_and_measured(folder: Path) -> None:
     expected = true_generate([TEXTS[2]], method="plain", max_new_tokens=12, do_sample=False)[0].token_ids[2]
     assert second == Difference(prompt=2, position=2, plain=expected, found=None, gap=None)
     assert not wrong.identical
+    assert plain[2] == tuple(true_generate([TEXTS[2]], method="plain", max_new_tokens=12, do_sample=False)[0].token_ids)

@@ -15,6 +15,7 @@ from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_
 from vivace.cli.console import console
 from vivace.cli.contestants import drafting, holdings, libraries_memory, method_of, planned_engines
 from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.reference import compare_plain, complain, plain_json, plain_lines
 from vivace.errors import ConfigError, DependencyError
 from vivace.files import write_text
 from vivace.prompts import PACKAGED, Prompt
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vivace.engine import Engine
     from vivace.evaluate.contest import Record, Run
     from vivace.evaluate.memory import Holdings
+    from vivace.evaluate.reference import Plainness
     from vivace.evaluate.roofline import Roofline
 
 app = typer.Typer(no_args_is_help=True, help="How fast, and whether the answers stayed the same.")
@@ -103,6 +105,9 @@ def decode(
     first = questions[:batch]
     held = {entrant.name: holdings(engines[entrant.name], entrant, first) for entrant in entrants}
     held |= {peer.name: peer.holdings(first) for peer in rivals}
+    answers = [ids for takes in records[names.index(BASELINE)].takes for ids in takes[0].token_ids]
+    what, plain = compare_plain(engine, questions, answers)
+    runs = [_beside(run, plain) if run.method == BASELINE else run for run in runs]
     report = {
         **facts(engine),
         "setting": {
@@ -119,6 +124,7 @@ def decode(
         },
         "storage": None if engine.storage is None else engine.storage.facts,
         "peers": None if heat is None else asdict(heat),
+        "plain": plain_json(what, plain),
         "quality": quality(engine, rows, records, BASELINE),
         "lossy": {
             name: quality(engine, rows, records, name) for name in names if not METHODS[method_of(name)].lossless
@@ -132,9 +138,19 @@ def decode(
         for run in runs:
             if run.method in report["lossy"]:
                 console.note(lossy_note(run, len(rows), report))
+        for line in plain_lines(what, plain):
+            console.note(line)
         console.note(roofline_note(report["roofline"]))
         if others.cpu_share is not None:
             console.note(f"other processes used {others.cpu_share:.1%} of the cores' time meanwhile")
+    if complain(plain):
+        raise typer.Exit(1)
+
+
+def _beside(run: Run, plain: Plainness) -> Run:
+    """Figures of the baseline, which is identical to its reference or to nothing."""
+    different = max(run.num_different, plain.num_different)
+    return replace(run, identical=different == 0, num_different=different)
 
 
 def facts(engine: Engine) -> dict[str, Any]:

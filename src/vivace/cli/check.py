@@ -1,4 +1,4 @@
-"""``vivace check``: does every method write what plain decoding writes, token for token?"""
+"""``vivace check``: does plain decoding write what the model says, and every method what plain decoding writes?"""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from vivace.cli import options
 from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.reference import NUM_SHOWN, compare_plain, complain, plain_json, plain_lines
 from vivace.errors import ConfigError
 from vivace.recipe import METHODS
-
-NUM_SHOWN = 5
 
 
 def check(
@@ -37,7 +36,10 @@ def check(
     exact: options.Exact = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare the greedy answers of methods with plain decoding; ends with status 1 if a token differs."""
+    """Compare greedy answers: plain decoding's with the checkpoint, those of methods with plain decoding.
+
+    Ends with status 1 if a method differs in a token, or if plain decoding does by more than rounding explains.
+    """
     from vivace.evaluate.sameness import compare
 
     if model is not None and same_model is not None:
@@ -47,10 +49,11 @@ def check(
     named = split_names(methods or "")
     engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), named)
     chosen = named or [name for name in engine.methods.ready() if METHODS[name].lossless and name != "plain"]
+    questions = questions_of(engine, rows, raw=raw)
     with console.progress("answering") as progress:
-        found = compare(
+        answers, found = compare(
             engine,
-            questions_of(engine, rows, raw=raw),
+            questions,
             chosen,
             max_new_tokens=max_new_tokens,
             batch_size=batch,
@@ -58,8 +61,12 @@ def check(
             exact=exact,
             on_progress=progress,
         )
+    what, plain = compare_plain(engine, questions, answers)
     if as_json:
-        console.json({"methods": [{**asdict(one), "identical": one.identical} for one in found]})
+        methods_json = [{**asdict(one), "identical": one.identical} for one in found]
+        console.json({"plain": plain_json(what, plain), "methods": methods_json})
+    for line in [] if as_json else plain_lines(what, plain):
+        console.result(line)
     for one in [] if as_json else found:
         same = one.num_prompts - len(one.differences)
         verdict = "yes" if one.identical else "no"
@@ -69,5 +76,5 @@ def check(
             console.result(f"  prompt {difference.prompt + 1}, token {difference.position + 1}: {gap}")
         if len(one.differences) > NUM_SHOWN:
             console.result(f"  and {len(one.differences) - NUM_SHOWN} more")
-    if not all(one.identical for one in found):
+    if complain(plain) or not all(one.identical for one in found):
         raise typer.Exit(1)

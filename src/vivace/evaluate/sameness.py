@@ -56,7 +56,7 @@ def compare(
     raw: bool = False,
     exact: bool = False,
     on_progress: Progress | None = None,
-) -> list[Sameness]:
+) -> tuple[list[tuple[int, ...]], list[Sameness]]:
     """Compare the greedy answers of methods with those of plain decoding, prompt by prompt.
 
     Args:
@@ -68,6 +68,9 @@ def compare(
         raw: Prompts go in without the chat template.
         exact: Every decoding pass has one number of rows.
         on_progress: Told (methods done, all).
+
+    Returns:
+        New tokens of every plain answer, and each method's answers beside them.
     """
 
     def answers(method: str, size: int) -> list[tuple[int, ...]]:
@@ -88,7 +91,7 @@ def compare(
         found.append(Sameness(method, len(questions), sum(map(len, plain)), differences))
         if on_progress is not None:
             on_progress(done, len(methods))
-    return found
+    return plain, found
 
 
 def _difference(

@@ -1,0 +1,77 @@
+"""Plain decoding beside the model as its file has it, for commands that compare other methods with plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vivace.cli.console import console
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
+    from vivace.evaluate.contest import Question
+    from vivace.evaluate.reference import Plainness
+
+NUM_SHOWN = 5
+"""Differences that a command prints; its JSON has all of them."""
+FROM_FILE = "the checkpoint in float32, layer by layer in PyTorch, without a cache"
+AS_KEPT = "the same weights and kernels, layer by layer, without a cache"
+
+
+def compare_plain(
+    engine: Engine, questions: Sequence[Question], answers: Sequence[Sequence[int]]
+) -> tuple[str, Plainness]:
+    """Compare plain answers with their reference; returns what the reference is, and what was found.
+
+    Args:
+        engine: What answered.
+        questions: What was asked.
+        answers: New tokens of each answer.
+    """
+    from vivace.engine import Options
+    from vivace.evaluate.reference import Text, beside_checkpoint, beside_itself
+
+    sampling = engine.sampling(Options(do_sample=False))
+    texts = [Text(q.token_ids, tuple(answer)) for q, answer in zip(questions, answers, strict=True)]
+    has_few_bits = engine.weights not in ("bf16", "exact12")
+    if engine.storage is not None or has_few_bits:
+        return AS_KEPT, beside_itself(engine.model, texts, sampling, has_few_bits=has_few_bits)
+    return FROM_FILE, beside_checkpoint(engine.folder, engine.model.dtype, texts, sampling)
+
+
+def plain_json(what: str, found: Plainness) -> dict[str, Any]:
+    """What was found, for the JSON of a command."""
+    departures = [{**asdict(one), "is_error": one.is_error} for one in found.departures]
+    return {
+        "reference": what,
+        "num_prompts": found.num_prompts,
+        "num_tokens": found.num_tokens,
+        "identical": not departures,
+        "departures": departures,
+    }
+
+
+def plain_lines(what: str, found: Plainness) -> list[str]:
+    """The same for people: a verdict, then the differences with the widest gaps."""
+    same = found.num_prompts - found.num_different
+    verdict = "no" if found.departures else "yes"
+    lines = [f"plain: identical: {verdict} ({same} of {found.num_prompts} answers beside {what})"]
+    widest = sorted(found.departures, key=lambda one: (not one.is_error, -one.gap))
+    for one in widest[:NUM_SHOWN]:
+        limit = "" if one.rounding is None else f", rounding explains {one.rounding:.4g}"
+        gaps = f"logits {one.gap:.4g} apart, the top two {one.top_two_gap:.4g}"
+        lines.append(f"  prompt {one.prompt + 1}, token {one.position + 1}: {gaps}{limit}")
+    if len(widest) > NUM_SHOWN:
+        lines.append(f"  and {len(widest) - NUM_SHOWN} more")
+    return lines
+
+
+def complain(found: Plainness) -> bool:
+    """Whether plain decoding is wrong beyond rounding; says so on stderr."""
+    if found.errors:
+        console.error(
+            f"plain decoding wrote {len(found.errors)} of {found.num_tokens} tokens that rounding does not explain; "
+            "please report this with the model and the output of vivace doctor"
+        )
+    return bool(found.errors)
