@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import httpx2
@@ -87,8 +87,8 @@ class Local(Reached):
 @contextmanager
 def local(engine: Engine, config: ServeConfig) -> Iterator[Local]:
     """A server in this process, on a real socket."""
-    server = Server(engine, config)
-    inner = uvicorn.Server(uvicorn.Config(build(server), port=0, log_level="warning"))
+    server = Server(engine, replace(config, port=0))
+    inner = uvicorn.Server(server.connections.settings(build(server)))
     thread = threading.Thread(target=inner.run)
     thread.start()
     try:

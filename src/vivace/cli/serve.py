@@ -15,8 +15,7 @@ from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError, DependencyError
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
+    from vivace.serve.app import Server
     from vivace.serve.config import ServeConfig
 
 _SERVER = "Server"
@@ -85,6 +84,15 @@ def serve(
         typer.Option(help="Longest answer of requests that do not say.", min=1, rich_help_panel=_LIMITS),
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request.", min=1, rich_help_panel=_LIMITS)] = 1 << 20,
+    max_connections: Annotated[int, typer.Option(help="Open at once.", min=1, rich_help_panel=_LIMITS)] = 512,
+    head_timeout: Annotated[float, typer.Option(help="Seconds for a request's head.", rich_help_panel=_LIMITS)] = 10.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds for its body.", rich_help_panel=_LIMITS)] = 30.0,
+    idle_timeout: Annotated[
+        float, typer.Option(help="Seconds a connection may stay open between requests.", rich_help_panel=_LIMITS)
+    ] = 60.0,
+    read_timeout: Annotated[
+        float, typer.Option(help="Seconds a client may leave a ready answer unread.", rich_help_panel=_LIMITS)
+    ] = 60.0,
     prefill_budget: Annotated[
         int, typer.Option(help="Prompt tokens read between two steps.", min=1, rich_help_panel=_LIMITS)
     ] = 256,
@@ -119,6 +127,11 @@ def serve(
         max_model_len=max_model_len,
         default_max_tokens=default_max_tokens,
         max_body_bytes=max_body_bytes,
+        max_connections=max_connections,
+        head_timeout_s=head_timeout,
+        body_timeout_s=body_timeout,
+        idle_timeout_s=idle_timeout,
+        read_timeout_s=read_timeout,
         prefill_budget=prefill_budget,
         prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if memory is None else "0")),
         grace_s=grace,
@@ -127,12 +140,12 @@ def serve(
     found = options.parse_adapters(adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
     engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels, weights, memory, reader))
-    from vivace.serve.app import Server, build
+    from vivace.serve.app import Server
 
     server = Server(engine, config, adapters, vivace.__version__)
     at_once = f"{server.worker.num_slots} answers at once"
     console.note(f"serving {', '.join(server.catalog.names())}; {server.max_model_len} tokens a sequence, {at_once}")
-    run(build(server), config)
+    run(server)
 
 
 def _settings() -> type[ServeConfig]:
@@ -158,9 +171,11 @@ def _name(model: str | None) -> str:
     return SHIPPED.name if model is None else model.rstrip("/").rpartition("/")[2]
 
 
-def run(app: FastAPI, config: ServeConfig) -> None:
+def run(server: Server) -> None:
     """Listen until told to stop; answers that run then may end within the grace time."""
     import uvicorn
+
+    from vivace.serve.app import build
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("vivace.serve").setLevel(logging.WARNING if console.is_quiet else logging.INFO)
@@ -170,19 +185,9 @@ def run(app: FastAPI, config: ServeConfig) -> None:
 
         async def startup(self, sockets: object = None) -> None:
             await super().startup(sockets)  # type: ignore[arg-type]
-            for server in getattr(self, "servers", []):
-                for socket in server.sockets:
+            for listening in getattr(self, "servers", []):
+                for socket in listening.sockets:
                     name, number = socket.getsockname()[:2]
                     console.note(f"listening on http://{f'[{name}]' if ':' in name else name}:{number}")
 
-    settings = uvicorn.Config(
-        app,
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.grace_s)),
-        lifespan="on",
-    )
-    Announced(settings).run()
+    Announced(server.connections.settings(build(server))).run()

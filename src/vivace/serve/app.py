@@ -25,6 +25,7 @@ from vivace.serve.catalog import Catalog
 from vivace.serve.choice import TokenInfo
 from vivace.serve.complaint import complaint
 from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
+from vivace.serve.connections import Connections
 from vivace.serve.guard import Guard
 from vivace.serve.meters import Meters
 from vivace.serve.prefix import PrefixCache
@@ -78,6 +79,7 @@ class Server:
             asked = storage.most_tokens(asked)
         self.max_model_len = asked
         self.calls = Calls()
+        self.connections = Connections(config)
         self.worker = Worker(
             engine.model,
             self.calls.mail,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from vivace.errors import ConfigError
 from vivace.serve.hosts import LOOPBACK, checked_host, checked_origin
@@ -39,6 +40,16 @@ class ServeConfig:
     default_max_tokens: int | None = None
     """Longest answer of requests that do not say; None is what the checkpoint says, else to the end of the context."""
     max_body_bytes: int = 1 << 20
+    max_connections: int = 512
+    """Open at once; beyond, the one that has kept the server waiting longest for a request makes room."""
+    head_timeout_s: float = 10.0
+    """Within this time the head of a request must have come."""
+    body_timeout_s: float = 30.0
+    """And then its body."""
+    idle_timeout_s: float = 60.0
+    """How long a connection may stay open between two requests."""
+    read_timeout_s: float = 60.0
+    """How long a client may read nothing of an answer that is ready for it."""
     prefill_budget: int = 256
     """Prompt tokens read between two decoding steps, so that a long prompt does not hold up running answers."""
     prefix_cache_bytes: int = 256 << 20
@@ -49,9 +60,18 @@ class ServeConfig:
     """Also export the metrics under vLLM's names."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_slots", 1), ("max_queue", 0), ("max_body_bytes", 1), ("prefill_budget", 1)):
+        for name, least in (
+            ("num_slots", 1),
+            ("max_queue", 0),
+            ("max_body_bytes", 1),
+            ("max_connections", 1),
+            ("prefill_budget", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
+        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "read_timeout_s"):
+            if not 0 < getattr(self, name) < inf:
+                raise ConfigError(f"{name} must be a time above 0, found {getattr(self, name)}")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise ConfigError(f"default_max_tokens must be at least 1, found {self.default_max_tokens}")
         check_keys(self.api_keys)

@@ -23,7 +23,6 @@ HEALTH_PATHS = frozenset({"/health"})
 OPEN_PATHS = HEALTH_PATHS | {"/"}
 """Answered without a key: the page holds nothing, and whoever starts servers must see whether one lives."""
 
-BODY_TIMEOUT_S = 30.0
 _ID = re.compile(r"[\w.:-]{1,128}")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -91,18 +90,21 @@ class Guard:
         said = headers.get("content-length", "")
         if said.isdigit() and int(said) > limit:
             raise _too_large(limit)
+        timeout_s = self.config.body_timeout_s
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(499, "the client closed the connection", code="client_closed")
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise _too_large(limit)
-                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
-            raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} seconds") from None
+            raise Refusal(408, f"the body did not come within {timeout_s:g} seconds", code="timeout") from None
 
 
 def _too_large(limit: int) -> Refusal:

@@ -13,11 +13,18 @@ _KINDS: Mapping[int, str] = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    499: "invalid_request_error",
     500: "server_error",
     503: "server_error",
+}
+_HEADERS: Mapping[int, dict[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
 }
 
 
@@ -46,7 +53,7 @@ class Refusal(UsageError):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that go with it."""
-        return {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
+        return _HEADERS.get(self.status, {})
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
