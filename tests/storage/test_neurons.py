@@ -18,7 +18,7 @@ from vivace.core.cpu.packed import PackedLinear
 from vivace.core.model import Decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
-from vivace.decode.request import Request
+from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
 from vivace.errors import CheckpointError, ConfigError, CorruptError, MismatchError, NotFoundError
 from vivace.kernels.native import NativeBody
@@ -248,6 +248,29 @@ def test_trained_predictors_find_what_is_active(neurons: Store) -> None:
     assert all(a.predicted_share <= b.predicted_share for a, b in zip(reports, untrained, strict=True))
     assert any(a.predicted_share < b.predicted_share for a, b in zip(reports, untrained, strict=True))
     assert len(start) == len(predictors) == 3
+
+
+def test_sessions_by_turns_answer_as_alone(neurons: Store) -> None:
+    """What a predictor misses is computed where it is in memory: not where another session has brought it there."""
+    resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
+    save_predictors(neurons, train_predictors(resident, TEXTS, PredictorConfig(rank=8, recall=0.6, epochs=1))[0])
+
+    def begun(model: Decoder, prompt: tuple[int, ...]) -> Session:
+        session = Session(model, num_slots=1, capacity=TOKENS, chunk=16)
+        session.admit(Request(prompt, 8, NoDrafts(), logprobs=True))
+        return session
+
+    with opened(neurons, 0.95) as (model, _):
+        alone = [list(begun(model, prompt).drain()) for prompt in PROMPTS]
+        sessions = [begun(model, prompt) for prompt in PROMPTS]
+        found: list[list[Emitted]] = [[] for _ in PROMPTS]
+        while not all(session.is_idle for session in sessions):
+            for session, emitted in zip(sessions, found, strict=True):
+                emitted += session.step()
+        again = list(begun(model, PROMPTS[0]).drain())
+    for texts in (found, [again]):
+        for one, other in zip(texts, alone, strict=False):
+            assert [(e.tokens, e.logprobs) for e in one] == [(e.tokens, e.logprobs) for e in other]
 
 
 def test_predictors_of_every_direction_are_the_layer_itself(neurons: Store) -> None:

@@ -34,6 +34,15 @@ class Runs(NamedTuple):
         return places
 
 
+class Window(NamedTuple):
+    """What a cache held, to be brought back later."""
+
+    neurons: Tensor
+    """(n,) the neuron of each row."""
+    recent: tuple[Tensor, ...]
+    """The active sets, the oldest first."""
+
+
 class NeuronCache:
     """Rows for ``room`` of ``count`` neurons, and a window over the last ``window`` sets that were active."""
 
@@ -132,6 +141,21 @@ class NeuronCache:
         self.num_moved += len(holes)
         self.num_used = kept
 
+    def held(self) -> Window:
+        """What is held now."""
+        return Window(self.pointer[: self.num_used].clone(), self.recent)
+
+    def restore(self, window: Window) -> Runs:
+        """Hold again, row by row, what was held before, and nothing else; returns what must be read into ``memory``."""
+        self.forget()
+        self.num_used = len(window.neurons)
+        self.pointer[: self.num_used] = window.neurons
+        self.row_of[window.neurons] = torch.arange(self.num_used)
+        self._recent.extend(window.recent)
+        for active in window.recent:
+            self.uses[active] += 1
+        return runs(window.neurons, 0)
+
     def forget(self) -> None:
         """Nothing is in memory any more: another sequence begins, or a read failed."""
         self.row_of.fill_(-1)
@@ -151,6 +175,6 @@ def _together(*places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def runs(neurons: Tensor, first_row: int) -> Runs:
-    """Ascending neurons (n,) that go into rows from ``first_row`` on, neighbours together."""
+    """Neurons (n,) that go into rows from ``first_row`` on, neighbours in the file and in memory together."""
     firsts, lengths = _together(neurons)
     return Runs(neurons[firsts], first_row + firsts, lengths)

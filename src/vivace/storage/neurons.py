@@ -10,17 +10,19 @@ Who is active is decided by one of two:
   is computed too: a longer window misses less.
 
 Where the paper differs: it leaves prompts out. Prompt chunks need nearly all neurons, so here they read a layer's
-records once, in large blocks, and are computed with all of them. Windows are forgotten when no sequence is left, so
-that an answer does not depend on those before it. Drafts of several rows read what any of their rows needs. Active
-neurons that memory has no room for are read block by block, and add to the sum without being kept.
+records once, in large blocks, and are computed with all of them. Windows are forgotten when a session has no sequence
+left, and where predictors guess each session gets back its own, so that an answer does not depend on others. Drafts of
+several rows read what any of their rows needs. Active neurons that memory has no room for are read block by block, and
+add to the sum without being kept.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +32,13 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.layers import activate
 from vivace.core.parts import DenseParts
-from vivace.core.seams import Stateful
+from vivace.core.seams import Memory, Stateful
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError, VivaceError
 from vivace.kernels import reference as kernels
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, block_of
-from vivace.storage.neuron_cache import NeuronCache, runs
+from vivace.storage.neuron_cache import NeuronCache, Window, runs
 from vivace.storage.pools import Pool, Ticket, whole
 from vivace.storage.predictors import Predictor, load_predictors
 from vivace.storage.readers import aligned
@@ -85,7 +87,7 @@ class Records(NamedTuple):
 
 
 class Neurons:
-    """The caches of all layers, which sessions share; their windows are forgotten when no sequence is left in any."""
+    """The caches of all layers, which sessions share; windows hold tokens of the session that ran last."""
 
     def __init__(
         self,
@@ -121,23 +123,65 @@ class Neurons:
         self.block = block_of(bundle.count, bundle.stride)
         """Neurons in a block of a dense pass."""
         self._blocks = [aligned(self.block * bundle.stride) for _ in range(2)]
-        self._live: set[tuple[NeuronState, int]] = set()
-        """State and slot of every sequence that has stored something."""
+        self._user: ref[Memory] | None = None
+        """Memory of the session whose tokens the windows hold."""
+        self._left: WeakKeyDictionary[Memory, list[Window]] = WeakKeyDictionary()
+        """Windows of sessions that others took over from."""
 
     def open(self, cache: KVCache) -> NeuronState:
         """State of a session."""
-        return NeuronState(self)
+        return NeuronState(self, cache)
 
-    def begin(self, sequences: Iterable[tuple[NeuronState, int]]) -> None:
-        """These sequences, by state and slot, use the windows from now on."""
-        self._live.update(sequences)
+    def take(self, memory: Memory) -> None:
+        """The windows go over to the session of this memory.
 
-    def end(self, sequences: Iterable[tuple[NeuronState, int]]) -> None:
-        """These do no longer; when nobody is left, the windows are forgotten."""
-        self._live.difference_update(sequences)
-        if not self._live:
-            for cache in self.caches:
-                cache.forget()
+        What a predictor did not guess is computed if it happens to be in memory, so an answer would change with the
+        tokens of another session: what this one held last is read again, each neuron into its row. Selected neurons
+        are the same whatever is in memory, and stay.
+
+        Raises:
+            CheckpointError: they cannot be read; the windows begin anew.
+        """
+        last = None if self._user is None else self._user()
+        if last is memory:
+            return
+        self._user = ref(memory)
+        if not self.predictors:
+            return
+        if last is not None:
+            self._left[last] = [cache.held() for cache in self.caches]
+        windows = self._left.pop(memory, None)
+        if windows is None:
+            self._forget()
+        else:
+            self._bring_back(windows)
+
+    def _bring_back(self, windows: Sequence[Window]) -> None:
+        tickets = []
+        for layer, (cache, window) in enumerate(zip(self.caches, windows, strict=True)):
+            bundle = self.store[f"layers.{layer}.neurons"]
+            extents = cache.restore(window).extents(bundle.offset, bundle.stride)
+            tickets.append(self.pool.submit(cache.memory, extents))
+            self.counts.read += len(window.neurons)
+        try:
+            for ticket in tickets:
+                ticket.wait()
+        except VivaceError:
+            self._forget()
+            raise
+        finally:
+            for ticket in tickets:
+                ticket.settle()
+
+    def leave(self, memory: Memory) -> None:
+        """The session of this memory has no sequence left: its next one does not depend on those before it."""
+        self._left.pop(memory, None)
+        if self._user is not None and self._user() is memory:
+            self._forget()
+
+    def _forget(self) -> None:
+        for cache in self.caches:
+            cache.forget()
 
     @staticmethod
     def of(store: Store, pool: Pool, plan: MemoryPlan, window: int = WINDOW) -> Neurons:
@@ -218,26 +262,30 @@ class Neurons:
 
 
 class NeuronState:
-    """Fills ``SlotState`` for one session: which of its sequences use the windows."""
+    """Fills ``SlotState`` for one session: which of its sequences have used the windows."""
 
-    def __init__(self, neurons: Neurons) -> None:
-        """Tell ``neurons``."""
+    def __init__(self, neurons: Neurons, cache: KVCache) -> None:
+        """Tell ``neurons`` when nothing is left in ``cache``."""
         self._neurons = neurons
+        self._cache = cache
+        self._live: set[int] = set()
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """These sequences use the windows."""
-        self._neurons.begin((self, slot) for slot in slots)
+        self._live.update(slots)
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """What is in memory is right whatever the text is."""
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """The windows are shared."""
-        self._neurons.begin((self, slot) for slot in targets)
+        self._live.update(targets)
 
     def release(self, slots: Sequence[int]) -> None:
-        """These use them no longer."""
-        self._neurons.end((self, slot) for slot in slots)
+        """Let the windows go when nobody is left."""
+        self._live.difference_update(slots)
+        if not self._live:
+            self._neurons.leave(self._cache)
 
     def settle(self, slots: Sequence[int]) -> None:
         """There are no holes."""
@@ -317,6 +365,8 @@ class NeuronFeedForward(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError("adapters learn from every neuron; convert the model with layout layers")
         is_prompt = step.chunk is not None or step.grid is not None
+        if not is_prompt:
+            self.neurons.take(step.memory)
         y = None if is_prompt else self._some(x)
         y = self._all(x) if y is None else y
         if self.down.bias is not None:
