@@ -34,7 +34,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
-from vivace.methods import read_adapter, trained
+from vivace.methods.composition import read_adapter, trained
 from vivace.multirate.foreseeing import Foreseeing
 from vivace.multirate.foresight import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts

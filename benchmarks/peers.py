@@ -37,6 +37,7 @@ from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, llama_cpp_passes
 from vivace.evaluate.peers import enter_peers
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, passes_over, read_bandwidth
+from vivace.methods.composition import twins
 from vivace.prompts import packaged_prompts
 
 ROWS = (1, 2, 4, 8, 16)
@@ -155,7 +156,7 @@ def model_folder(name: str, place: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if name == "twin":
-        return widen_checkpoint(SHIPPED, folder, 4)
+        return widen_checkpoint(SHIPPED, folder, 4, twins())
     return make_random(folder, SHAPES[name])
 
 

@@ -24,16 +24,17 @@ from vivace.cli.app import run
 from vivace.cli.asking import questions_of, read_prompts
 from vivace.decode.draft_model import DraftModel
 from vivace.decode.shallow import DraftPlan
+from vivace.decode.spec import Plan
 from vivace.engine import Engine
 from vivace.evaluate.contest import Question, Record, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
-from vivace.methods import AnyPlan, plan_of
+from vivace.methods.composition import plan_of
+from vivace.methods.table import METHODS
 from vivace.prompts import Prompt
-from vivace.recipe import METHODS
 from vivace.train.resume import read_state
-from vivace.tuning import TUNED, candidates_of, describe, keep_plan, planned, search
+from vivace.tuning import TUNED, candidates_of, keep_plan, planned, search
 
 ADAPTERS = ("multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "uno", "calm")
 """Kinds that lie beside the base, by the name of their folder in ``--runs``."""
@@ -136,13 +137,11 @@ def tune(given: argparse.Namespace) -> None:
     _write(given.runs / "tuning.json", tried)
 
 
-def _searched(
-    engine: Engine, method: str, name: str, given: argparse.Namespace, tried: list[dict[str, Any]]
-) -> AnyPlan:
+def _searched(engine: Engine, method: str, name: str, given: argparse.Namespace, tried: list[dict[str, Any]]) -> Plan:
     """The fastest draft of a method; what played is added to ``tried`` under a name."""
     asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
     trials = search(engine, method, candidates_of(engine, method), asked, max_new_tokens=64)
-    tried += [{"out": name, "plan": describe(t.plan), "prompts": t.num_prompts, **asdict(t.run)} for t in trials]
+    tried += [{"out": name, "plan": t.plan.label, "prompts": t.num_prompts, **asdict(t.run)} for t in trials]
     return trials[0].plan
 
 
@@ -188,7 +187,7 @@ def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str
     best = _searched(engine, method, out.name, given, tried)
     if method != "draft":
         keep_plan(engine, method, best)
-    return max(row["tokens_per_s"] for row in tried if row["out"] == out.name and row["plan"] == describe(best))
+    return max(row["tokens_per_s"] for row in tried if row["out"] == out.name and row["plan"] == best.label)
 
 
 def _loaded(model: str | None, kinds: Mapping[str, Path], whole: Path | None) -> Engine:
@@ -263,7 +262,7 @@ def _facts(engine: Engine, name: str, folder: Path | None) -> dict[str, Any]:
     return {
         "extra_bytes": sum(path.stat().st_size for path in weights),
         "training": None if folder is None else training_facts(folder),
-        "plan": describe(plan) if isinstance(plan, AnyPlan) else None,
+        "plan": getattr(plan, "label", None),
     }
 
 

@@ -26,7 +26,7 @@ from vivace.evaluate.contest import Question, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.tuning import describe, planned
+from vivace.tuning import planned
 
 COMMON = ("adapter.streams=3", "adapter.insertion=12", "adapter.feedback=true", "plan.attach=kept")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
@@ -72,7 +72,7 @@ def measure(given: argparse.Namespace, folders: Mapping[str, Path]) -> dict[str,
     first, config = next(iter(engines.values())), MultistreamConfig(**_written(next(iter(folders.values()))))
     asked = questions_of(first, read_prompts(given.prompts, given.limit), raw=False)
     shape = first.model.config
-    drafts = {describe(plan): planned(first, plan) for plan in plans(config, given.threshold)}
+    drafts = {plan.label: planned(first, plan) for plan in plans(config, given.threshold)}
     return {
         "provenance": asdict(provenance(first.model.device)),
         "kernels": first.kernels.name,
@@ -84,7 +84,7 @@ def measure(given: argparse.Namespace, folders: Mapping[str, Path]) -> dict[str,
         "weights": {name: sum(t.numel() for t in load_adapter(path)[1].values()) for name, path in folders.items()},
         "variants": compare(engines, asked, given.repeats),
         "drafts": compare(drafts, asked, given.repeats),
-        "widths": [[describe(plan) for plan in row] for row in (widths(config, 0.0), widths(config, given.threshold))],
+        "widths": [[plan.label for plan in row] for row in (widths(config, 0.0), widths(config, given.threshold))],
     }
 
 

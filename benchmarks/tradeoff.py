@@ -34,11 +34,10 @@ from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes
 from vivace.evaluate.tradeoff import Guessing, Point, Reading, costs, envelope, judge_texts, point
-from vivace.methods import LEAVING
+from vivace.methods.table import METHODS
 from vivace.multirate.dynamic import AcceleratedExit, DynamicDepth
 from vivace.multirate.thresholds import QualityPlan
 from vivace.prompts import Prompt
-from vivace.recipe import METHODS
 
 READS = {"bf16": (1.0, 1.0), "int8": (0.52, 0.52), "q4": (0.28, 0.52), "lut4": (0.28, 0.52)}
 """Shares of a layer's and of the head's bytes that a draft in such weights reads, scales included."""
@@ -103,7 +102,7 @@ def _sweep(engine: Engine) -> list[str]:
     """Ready methods; those that leave early once for every agreement."""
     names = ["plain"]
     for name in engine.methods.ready():
-        if name in LEAVING:
+        if METHODS[name].has_quality:
             folder = engine.methods.adapter_folder(name)
             assert folder is not None
             plan = json.loads((folder / "config.json").read_text(encoding="utf-8"))["plan"]

@@ -22,6 +22,7 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.checkpoint.upcycle import upcycle_checkpoint
 from vivace.decode.shallow import DraftPlan
+from vivace.methods.table import METHODS
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
 from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
@@ -31,7 +32,6 @@ from vivace.multirate.router import RouterConfig
 from vivace.multirate.thresholds import QualityPlan
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.streams import Streams
-from vivace.recipe import METHODS
 
 LAYERS = 6
 OF_MIXTURES = ("foresight",)

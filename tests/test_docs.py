@@ -27,7 +27,7 @@ from vivace.checkpoint.families import FAMILIES, translate
 from vivace.cli.app import run
 from vivace.cli.console import console
 from vivace.errors import UnsupportedError
-from vivace.recipe import METHODS
+from vivace.methods.table import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]

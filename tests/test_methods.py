@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
-from vivace import methods
 from vivace.checkpoint.load import load_decoder
 from vivace.errors import ConfigError, MismatchError
-from vivace.methods import Methods, adapters_by_method
+from vivace.methods import composition
+from vivace.methods.composition import Methods, adapters_by_method
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the functions that read a base or an adapter, in order."""
     made: list[str] = []
     for name in ("base_hash", "load_adapter"):
-        true = getattr(methods, name)
+        true = getattr(composition, name)
 
         def noting(*args: Any, name: str = name, true: Any = true) -> Any:
             made.append(name)
             return true(*args)
 
-        monkeypatch.setattr(methods, name, noting)
+        monkeypatch.setattr(composition, name, noting)
     return made
 
 

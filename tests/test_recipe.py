@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.recipe import METHODS, build, find_method, override, read_recipe
+from vivace.methods.table import METHODS, find_method
+from vivace.recipe import build, override, read_recipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "src" / "vivace" / "recipes"
 

@@ -16,13 +16,13 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace import tuning
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.cli.app import run
-from vivace.decode.shallow import DraftPlan
+from vivace.decode.shallow import DraftPlan, draft_plans
 from vivace.errors import ConfigError
 from vivace.evaluate import contest
 from vivace.evaluate.contest import Question, Record, Take
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.residual import Accelerator
-from vivace.tuning import candidates, describe, search
+from vivace.tuning import candidates_of, search
 
 CHAIN_4 = {"widths": (1, 1, 1, 1), "min_confidence": 0.0}
 
@@ -43,15 +43,15 @@ def questions(engine: vivace.Engine, count: int) -> list[Question]:
     return [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in ("aka", "kab", "bak")[:count]]
 
 
-def test_the_candidates_are_different_plans_within_the_limit() -> None:
-    plans = candidates(3)
+def test_the_candidates_are_different_plans_within_the_limit(folder: Path) -> None:
+    plans = draft_plans(3)
     assert len(set(plans)) == len(plans) > 5
     assert max(len(plan.widths) for plan in plans) == 3
-    assert {describe(plan) for plan in plans} >= {"chain 1", "chain 3", "tree 2-2-1"}
-    assert describe(DraftPlan.chain(4)) != describe(DraftPlan((1,) * 4, 0.5)) == "chain 4 if >= 0.5"
-    assert describe(DraftPlan((1,) * 3, weights="q4")) == "chain 3 in q4"
+    assert {plan.label for plan in plans} >= {"chain 1", "chain 3", "tree 2-2-1"}
+    assert DraftPlan.chain(4).label != DraftPlan((1,) * 4, 0.5).label == "chain 4 if >= 0.5"
+    assert DraftPlan((1,) * 3, weights="q4").label == "chain 3 in q4"
     with pytest.raises(ConfigError, match="at least 1, found 0"):
-        candidates(0)
+        candidates_of(vivace.load(folder), "multirate", 0)
 
 
 def test_half_of_the_plans_leave_each_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

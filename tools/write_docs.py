@@ -22,6 +22,7 @@ from vivace import errors
 from vivace.checkpoint import config_keys, families, rope_keys
 from vivace.cli import app
 from vivace.kernels import reference
+from vivace.methods.table import METHODS
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.exits import RouterLesson
 from vivace.multirate.gates import GatesConfig
@@ -30,7 +31,7 @@ from vivace.multirate.router import RouterConfig
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss
 from vivace.multistream.shared import SharedLoss
-from vivace.recipe import METHODS, RECIPES
+from vivace.recipe import RECIPES
 from vivace.serve import bodies, foreign, meters
 from vivace.serve.config import ServeConfig
 

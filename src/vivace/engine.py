@@ -34,7 +34,7 @@ from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import Choice, choose
 from vivace.kernels.low_bit import Weights, check_weights
-from vivace.methods import Methods, Second, adapters_by_method
+from vivace.methods.composition import Methods, Second, adapters_by_method
 from vivace.storage.loading import Storage, load_stored
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes

@@ -1,7 +1,4 @@
-"""The closed table of method names, and recipes: strict YAML or JSON into frozen dataclasses.
-
-The same names everywhere: command line, Python, JSON, docs. A typo is refused with its nearest match.
-"""
+"""Recipes: strict YAML or JSON into frozen dataclasses. A typo is refused with its nearest match."""
 
 from __future__ import annotations
 
@@ -11,73 +8,12 @@ import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode."""
-
-    name: str
-    summary: str
-    adapter: str | None = None
-    """Kind of adapter it needs, trained by ``vivace train <kind>``."""
-    lossless: bool = True
-    """The text is what plain decoding writes (greedy), or distributed as it is (sampling)."""
-
-
-METHODS: Mapping[str, Method] = {
-    method.name: method
-    for method in (
-        Method("auto", "measure on this machine and take what is fastest"),
-        Method("plain", "one token per pass"),
-        Method("lookup", "draft what followed the same words before"),
-        Method("draft", "a second, smaller model drafts"),
-        Method("multirate", "the accelerated residual drafts (M2R2)", adapter="multirate"),
-        Method("multirate+lookup", "look up first, else the accelerated residual", adapter="multirate"),
-        Method("multistream", "speculative streams draft and verify in one pass", adapter="multistream"),
-        Method(
-            "dynamic",
-            "leave early where the accelerated residual is sure",
-            adapter="dynamic",
-            lossless=False,
-        ),
-        Method("medusa", "heads on the last residual draft a tree", adapter="medusa"),
-        Method("lookahead", "Jacobi windows fill an n-gram pool"),
-        Method("eagle", "a one-layer feature drafter", adapter="eagle"),
-        Method("deed", "early exit with an adapter drafts", adapter="deed"),
-        Method("uno", "the model with low-rank terms drafts a block in one pass", adapter="uno"),
-        Method("layerskip", "the lower layers of a model trained for it draft"),
-        Method("foresight", "plain decoding that tells which experts will be needed", adapter="foresight"),
-        Method("calm", "leave early by confidence", adapter="calm", lossless=False),
-        Method("lite", "leave early by a fine-tuned model's own probability", adapter="lite", lossless=False),
-        Method("skipdecode", "skip middle layers by position", lossless=False),
-        Method(
-            "mod",
-            "routers let some tokens through every second layer (Mixture-of-Depths)",
-            adapter="mod",
-            lossless=False,
-        ),
-    )
-}
-
-
-def find_method(name: str) -> Method:
-    """The method called ``name``.
-
-    Raises:
-        ConfigError: no such name; the nearest is named.
-    """
-    method = METHODS.get(name)
-    if method is None:
-        raise ConfigError(f"there is no method {name!r}{nearest(name, METHODS)}")
-    return method
 
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -26,7 +26,7 @@ from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
-from vivace.methods import Methods, adapters_by_method
+from vivace.methods.composition import Methods, adapters_by_method
 
 _SHARED: WeakKeyDictionary[Any, tuple[tuple[int, ...], Methods]] = WeakKeyDictionary()
 """The decoder over each module seen, with the addresses its parameters had."""

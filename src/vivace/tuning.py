@@ -11,33 +11,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from vivace.baselines.exits import ExitConfig
-from vivace.baselines.lookahead import LookaheadPlan
-from vivace.baselines.medusa import MedusaPlan
 from vivace.checkpoint.adapters import base_hash, load_adapter, replace_plan, save_adapter
-from vivace.decode.shallow import DraftPlan
+from vivace.decode.spec import Plan
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.contest import Question, Run, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
-from vivace.methods import AnyPlan
-from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
+from vivace.methods.composition import stored_of
+from vivace.methods.table import METHODS
 
 BASELINE = "plain"
-TUNED = ("multirate", "multistream", "medusa", "eagle", "deed", "uno", "layerskip", "lookahead", "draft")
+TUNED = tuple(spec.name for spec in METHODS.values() if spec.is_tuned)
 """Methods whose draft has a shape to find."""
 _FIRST_PROMPTS = 8
 _FINALISTS = 3
-_TREES = ((2, 1), (3, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
 
 
 @dataclass(frozen=True)
 class Trial:
     """What a plan did in the last round it played."""
 
-    plan: AnyPlan
+    plan: Plan
     run: Run
     num_prompts: int
 
@@ -53,22 +50,7 @@ class _Player:
         return self.entrant.answer(batch)
 
 
-def candidates(longest: int = 8) -> list[DraftPlan]:
-    """Chains of 1 to ``longest`` guesses, chains that stop at an unsure guess, rough chains, and small trees.
-
-    Raises:
-        ConfigError: ``longest`` below 1.
-    """
-    if longest < 1:
-        raise ConfigError(f"the longest chain must be at least 1, found {longest}")
-    lengths = range(1, longest + 1)
-    chains = [DraftPlan.chain(length) for length in lengths]
-    unsure = [DraftPlan((1,) * length, sure) for length in lengths if length in (4, 6, 8) for sure in (0.3, 0.5, 0.7)]
-    rough = [DraftPlan((1,) * length, weights=kind) for length in lengths if length >= 3 for kind in ("int8", "q4")]
-    return [*chains, *unsure, *rough, *(DraftPlan(widths) for widths in _TREES if len(widths) <= longest)]
-
-
-def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[AnyPlan]:
+def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[Plan]:
     """What to try for a method.
 
     Args:
@@ -79,30 +61,12 @@ def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[AnyPlan
     Raises:
         ConfigError: ``longest`` below 1, or the method has no draft to tune.
     """
-    if method not in TUNED:
+    plans = METHODS[method].plans if method in METHODS else None
+    if plans is None:
         raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(TUNED)} has")
-    plans = candidates(longest)
-    match method:
-        case "draft":
-            return [plan for plan in plans if plan == DraftPlan.chain(len(plan.widths))]
-        case "eagle":
-            return [plan for plan in plans if plan == DraftPlan(plan.widths, plan.min_confidence)]
-        case "lookahead":
-            return [LookaheadPlan(n, w, g) for n in range(3, min(6, longest + 2)) for w, g in ((3, 3), (5, 5), (7, 3))]
-        case "multistream":
-            streams = MultistreamConfig(**_trained(engine, "multistream"))
-            return [plan for plan in plans_to_try(streams) if len(plan.widths) <= longest]
-        case "medusa":
-            heads = _trained(engine, "medusa").get("heads", longest)
-            fit = [plan.widths for plan in plans if len(plan.widths) <= heads and plan == DraftPlan(plan.widths)]
-            sparse = [MedusaPlan((5, 4, 3, 2, 2, 1, 1, 1)[:heads], nodes) for nodes in (4, 8, 12, 16, 24)]
-            return [*map(MedusaPlan, fit), *sparse]
-        case "uno":
-            block = min(_trained(engine, "uno").get("block", longest), longest)
-            chains = [MedusaPlan((1,) * length) for length in range(1, block + 1)]
-            trees = [MedusaPlan((1, 4, 3, 2, 2, *[2] * block)[:block], nodes) for nodes in (4, 8, 12, 16, 24)]
-            return [*chains, *trees]
-    return list(plans)
+    if longest < 1:
+        raise ConfigError(f"the longest draft must be at least 1, found {longest}")
+    return list(plans(partial(_trained, engine, method), longest))
 
 
 def _trained(engine: Engine, kind: str) -> Mapping[str, Any]:
@@ -111,7 +75,7 @@ def _trained(engine: Engine, kind: str) -> Mapping[str, Any]:
     return {} if folder is None else load_adapter(folder)[0]["config"]
 
 
-def keep_plan(engine: Engine, method: str, plan: AnyPlan) -> str:
+def keep_plan(engine: Engine, method: str, plan: Plan) -> str:
     """Write a plan down where the method finds it; returns where.
 
     A method without weights gets a folder that holds nothing else.
@@ -121,21 +85,22 @@ def keep_plan(engine: Engine, method: str, plan: AnyPlan) -> str:
     """
     folder = engine.methods.adapter_folder(method)
     assert folder is not None, "the engine is made from a checkpoint"
-    if method == "draft":
+    if not METHODS[method].keeps_plan:
         raise ConfigError("a draft model keeps no plan; give --num-draft-tokens where it is used, and --no-keep here")
+    shape = asdict(cast(Any, plan))
     if folder.is_dir():
-        replace_plan(folder, asdict(plan))
+        replace_plan(folder, shape)
     else:
-        gate = max(1, engine.model.config.num_layers // 4)
-        config = asdict(ExitConfig(gate)) if method == "layerskip" else {}
-        save_adapter(folder, method, base_hash(engine.folder), asdict(plan), config, {})
+        make = stored_of(method).default_config
+        config = {} if make is None else asdict(make(engine.model.config))
+        save_adapter(folder, method, base_hash(engine.folder), shape, config, {})
     return str(folder)
 
 
 def search(
     engine: Engine,
     method: str,
-    plans: Sequence[AnyPlan],
+    plans: Sequence[Plan],
     questions: Sequence[Question],
     *,
     max_new_tokens: int = 64,
@@ -163,7 +128,7 @@ def search(
     if not plans or not questions:
         raise ConfigError(f"a search needs a plan and a prompt, found {len(plans)} plans and {len(questions)} prompts")
     plain = Entrant(BASELINE, engine, max_new_tokens)
-    players = {plan: _Player(describe(plan), Entrant(method, planned(engine, plan), max_new_tokens)) for plan in plans}
+    players = {plan: _Player(plan.label, Entrant(method, planned(engine, plan), max_new_tokens)) for plan in plans}
     left, count, gone = list(players), _FIRST_PROMPTS, list[Trial]()
     while True:
         last = len(left) <= _FINALISTS
@@ -184,24 +149,8 @@ def search(
         count *= 2
 
 
-def planned(engine: Engine, plan: AnyPlan) -> Engine:
+def planned(engine: Engine, plan: Plan) -> Engine:
     """The same engine, drafting after another plan than its adapter's."""
     other = copy(engine)
     other.methods = engine.methods.planned(plan)
     return other
-
-
-def describe(plan: AnyPlan) -> str:
-    """A plan in a few characters: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``, ``N 4 W 5 G 5``."""
-    if isinstance(plan, LookaheadPlan):
-        return f"N {plan.ngram} W {plan.window} G {plan.guesses}" + ("" if plan.from_prompt else " without the prompt")
-    shape = f"chain {len(plan.widths)}" if set(plan.widths) == {1} else "tree " + "-".join(map(str, plan.widths))
-    match plan:
-        case MedusaPlan(nodes=nodes) if nodes:
-            return f"{shape}, the {nodes} likeliest"
-        case DraftPlan(min_confidence=sure, weights=weights):
-            return shape + (f" if >= {sure:g}" if sure else "") + ("" if weights == "bf16" else f" in {weights}")
-        case StreamPlan(threshold=sure, weights=weights):
-            above = f"{shape} from {plan.attach} node" + (f" if >= {sure:g}" if sure else "")
-            return above + ("" if weights == "bf16" else f" in {weights}")
-    return shape

@@ -10,7 +10,6 @@ import pytest
 import vivace
 from tests.baselines.conftest import noisy
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.baselines.kinds import KINDS
 from vivace.baselines.lookahead import LookaheadPlan
 from vivace.baselines.medusa import MedusaConfig, MedusaPlan
 from vivace.baselines.uno import UnoConfig
@@ -18,8 +17,8 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, NotFoundError
 from vivace.evaluate.contest import Question
-from vivace.methods import adapters_by_method
-from vivace.tuning import TUNED, candidates_of, describe, keep_plan, search
+from vivace.methods.composition import adapters_by_method, stored_of
+from vivace.tuning import TUNED, candidates_of, keep_plan, search
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def engine(tmp_path: Path) -> vivace.Engine:
     place = make_checkpoint(tmp_path / "base", layers=4)
     model = vivace.load(place).model
     for kind, config in (("medusa", MedusaConfig(2)), ("uno", UnoConfig(3, 4))):
-        tensors = noisy(KINDS[kind].weights(config, model.config), model.dtype).tensors()
+        tensors = noisy(stored_of(kind).weights(config, model.config), model.dtype).tensors()
         plan = asdict(MedusaPlan((1, 1)))
         save_adapter(place / "adapters" / kind, kind, base_hash(place), plan, asdict(config), tensors)
     return vivace.load(place)
@@ -37,7 +36,7 @@ def engine(tmp_path: Path) -> vivace.Engine:
 def test_every_candidate_is_another_draft(engine: vivace.Engine) -> None:
     for method in set(TUNED) - {"multistream"}:  # its plans depend on an adapter, see tests/multistream
         plans = candidates_of(engine, method, 4)
-        assert len({describe(plan) for plan in plans}) == len(plans) > 2, method
+        assert len({plan.label for plan in plans}) == len(plans) > 2, method
     for method, deepest in (("medusa", 2), ("uno", 3)):
         plans = candidates_of(engine, method)
         assert max(len(plan.widths) for plan in plans if isinstance(plan, MedusaPlan)) == deepest

@@ -10,10 +10,10 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.baselines.kinds import KINDS
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
+from vivace.methods.composition import stored_of, twins
 from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
 from vivace.multirate.gates import GateConfig, GatesConfig
 from vivace.multirate.router import RouterConfig, RouterKind
@@ -31,8 +31,8 @@ def test_medusas_heads_are_widened(tmp_path: Path, own_output: bool) -> None:
     tensors = {name: value + noise[name] * torch.randn_like(value) for name, value in heads.tensors().items()}
     folder = base / "adapters" / "medusa"
     save_adapter(folder, "medusa", base_hash(base), asdict(plan), asdict(heads.config), tensors)
-    assert without_twin(base) == ()
-    widen_checkpoint(base, tmp_path / "wide", 2)
+    assert without_twin(base, twins()) == ()
+    widen_checkpoint(base, tmp_path / "wide", 2, twins())
     small, wide = (
         vivace.load(path).generate(["aka", "bob"], method="medusa", max_new_tokens=48, do_sample=False)
         for path in (base, tmp_path / "wide")
@@ -45,15 +45,15 @@ def test_medusas_heads_are_widened(tmp_path: Path, own_output: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["deed", "eagle", "uno"])
 def test_other_drafters_are_widened(tmp_path: Path, kind: str) -> None:
-    base, stored = make_checkpoint(tmp_path / "base", layers=8), KINDS[kind]
+    base, stored = make_checkpoint(tmp_path / "base", layers=8), stored_of(kind)
     model = vivace.load(base, kernels="torch", dtype="float32").model
     torch.manual_seed(2)
     config, plan = stored.config(), stored.plan()
     weights = stored.weights(config, model.config)
     tensors = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.tensors().items()}
     save_adapter(base / "adapters" / kind, kind, base_hash(base), asdict(plan), asdict(config), tensors)
-    assert without_twin(base) == ()
-    widen_checkpoint(base, tmp_path / "wide", 2)
+    assert without_twin(base, twins()) == ()
+    widen_checkpoint(base, tmp_path / "wide", 2, twins())
     small, wide = (
         vivace.load(path, dtype="float32").generate(
             ["aka", "bob", "the quick fox"], method=kind, max_new_tokens=48, do_sample=False, ignore_eos=True
@@ -69,7 +69,7 @@ def test_other_drafters_are_widened(tmp_path: Path, kind: str) -> None:
 def test_a_draft_model_goes_along_as_it_is(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base")
     make_checkpoint(base / "draft", layers=1)
-    widen_checkpoint(base, tmp_path / "wide", 2)
+    widen_checkpoint(base, tmp_path / "wide", 2, twins())
     answers = [
         vivace.load(path).generate("aka", method="draft", max_new_tokens=24)[0] for path in (base, tmp_path / "wide")
     ]
@@ -88,8 +88,8 @@ def test_gates_and_routers_are_widened(tmp_path: Path, kind: RouterKind) -> None
     tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in weights.tensors().items()}
     plan = DynamicPlan((QualityPlan(0.98, (0.5, 0.5)),))
     save_adapter(base / "adapters" / "dynamic", "dynamic", base_hash(base), asdict(plan), asdict(config), tensors)
-    assert without_twin(base) == (("dynamic",) if kind == "linear" else ())
-    widen_checkpoint(base, tmp_path / "wide", 2)
+    assert without_twin(base, twins()) == (("dynamic",) if kind == "linear" else ())
+    widen_checkpoint(base, tmp_path / "wide", 2, twins())
     if kind == "linear":
         assert not (tmp_path / "wide" / "adapters" / "dynamic").exists()
         return

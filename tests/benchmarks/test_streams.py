@@ -8,7 +8,6 @@ from benchmarks import streams
 from vivace.multistream.config import MultistreamConfig
 from vivace.recipe import build, override, read_recipe
 from vivace.training.multistream import MultistreamRecipe
-from vivace.tuning import describe
 
 CONFIG = MultistreamConfig(streams=3, feedback=True)
 
@@ -25,14 +24,14 @@ def test_drafts_have_every_depth_and_every_width_twice() -> None:
     found = streams.plans(CONFIG, 0.05)
     assert [plan.widths for plan in found[:3]] == [(1,), (1, 1), (1, 1, 1)]
     assert {plan.widths[0] for plan in found if plan.threshold == 0.05} == set(streams.WIDTHS)
-    assert len(set(map(describe, found))) == len(found)
+    assert len({plan.label for plan in found}) == len(found)
     for plan in found:
         plan.check_fits(CONFIG)
 
 
 def test_a_report_makes_the_same_table_and_picture_each_time(tmp_path: Path) -> None:
     wide = [streams.widths(CONFIG, threshold) for threshold in (0.0, 0.05)]
-    names = list(dict.fromkeys(describe(plan) for row in wide for plan in row))
+    names = list(dict.fromkeys(plan.label for row in wide for plan in row))
 
     def run(name: str) -> dict[str, object]:
         return {
@@ -46,7 +45,7 @@ def test_a_report_makes_the_same_table_and_picture_each_time(tmp_path: Path) -> 
         "weights": {"all parts": 1234},
         "variants": [run("plain"), run("all parts")],
         "drafts": [run("plain"), *map(run, names)],
-        "widths": [[describe(plan) for plan in row] for row in wide],
+        "widths": [[plan.label for plan in row] for row in wide],
     }
     table = streams.table(report)
     assert "| all parts | 1,234 | 2.50 | 0.90, 0.80 | 1.50x (1.40 to 1.60) | same |" in table

@@ -13,6 +13,7 @@ from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.core.step import Step
+from vivace.methods.composition import twins
 from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan, of_mean_square_one
 
 TOKENS = torch.tensor([5, 9, 41, 7, 7, 80])
@@ -28,7 +29,7 @@ def test_it_says_the_same_and_so_does_its_foresight(tmp_path: Path, family: str)
     tensors = {name: value + 0.3 * torch.randn_like(value) for name, value in seen.tensors().items()}
     folder = base / "adapters" / "foresight"
     save_adapter(folder, "foresight", base_hash(base), asdict(ForesightPlan()), asdict(seen.config), tensors)
-    widen_checkpoint(base, tmp_path / "wide", 2)
+    widen_checkpoint(base, tmp_path / "wide", 2, twins())
     wide = load_decoder(tmp_path / "wide")
     assert wide.config.moe is not None
     assert small.config.moe is not None

@@ -27,6 +27,7 @@ from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError
 from vivace.kernels.native import NativeBody
+from vivace.methods.composition import twins
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.drafter import self_speculation
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
@@ -157,19 +158,19 @@ def test_the_wide_twin_reaches_as_far(tmp_path: Path) -> None:
     tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in fast.tensors().items()}
     folder = place / "adapters" / "multirate"
     save_adapter(folder, "multirate", base_hash(place), asdict(DraftPlan.chain(3)), asdict(config), tensors)
-    widen_checkpoint(place, tmp_path / "wide", 2)
-    ours, twins = (
+    widen_checkpoint(place, tmp_path / "wide", 2, twins())
+    ours, theirs = (
         vivace.load(path).generate(["aka", "bob"], method="multirate", max_new_tokens=12, do_sample=False)
         for path in (place, tmp_path / "wide")
     )
-    for one, other in zip(ours, twins, strict=True):
+    for one, other in zip(ours, theirs, strict=True):
         assert one.token_ids == other.token_ids
         assert one.stats.accepted_per_position == other.stats.accepted_per_position
     small, wide = (load_adapter(path / "adapters" / "multirate") for path in (place, tmp_path / "wide"))
     assert wide[0]["config"] == small[0]["config"], "a wider model gets no higher ranks"
     assert wide[1]["up.0"].shape == (1, 2 * small[1]["up.0"].shape[1], 4)
-    assert without_twin(place) == ()
+    assert without_twin(place, twins()) == ()
     (folder / "config.json").write_text((folder / "config.json").read_text().replace("multirate", "other"))
-    assert without_twin(place) == ("multirate",)
-    widen_checkpoint(place, tmp_path / "bare", 2)
+    assert without_twin(place, twins()) == ("multirate",)
+    widen_checkpoint(place, tmp_path / "bare", 2, twins())
     assert not (tmp_path / "bare" / "adapters").exists()

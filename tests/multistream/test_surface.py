@@ -17,6 +17,7 @@ from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.cli.inspect import adapter_facts
 from vivace.errors import MismatchError
+from vivace.methods.composition import twins
 from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
 from vivace.multistream.streams import Streams
 from vivace.prompts import Prompt, packaged_prompts
@@ -102,7 +103,7 @@ def test_the_wide_twin_drafts_the_same(place, tmp_path, fields) -> None:
     save_adapter(
         base / "adapters" / "multistream", "multistream", base_hash(base), asdict(plan), asdict(config), tensors
     )
-    widen_checkpoint(base, tmp_path / "wide", 2)
+    widen_checkpoint(base, tmp_path / "wide", 2, twins())
     for one, twin in zip(*(answers(path, method="multistream") for path in (base, tmp_path / "wide")), strict=True):
         assert one.token_ids == twin.token_ids
         assert one.stats.accepted_per_position == twin.stats.accepted_per_position

@@ -96,7 +96,7 @@ def test_limits(locked: Reached) -> None:
          "response_format", "exclude"),
         ({**CHAT, "tools": [ODD], "tool_choice": "required"}, "tools", "schema"),
         ({**CHAT, "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "does not read 'thinking'"),
-        ({**CHAT, "num_draft_tokens": 3}, "num_draft_tokens", "takes no number"),
+        ({**CHAT, "num_draft_tokens": 3}, "num_draft_tokens", "finds out how far to draft"),
         ({**CHAT, "min_tokens": 9}, "min_tokens", "more than max_tokens, 2"),
         ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", ""),
         ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, None, "Unicode"),

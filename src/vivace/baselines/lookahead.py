@@ -54,6 +54,11 @@ class LookaheadPlan:
         """Rows of a pass besides the root."""
         return (self.ngram - 1) * (self.window + self.guesses)
 
+    @property
+    def label(self) -> str:
+        """In a few characters: ``N 4 W 5 G 5``."""
+        return f"N {self.ngram} W {self.window} G {self.guesses}" + ("" if self.from_prompt else " without the prompt")
+
 
 class Pool:
     """N-grams by their first token, those used last kept."""

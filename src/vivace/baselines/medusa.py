@@ -31,7 +31,7 @@ from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
 from vivace.decode.climb import Climb
 from vivace.decode.plain import Forgetful
-from vivace.decode.shallow import MAX_NODES, DraftPlan
+from vivace.decode.shallow import MAX_NODES, DraftPlan, shape_label
 from vivace.errors import ConfigError
 
 
@@ -69,6 +69,11 @@ class MedusaPlan:
     def is_chain(self) -> bool:
         """One guess per depth."""
         return set(self.widths) == {1}
+
+    @property
+    def label(self) -> str:
+        """In a few characters: ``tree 3-2-1-1``, ``tree 5-4-3, the 12 likeliest``."""
+        return shape_label(self.widths) + (f", the {self.nodes} likeliest" if self.nodes else "")
 
 
 class MedusaHeads(Trained):

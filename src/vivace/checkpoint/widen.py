@@ -16,10 +16,10 @@ bytes. It is a measuring instrument and says so wherever its results stand.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,23 @@ _WIDTHS = (
 )
 
 
-def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
+class AdapterTwin(NamedTuple):
+    """How the weights of one method are widened."""
+
+    widen: Callable[[str, Tensor, ModelConfig, int], Tensor]
+    """(name, tensor, narrow model, factor) -> the tensor for the wide model."""
+    is_known: Callable[[Mapping[str, Any]], bool]
+    """Whether weights of this config can be widened."""
+
+
+def widen_checkpoint(source: str | Path, out: str | Path, factor: int, twins: Mapping[str, AdapterTwin]) -> Path:
     """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
 
     Args:
         source: directory or Hub id of a model with rotary positions and RMS norms before each half.
         out: directory to write.
         factor: k; a power of two keeps every scaled weight exact.
+        twins: how adapters are widened, by the kind that their ``config.json`` names.
 
     Raises:
         ConfigError: a factor below 2, or ``out`` is the source.
@@ -65,10 +75,10 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int) -> Path:
     with staged(target) as place:
         write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim, "tie_word_embeddings": False})
         _copy_extras(folder, place)
-        adapters = [path.parent for path in _adapters(folder) if _has_twin(read_json(path))]
+        adapters = [path.parent for path in _adapters(folder) if _has_twin(read_json(path), twins)]
         base = base_hash(place) if adapters else ""  # reads all weights, so once
         for adapter in adapters:
-            _widen_adapter(adapter, place / "adapters" / adapter.name, base, narrow.config, factor)
+            _widen_adapter(adapter, place / "adapters" / adapter.name, base, narrow.config, factor, twins)
     forget_shards(target)
     return target
 
@@ -89,9 +99,9 @@ def widen(decoder: Decoder, factor: int) -> Decoder:
     with torch.device("meta"):
         wide = Decoder(wide_config)
     for name, value in decoder.named_parameters():
-        put(wide, name, _widened(name, value.detach(), config, factor))
+        put(wide, name, widen_parameter(name, value.detach(), config, factor))
     if decoder.lm_head is None:
-        put(wide, "lm_head.weight", _widened("lm_head.weight", decoder.embedding.detach(), config, factor))
+        put(wide, "lm_head.weight", widen_parameter("lm_head.weight", decoder.embedding.detach(), config, factor))
     return wide.requires_grad_(False).eval()
 
 
@@ -110,8 +120,8 @@ def _check(config: ModelConfig) -> None:
         )
 
 
-def _widened(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One parameter of the wide twin."""
+def widen_parameter(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
+    """Widen one parameter of a decoder by ``k``, given its name and the narrow model's ``config``."""
     if name == "embedding":
         return value.repeat(1, k)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -149,16 +159,13 @@ def _copy_extras(source: Path, target: Path) -> None:
         shutil.copytree(source / OWN_DRAFT, target / OWN_DRAFT)
 
 
-def without_twin(source: str | Path) -> tuple[str, ...]:
+def without_twin(source: str | Path, twins: Mapping[str, AdapterTwin]) -> tuple[str, ...]:
     """Names of a checkpoint's adapters that no way is known to widen; its twin goes without them."""
-    return tuple(path.parent.name for path in _adapters(resolve(source)) if not _has_twin(read_json(path)))
+    return tuple(path.parent.name for path in _adapters(resolve(source)) if not _has_twin(read_json(path), twins))
 
 
-def _has_twin(found: dict[str, Any]) -> bool:
-    """Whether it is known how. A linear router reads rows of the model's width under a name that others have too."""
-    if found["kind"] == "dynamic":
-        return bool(found["config"]["router"]["kind"] in ("arla", "mlp"))
-    return found["kind"] in _TERMS
+def _has_twin(found: dict[str, Any], twins: Mapping[str, AdapterTwin]) -> bool:
+    return found["kind"] in twins and twins[found["kind"]].is_known(found["config"])
 
 
 def _adapters(folder: Path) -> list[Path]:
@@ -166,18 +173,24 @@ def _adapters(folder: Path) -> list[Path]:
     return sorted((folder / "adapters").glob("*/config.json"))
 
 
-def _widen_adapter(source: Path, target: Path, base: str, config: ModelConfig, k: int) -> None:
+def _widen_adapter(
+    source: Path, target: Path, base: str, config: ModelConfig, k: int, twins: Mapping[str, AdapterTwin]
+) -> None:
     found, tensors = load_adapter(source)
-    widened = _TERMS[found["kind"]]
+    widened = twins[found["kind"]].widen
     write_adapter(
         target, found | {"base_hash": base}, {name: widened(name, t, config, k) for name, t in tensors.items()}
     )
 
 
-def _accelerator_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of an accelerated residual, of an exit, or of terms on the model.
+def widen_low_rank(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
+    """Widen one tensor of low-rank terms and what stands beside them; ranks stay, as a recipe's do whatever the width.
 
-    Ranks stay: the recipes give the same ones to models of any width.
+    Args:
+        name: of the tensor; a first part "down" or "up" says which factor it is.
+        value: the tensor.
+        config: of the narrow model.
+        k: how many times as wide.
     """
     kind = name.partition(".")[0]
     if kind == "down":
@@ -187,58 +200,3 @@ def _accelerator_term(name: str, value: Tensor, config: ModelConfig, k: int) -> 
     if value.dim() == 1:
         return value.repeat(k)
     return value.repeat(k, k) / k
-
-
-def _foresight_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of what foresees experts; scales (N, E) are per layer and component, routers' parts (..., X, E)."""
-    if name in ("near", "far"):
-        return value.repeat(*(1,) * (value.dim() - 1), k) / k
-    if name.startswith("forecast."):
-        joined = name == "forecast.down"  # of a residual and an embedding
-        return torch.cat([half.repeat(1, k) / k for half in value.chunk(2, 1)], 1) if joined else value.clone()
-    return value.repeat(1, k) if name.endswith("scale") else _accelerator_term(name, value, config, k)
-
-
-def _exit_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of gates and their router, whose latents stay as wide as they are."""
-    if name.startswith("gates."):
-        return _foresight_term(name.removeprefix("gates."), value, config, k)
-    if name.startswith("router.inner."):
-        return value.repeat(k, 1) / k
-    return value.repeat(1, k, 1) / k if name.startswith("router.down.") else value.clone()
-
-
-def _stream_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of speculative streams; ranks stay."""
-    if name == "embeddings":
-        return value.repeat(1, k)
-    if name == "pruner.down":
-        return value.repeat(1, k) / k
-    if name in ("final", "decided", "rotation.values"):
-        return value.repeat(1, k, k) / k
-    return value.repeat(k, 1) if name == "pruner.up" else _accelerator_term(name, value, config, k)
-
-
-def _medusa_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of Medusa's heads, (heads, out, E)."""
-    return (value.repeat(1, 1, k) if name == "output" else value.repeat(1, k, k)) / k
-
-
-def _eagle_term(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of a feature drafter: what joins a feature and an embedding, and a layer as the model's are."""
-    if name == "join":
-        return torch.cat([half.repeat(k, k) / k for half in value.chunk(2, 1)], 1)
-    return _widened(name.removeprefix("body."), value, config, k)
-
-
-_TERMS: dict[str, Callable[[str, Tensor, ModelConfig, int], Tensor]] = {
-    "multirate": _accelerator_term,
-    "dynamic": _exit_term,
-    "foresight": _foresight_term,
-    "multistream": _stream_term,
-    "medusa": _medusa_term,
-    "deed": _accelerator_term,
-    "eagle": _eagle_term,
-    "uno": _accelerator_term,
-}
-"""By kind of adapter."""

@@ -18,8 +18,8 @@ from vivace.cli.opening import ModelChoice, open_engine
 from vivace.cli.reference import compare_plain, complain, plain_json, plain_lines
 from vivace.errors import ConfigError, DependencyError
 from vivace.files import write_text
+from vivace.methods.table import METHODS
 from vivace.prompts import PACKAGED, Prompt
-from vivace.recipe import METHODS
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.cli.reference import NUM_SHOWN, compare_plain, complain, plain_json, plain_lines
 from vivace.errors import ConfigError
-from vivace.recipe import METHODS
+from vivace.methods.table import METHODS
 
 
 def check(

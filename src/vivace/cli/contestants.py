@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vivace.errors import ConfigError
-from vivace.recipe import METHODS
+from vivace.methods.table import METHODS
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
@@ -32,7 +32,7 @@ def planned_engines(engine: Engine, names: Sequence[str], file: Path | None) -> 
     Raises:
         ConfigError: the file is no JSON object of plans, or has one for a method that does not take part.
     """
-    from vivace.methods import plan_of
+    from vivace.methods.composition import plan_of
     from vivace.tuning import planned
 
     engines = dict.fromkeys(names, engine)
@@ -53,8 +53,6 @@ def drafting(engine: Engine | None, name: str) -> dict[str, Any]:
     from vivace.decode.draft_model import DraftModel
     from vivace.decode.shallow import DraftPlan
     from vivace.evaluate.step_layers import layers_of_step
-    from vivace.methods import AnyPlan
-    from vivace.tuning import describe
 
     if engine is None or not METHODS[method_of(name)].lossless:
         return {}
@@ -64,7 +62,7 @@ def drafting(engine: Engine | None, name: str) -> dict[str, Any]:
         plan = DraftPlan.chain(drafter.config.num_draft_tokens)
     layers = layers_of_step(drafter, engine.model.config.num_layers)
     return {
-        "plan": describe(plan) if isinstance(plan, AnyPlan) else None,
+        "plan": getattr(plan, "label", None),
         "layers_per_step": None if name == "auto" else {"verify": layers.verify, "draft": layers.draft},
     }
 

@@ -13,8 +13,9 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
+from vivace.decode.spec import MethodSpec
 from vivace.errors import VivaceError
-from vivace.recipe import METHODS, Method
+from vivace.methods.table import METHODS
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -115,6 +116,6 @@ def model_findings(engine: Engine) -> list[Finding]:
     return [*findings, *methods]
 
 
-def _try_method(engine: Engine, method: Method) -> str:
+def _try_method(engine: Engine, method: MethodSpec) -> str:
     engine.methods.drafter(method.name)
     return method.summary

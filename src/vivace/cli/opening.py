@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import vivace
 from vivace.cli.console import console
 from vivace.cli.options import parse_adapters
+from vivace.decode.spec import MethodSpec
 from vivace.errors import ConfigError, NotFoundError
-from vivace.recipe import Method, find_method
+from vivace.methods.table import find_method
 
 if TYPE_CHECKING:
     from vivace.decode.stats import DecodeStats
@@ -63,7 +64,7 @@ def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
     return engine
 
 
-def _check_use(choice: ModelChoice, methods: Sequence[Method]) -> None:
+def _check_use(choice: ModelChoice, methods: Sequence[MethodSpec]) -> None:
     names = ", ".join(method.name for method in methods)
     if choice.adapters and not any(method.adapter or method.name == "auto" for method in methods):
         raise ConfigError(f"--adapter has no effect on {names}; leave it out, or choose a method that has one")

@@ -13,6 +13,7 @@ from vivace.cli.bench import print_runs
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError
+from vivace.methods.table import METHODS
 from vivace.prompts import load_prompts
 from vivace.recipe import build, override, read_recipe
 
@@ -20,13 +21,10 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-KINDS = (
-    *("decoder", "multirate", "multistream", "shared", "dynamic", "foresight"),
-    *("medusa", "eagle", "deed", "uno", "draft", "calm", "lite", "layerskip", "supervised", "skipdecode", "mod"),
-)
-"""What a recipe can be for."""
-WHOLE = ("decoder", "layerskip", "supervised", "skipdecode", "mod")
-"""Kinds that train all weights of a model."""
+WHOLE = ("decoder", "supervised", *(spec.name for spec in METHODS.values() if spec.training == "whole"))
+"""Kinds of recipes that train all weights of a model."""
+KINDS = (*WHOLE, "shared", *(spec.name for spec in METHODS.values() if spec.training == "beside"))
+"""What a recipe can be for: a model, or what a method needs."""
 
 
 def train(

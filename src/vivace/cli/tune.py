@@ -66,9 +66,8 @@ def tune(
 
 
 def _name(trial: Trial) -> str:
-    from vivace.tuning import describe
 
-    return describe(trial.plan)
+    return trial.plan.label
 
 
 def _print(trials: list[Trial]) -> None:

@@ -25,11 +25,12 @@ def widen(
     Same text, same acceptance, factor² times the weights: a measuring instrument for models that fit no cache.
     """
     from vivace.checkpoint.widen import widen_checkpoint, without_twin
+    from vivace.methods.composition import twins
 
     source = folder_of(model)
     with console.progress("widening"):
-        target = widen_checkpoint(source, output, factor)
-    facts, left_out = model_facts(target), without_twin(source)
+        target = widen_checkpoint(source, output, factor, twins())
+    facts, left_out = model_facts(target), without_twin(source, twins())
     if as_json:
         sizes = {name: facts[name] for name in ("parameters", "bytes")}
         console.json({"folder": str(target), "factor": factor, **sizes, "adapters_left_out": left_out})

@@ -71,6 +71,30 @@ class DraftPlan:
         """One guess per depth."""
         return set(self.widths) == {1}
 
+    @property
+    def label(self) -> str:
+        """In a few characters: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``, ``chain 3 in q4``."""
+        sure = f" if >= {self.min_confidence:g}" if self.min_confidence else ""
+        return shape_label(self.widths) + sure + ("" if self.weights == "bf16" else f" in {self.weights}")
+
+
+def shape_label(widths: Sequence[int]) -> str:
+    """Widths of a draft in a few characters, a chain's by its length."""
+    return f"chain {len(widths)}" if set(widths) == {1} else "tree " + "-".join(map(str, widths))
+
+
+TREES = ((2, 1), (3, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
+"""Small trees that a search tries."""
+
+
+def draft_plans(longest: int) -> list[DraftPlan]:
+    """Chains of up to ``longest`` guesses, some that stop when unsure, some by quantized copies, and small trees."""
+    lengths = range(1, longest + 1)
+    chains = [DraftPlan.chain(length) for length in lengths]
+    unsure = [DraftPlan((1,) * length, sure) for length in lengths if length in (4, 6, 8) for sure in (0.3, 0.5, 0.7)]
+    rough = [DraftPlan((1,) * length, weights=kind) for length in lengths if length >= 3 for kind in ("int8", "q4")]
+    return [*chains, *unsure, *rough, *(DraftPlan(widths) for widths in TREES if len(widths) <= longest)]
+
 
 class EarlyGuess(Protocol):
     """Who guesses at the gate."""

@@ -108,6 +108,13 @@ class StreamPlan:
         carriers = self.num_nodes + 1 if self.attach == "every" else 1
         return self.num_nodes + carriers * len(self.widths)
 
+    @property
+    def label(self) -> str:
+        """In a few characters: ``tree 2-1-1 from every node``, ``chain 3 from kept node if >= 0.1 in int8``."""
+        shape = f"chain {len(self.widths)}" if set(self.widths) == {1} else "tree " + "-".join(map(str, self.widths))
+        sure = f" if >= {self.threshold:g}" if self.threshold else ""
+        return f"{shape} from {self.attach} node{sure}" + ("" if self.weights == "bf16" else f" in {self.weights}")
+
     def check_fits(self, config: MultistreamConfig) -> None:
         """Refuse a draft that is deeper than there are streams, or a threshold nothing was trained for."""
         if len(self.widths) > config.streams:

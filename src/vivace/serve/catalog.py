@@ -10,8 +10,8 @@ from typing import Any
 from vivace.core.seams import Drafter
 from vivace.engine import Engine
 from vivace.errors import ConfigError, nearest
-from vivace.methods import Methods, adapters_by_method
-from vivace.recipe import METHODS
+from vivace.methods.composition import Methods, adapters_by_method
+from vivace.methods.table import METHODS
 from vivace.serve.refusal import Refusal
 
 SEEDED = "lookup"
@@ -103,19 +103,10 @@ class Catalog:
         Raises:
             Refusal: a number of guesses, or a quality, for a method that does not take one.
         """
-        if quality is not None:
-            try:
-                return self._methods[model].drafter(method, num_draft_tokens, quality)
-            except ConfigError as exc:
-                raise Refusal(400, str(exc), param="quality") from None
-        if num_draft_tokens is not None and method in ("auto", "plain", "draft", "dynamic"):
-            raise Refusal(
-                400,
-                f"num_draft_tokens is {num_draft_tokens}, and method {method} takes no number; leave it out, or choose "
-                "another method",
-                param="num_draft_tokens",
-            )
-        return self._methods[model].drafter(method, num_draft_tokens)
+        try:
+            return self._methods[model].drafter(method, num_draft_tokens, quality)
+        except ConfigError as exc:
+            raise Refusal(400, str(exc), param="num_draft_tokens" if quality is None else "quality") from None
 
     def cards(self, max_model_len: int) -> list[dict[str, Any]]:
         """Entries of ``/v1/models``."""

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from vivace.baselines.eagle import EagleConfig
 from vivace.baselines.exits import ExitConfig
-from vivace.baselines.kinds import KINDS
 from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
 from vivace.baselines.objectives import RivalLoss
 from vivace.baselines.uno import UnoConfig
 from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan
+from vivace.methods.composition import stored_of
+from vivace.train.data import DecoderObjective
 from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 
 
@@ -29,7 +30,9 @@ class RivalRecipe(FrozenRecipe):
     def begin(self, ground: Ground) -> RivalTraining:
         """Weights that have learnt nothing, in the model's own precision; the optimiser has masters."""
         model = ground.engine.model
-        weights = KINDS[self.kind].weights(self.adapter, model.config)
+        make = stored_of(self.kind).weights
+        assert make is not None, f"{self.kind} has no weights"
+        weights = make(self.adapter, model.config)
         if isinstance(weights, MedusaHeads):
             weights.start_from(model)
         return RivalTraining(self, weights.to(model.dtype))
@@ -77,7 +80,9 @@ class RivalTraining:
     def __init__(self, recipe: RivalRecipe, weights: Trained) -> None:
         self.recipe = recipe
         self.weights = weights
-        self.objective = KINDS[recipe.kind].objective(weights, recipe.loss)
+        objective = stored_of(recipe.kind).objective
+        assert objective is not None, f"{recipe.kind} has no objective of its own"
+        self.objective: DecoderObjective = objective(weights, recipe.loss)
         self.depth = weights.depth
 
     def finish(self) -> Outcome:

@@ -1,0 +1,312 @@
+"""The composition root of decoding: a method's name in, its drafter out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.widen import AdapterTwin
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.seams import Drafter
+from vivace.decode.session import DRAFT_SLACK
+from vivace.decode.spec import MethodSpec, Plan, Stored
+from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
+from vivace.methods.table import METHODS, find_method
+from vivace.recipe import build
+
+T = TypeVar("T")
+
+
+def stored_of(kind: str) -> Stored:
+    """What the files of a kind are read as."""
+    stored = METHODS[kind].stored
+    assert stored is not None, f"{kind} keeps no files"
+    return stored()
+
+
+def plan_of(method: str, values: Mapping[str, Any]) -> Plan:
+    """A draft's shape as it was written down, such as ``{"widths": [1, 1, 1]}``.
+
+    Raises:
+        ConfigError: a method that drafts by no plan, or a key or value that its plan does not have.
+    """
+    spec = find_method(method)
+    kind = METHODS[spec.adapter or method]
+    if not kind.is_tuned:
+        raise ConfigError(f"method {method} drafts by no plan; leave it out")
+    return cast(Plan, build(stored_of(kind.name).plan, values))
+
+
+def twins() -> dict[str, AdapterTwin]:
+    """How the weights of each method are widened, where it is known."""
+    return {spec.name: AdapterTwin(spec.widen, spec.has_twin) for spec in METHODS.values() if spec.widen is not None}
+
+
+def read_adapter(kind: str, folder: Path, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and weights of an adapter for a method.
+
+    Args:
+        kind: name of the method.
+        folder: where it lies.
+        base: ``base_hash`` of what it shall run on.
+
+    Raises:
+        CheckpointError: it is missing, broken or of another base.
+        MismatchError: it is for another method.
+    """
+    written, tensors = load_adapter(folder, base)
+    if written["kind"] != kind:
+        raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for {kind}")
+    return written, tensors
+
+
+def trained(
+    folder: Path, written: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ModelConfig
+) -> tuple[Any, Any]:
+    """Weights of an adapter as they were read, and the plan they are used by.
+
+    Args:
+        folder: where it lies.
+        written: its ``config.json``.
+        tensors: its weights.
+        model: what they were trained on.
+
+    Raises:
+        MismatchError: the two files are not of one adapter.
+    """
+    stored = stored_of(written["kind"])
+    assert stored.weights is not None, "a plan alone has no weights"
+    weights = stored.weights(build(stored.config, written["config"]), model)
+    expected = {name: value.shape for name, value in weights.tensors().items()}
+    if expected != {name: value.shape for name, value in tensors.items()}:
+        raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
+    weights.load_state_dict(tensors, strict=False)  # a rival's borrowed layers are no tensors of the file
+    return weights.requires_grad_(False), build(stored.plan, written["plan"])
+
+
+def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
+    """Adapter folders by the method they are for, as their own ``config.json`` says.
+
+    Args:
+        folders: what the user named.
+        base: checkpoint they shall run on; None does not check.
+
+    Raises:
+        CheckpointError: one is missing, broken or of another base.
+        ConfigError: two are for the same method.
+        UnsupportedError: one is for a method that this version does not know.
+    """
+    kinds = {method.name for method in METHODS.values() if method.stored is not None and method.keeps_plan}
+    found: dict[str, Path] = {}
+    named = [Path(folder) for folder in folders]
+    expected = base_hash(base) if named and base is not None else None
+    for folder in named:
+        kind = load_adapter(folder, expected)[0]["kind"]
+        if kind not in kinds:
+            known = ", ".join(sorted(kinds))
+            raise UnsupportedError(f"{folder} is an adapter for {kind!r}; this version uses adapters for {known}")
+        if kind in found:
+            raise ConfigError(f"{found[kind]} and {folder} are both adapters for {kind}; give one of them")
+        found[kind] = folder
+    return found
+
+
+@dataclass(eq=False)
+class Second:
+    """A smaller model with the same tokens, read when it is first asked for."""
+
+    open: Callable[[], Decoder]
+    is_asked: bool
+    """It was named, and does not only lie beside the model."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The model itself."""
+        return self.open()
+
+
+class Methods:
+    """The drafters of one model, each made when first asked for and kept with what it has measured."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        folder: Path | None,
+        adapters: Mapping[str, Path],
+        second: Second | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            model: the target.
+            folder: its checkpoint, None for a model that only lives in memory (adapters cannot be checked then).
+            adapters: adapter folders by method; others are looked for in ``<folder>/adapters/<method>``.
+            second: for the method ``draft``.
+            plan: shape of the drafts, instead of what the adapters say.
+        """
+        self.model = model
+        self.folder = folder
+        self.adapters = adapters
+        self.second = second
+        self.plan = plan
+        self._drafters: dict[tuple[str, int | None, float | None], Drafter] = {}
+        self._read: dict[str, tuple[Any, Any]] = {}
+        self._shared: dict[str, Any] = {}
+
+    def drafter(self, method: str, num_draft_tokens: int | None = None, quality: float | None = None) -> Drafter:
+        """The drafter of a method, made once.
+
+        Args:
+            method: its name.
+            num_draft_tokens: guesses per step; None is what the method or its adapter says.
+            quality: stated agreement of a method that leaves early; None is what the method says.
+
+        Raises:
+            ConfigError: no such method, or a number of guesses or a quality for one that does not take it.
+            NotFoundError: its weights are missing; names the command that trains them.
+        """
+        spec = find_method(method)
+        if quality is not None and not spec.has_quality:
+            raise ConfigError(f"quality is {quality:g}, but method {method} does not leave early; leave it out")
+        if num_draft_tokens is not None and spec.no_length is not None:
+            asked = f"num_draft_tokens is {num_draft_tokens}"
+            raise ConfigError(f"{asked}, but method {method} {spec.no_length}; leave it out")
+        if num_draft_tokens is not None and num_draft_tokens >= DRAFT_SLACK:
+            raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has at most {DRAFT_SLACK - 1} guesses")
+        key = (method, num_draft_tokens, quality)
+        if key not in self._drafters:
+            self._drafters[key] = spec.make(_Context(self, spec, num_draft_tokens, quality))
+        return self._drafters[key]
+
+    def planned(self, plan: Plan) -> Methods:
+        """The same methods and weights, drafting after another plan than the adapters'."""
+        other = copy(self)
+        other.plan, other._drafters = plan, {}
+        return other
+
+    def shared(self, key: str, make: Callable[[], T]) -> T:
+        """What several methods have in common, made by the first that asks."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return cast(T, self._shared[key])
+
+    def trained(self, kind: str) -> tuple[Any, Any]:
+        """Weights of a kind, read, checked and put beside the model once, and the plan to draft after."""
+        stored = stored_of(kind)
+        if kind not in self._read:
+            written, tensors = self._adapter(kind, stored.what)
+            folder = self.adapter_folder(kind)
+            assert folder is not None
+            weights, plan = trained(folder, written, tensors, self.model.config)
+            weights.to(self.model.device, torch.float32 if stored.is_float32 else self.model.dtype)
+            self._read[kind] = weights, plan
+        weights, plan = self._read[kind]
+        return weights, self.plan if isinstance(self.plan, stored.plan) else plan
+
+    def planned_as(self, spec: MethodSpec, default: Any) -> tuple[Any, Any]:
+        """(config, plan) of a method without weights: those that were asked for or stored, else the defaults."""
+        stored, plan = stored_of(spec.name), default
+        config = None if stored.default_config is None else stored.default_config(self.model.config)
+        if spec.keeps_plan and self._has_adapter(spec.name):
+            written, _ = self._adapter(spec.name, stored.what)
+            plan = build(stored.plan, written["plan"])
+            config = config if config is None else build(stored.config, written["config"])
+        return config, self.plan if isinstance(self.plan, stored.plan) else plan
+
+    def _adapter(self, kind: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """``config.json`` and weights of the adapter of a kind, checked against the model."""
+        folder = self.adapter_folder(kind)
+        if folder is None or not folder.is_dir():
+            base = self.folder or "MODEL"
+            raise NotFoundError(
+                f"method {kind} needs {what} for this model and there is none in {folder or 'memory'}; "
+                f"train one: vivace train {kind} --model {base} --data FILE --out {base}/adapters/{kind}"
+            )
+        if self.folder is None:
+            raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
+        return read_adapter(kind, folder, self._base_hash)
+
+    @cached_property
+    def _base_hash(self) -> str:
+        assert self.folder is not None, "a model in memory has no adapters"
+        return base_hash(self.folder)
+
+    def adapter_folder(self, kind: str) -> Path | None:
+        """Where the adapter of a kind is, or would be; None for a model that only lives in memory."""
+        inside = None if self.folder is None else self.folder / "adapters" / kind
+        return self.adapters.get(kind, inside)
+
+    def _has_adapter(self, kind: str) -> bool:
+        folder = self.adapter_folder(kind)
+        return folder is not None and folder.is_dir()
+
+    def draft_model(self) -> Decoder:
+        """The second, smaller model.
+
+        Raises:
+            NotFoundError: none was named and none lies beside the model.
+        """
+        if self.second is None:
+            own = f", or put one into {self.folder / OWN_DRAFT}" if self.folder is not None else ""
+            raise NotFoundError(f"method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID{own}")
+        return self.second.decoder
+
+    def ready(self) -> list[str]:
+        """Methods that can run on this model as it stands, ``auto`` left out."""
+        return [spec.name for spec in METHODS.values() if spec.name != "auto" and self._is_ready(spec)]
+
+    def _is_ready(self, spec: MethodSpec) -> bool:
+        has_weights = spec.adapter is None or self._has_adapter(spec.adapter)
+        return has_weights and (self.second is not None or not spec.needs_draft_model)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Fills ``MethodContext`` for one method of one model."""
+
+    methods: Methods
+    spec: MethodSpec
+    length: int | None
+    quality: float | None
+
+    @property
+    def model(self) -> Decoder:
+        """The target."""
+        return self.methods.model
+
+    def trained(self) -> tuple[Any, Any]:
+        """Weights of the method and the plan to draft after."""
+        assert self.spec.adapter is not None, f"{self.spec.name} has no weights"
+        return self.methods.trained(self.spec.adapter)
+
+    def planned(self, default: Any) -> tuple[Any, Any]:
+        """(config, plan) of a method without weights."""
+        return self.methods.planned_as(self.spec, default)
+
+    def shared(self, key: str, make: Callable[[], T]) -> T:
+        """What several methods of this model have in common."""
+        return self.methods.shared(key, make)
+
+    def draft_model(self) -> Decoder:
+        """The second, smaller model."""
+        return self.methods.draft_model()
+
+    def drafters(self) -> tuple[Drafter, Sequence[Drafter]]:
+        """Plain decoding, and what is ready here; a second model only if it was named, and last."""
+        second, ready = self.methods.second, self.methods.ready()
+        is_asked = second is not None and second.is_asked
+        tried = [spec for spec in METHODS.values() if spec.is_tried_by_auto and spec.name in ready]
+        tried = [spec for spec in tried if is_asked or not spec.needs_draft_model]
+        tried.sort(key=lambda spec: spec.needs_draft_model)
+        return self.methods.drafter("plain"), [self.methods.drafter(spec.name) for spec in tried]
