@@ -34,7 +34,7 @@ from vivace.methods.composition import plan_of
 from vivace.methods.table import METHODS
 from vivace.prompts import Prompt
 from vivace.train.resume import read_state
-from vivace.tuning import TUNED, candidates_of, keep_plan, planned, search
+from vivace.tuning import candidates_of, keep_plan, planned, search, tuned_methods
 
 ADAPTERS = ("multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "uno", "calm")
 """Kinds that lie beside the base, by the name of their folder in ``--runs``."""
@@ -113,7 +113,7 @@ def tune(given: argparse.Namespace) -> None:
     tried: list[dict[str, Any]] = []
     found, plans = _beside(given.runs), dict[str, Any]()
     base = _loaded(given.model, found, None)
-    for method in given.kinds or [name for name in TUNED if name in base.methods.ready()]:
+    for method in given.kinds or [name for name in tuned_methods() if name in base.methods.ready()]:
         best = _searched(base, method, method, given, tried)
         if method in found and method != "draft":
             keep_plan(base, method, best)
@@ -131,7 +131,7 @@ def tune(given: argparse.Namespace) -> None:
         else:
             keep_plan(engine, method, best)
     for kind in () if given.kinds else WHOLE:
-        if (given.runs / kind / "config.json").is_file() and WHOLE[kind][0] in TUNED:
+        if (given.runs / kind / "config.json").is_file() and WHOLE[kind][0] in tuned_methods():
             engine = _loaded(None, {}, given.runs / kind)
             keep_plan(engine, WHOLE[kind][0], _searched(engine, WHOLE[kind][0], kind, given, tried))
     _write(given.runs / "tuning.json", tried)
@@ -181,7 +181,7 @@ def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str
     """Tokens per second of the best draft; it is kept in the folder."""
     method = WHOLE[kind][0] if kind in WHOLE else _kind_of(kind)
     engine = _loaded(given.model, {}, out) if kind in WHOLE else _loaded(given.model, {method: out}, None)
-    if method not in TUNED:
+    if method not in tuned_methods():
         asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
         return summarise(hold([Entrant(method, engine, 64)], asked, repeats=1), method)[0].tokens_per_s
     best = _searched(engine, method, out.name, given, tried)

@@ -24,8 +24,6 @@ from vivace.methods.composition import stored_of
 from vivace.methods.table import METHODS
 
 BASELINE = "plain"
-TUNED = tuple(spec.name for spec in METHODS.values() if spec.is_tuned)
-"""Methods whose draft has a shape to find."""
 _FIRST_PROMPTS = 8
 _FINALISTS = 3
 
@@ -50,6 +48,11 @@ class _Player:
         return self.entrant.answer(batch)
 
 
+def tuned_methods() -> list[str]:
+    """Names of the methods whose draft has a shape to find."""
+    return [spec.name for spec in METHODS.values() if spec.is_tuned]
+
+
 def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[Plan]:
     """What to try for a method.
 
@@ -63,7 +66,7 @@ def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[Plan]:
     """
     plans = METHODS[method].plans if method in METHODS else None
     if plans is None:
-        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(TUNED)} has")
+        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(tuned_methods())} has")
     if longest < 1:
         raise ConfigError(f"the longest draft must be at least 1, found {longest}")
     return list(plans(partial(_trained, engine, method), longest))

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from vivace.evaluate.contest import Run
     from vivace.train.report import Report
 
-WHOLE = ("decoder", "supervised", *(spec.name for spec in METHODS.values() if spec.training == "whole"))
-"""Kinds of recipes that train all weights of a model."""
-KINDS = (*WHOLE, "shared", *(spec.name for spec in METHODS.values() if spec.training == "beside"))
-"""What a recipe can be for: a model, or what a method needs."""
+
+def kinds_of_models() -> list[str]:
+    """Kinds of recipes that train all weights of a model."""
+    return ["decoder", "supervised", *(spec.name for spec in METHODS.values() if spec.training == "whole")]
+
+
+def kinds() -> list[str]:
+    """What a recipe can be for: a model, or what a method needs."""
+    return [*kinds_of_models(), "shared", *(spec.name for spec in METHODS.values() if spec.training == "beside")]
 
 
 def train(
@@ -53,9 +58,9 @@ def train(
     if not data:
         raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
     kind = values.get("kind")
-    if kind not in KINDS:
-        raise ConfigError(f"a recipe's kind is one of {', '.join(KINDS)}, found {kind!r}")
-    if kind in WHOLE:
+    if kind not in kinds():
+        raise ConfigError(f"a recipe's kind is one of {', '.join(kinds())}, found {kind!r}")
+    if kind in kinds_of_models():
         if (memory, reader) != (None, "auto"):
             raise ConfigError(f"all weights of a model learn in memory ({kind}); leave out --memory and --reader")
         if (device, dtype) != ("auto", "auto"):
@@ -81,7 +86,7 @@ def _report(tensorboard: Path | None) -> Report:
 def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
     from vivace.training.confidence import ConfidenceRecipe, train_confidence
     from vivace.training.draft import DraftRecipe, train_draft
-    from vivace.training.run import RECIPES, train_adapter
+    from vivace.training.run import recipe_of, train_adapter
     from vivace.training.shared import SharedRecipe, train_shared
 
     prompts = [row for path in data for row in load_prompts(path)]
@@ -92,7 +97,7 @@ def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoic
         return train_confidence(confidence, open_engine(choice), prompts, out, _report(curves))
     if values["kind"] == "shared":
         return train_shared(build(SharedRecipe, values), open_engine(choice), prompts, out, _report(curves))
-    recipe = build(RECIPES[values["kind"]], values)
+    recipe = build(recipe_of(values["kind"]), values)
     return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
 
 

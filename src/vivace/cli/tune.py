@@ -34,10 +34,10 @@ def tune(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure drafts of many shapes against plain decoding; the fastest becomes the adapter's plan."""
-    from vivace.tuning import TUNED, candidates_of, keep_plan, search
+    from vivace.tuning import candidates_of, keep_plan, search, tuned_methods
 
-    if method not in TUNED:
-        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(TUNED)} has")
+    if method not in tuned_methods():
+        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(tuned_methods())} has")
     if method == "draft" and keep:
         raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
     engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
 from vivace.baselines.eagle import EagleConfig
@@ -72,6 +72,17 @@ class UnoRecipe(RivalRecipe):
     kind: Literal["uno"] = "uno"
     adapter: UnoConfig = field(default_factory=UnoConfig)
     plan: MedusaPlan = field(default_factory=lambda: MedusaPlan((1,) * 4))
+
+
+def common_recipe(kind: str) -> type[RivalRecipe]:
+    """The recipe of a method from what its spec says of its files: their config and plan, each with its defaults."""
+    stored = stored_of(kind)
+    fields: list[tuple[str, Any, Any]] = [
+        ("kind", str, field(default=kind)),
+        ("adapter", stored.config, field(default_factory=stored.config)),
+        ("plan", stored.plan, field(default_factory=stored.plan)),
+    ]
+    return make_dataclass(f"{kind.capitalize()}Recipe", fields, bases=(RivalRecipe,), frozen=True, kw_only=True)
 
 
 class RivalTraining:

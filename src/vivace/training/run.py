@@ -21,7 +21,7 @@ from vivace.training.frozen import FrozenRecipe, Ground
 from vivace.training.multirate import MultirateRecipe
 from vivace.training.multistream import MultistreamRecipe
 from vivace.training.regenerate import as_it_decodes
-from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, UnoRecipe
+from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, UnoRecipe, common_recipe
 
 RECIPES: dict[str, type[FrozenRecipe]] = {
     "multirate": MultirateRecipe,
@@ -33,7 +33,12 @@ RECIPES: dict[str, type[FrozenRecipe]] = {
     "uno": UnoRecipe,
     "foresight": ForesightRecipe,
 }
-"""Every kind of adapter there is a training for."""
+"""Kinds of adapters whose recipe says more than the common one, or has defaults of its own."""
+
+
+def recipe_of(kind: str) -> type[FrozenRecipe]:
+    """The recipe of a kind of adapter; the common one for a method whose spec names an objective and no more."""
+    return RECIPES[kind] if kind in RECIPES else common_recipe(kind)
 
 
 def train_adapter(
