@@ -20,7 +20,7 @@ from vivace.decode.plain import Pace
 from vivace.decode.request import Emitted
 from vivace.decode.stats import DecodeStats
 from vivace.engine import EXACT_ROWS, Engine, Options
-from vivace.recipe import METHODS
+from vivace.methods.table import METHODS
 from vivace.serve.worker import Event, Job, Worker
 
 PROMPTS = ("aka bob aka bob aka bob", "the quick fox the quick fox the")
