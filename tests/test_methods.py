@@ -12,7 +12,8 @@ import pytest
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.load import load_decoder
 from vivace.errors import ConfigError, MismatchError
-from vivace.methods.composition import Methods, adapters_by_method, composition
+from vivace.methods import composition
+from vivace.methods.composition import Methods, adapters_by_method
 
 
 @pytest.fixture
