@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.core.decoders import VOCAB, build, tokens
-from vivace.core.cache import KVCache, LayerSpec
+from vivace.core.cache import KVCache, Late, LayerSpec
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -190,3 +190,21 @@ def test_writing_beyond_the_end_is_caught() -> None:
 def test_more_than_the_memory_holds() -> None:
     with pytest.raises(CapacityError, match=r"could not be allocated; lower the batch"):
         KVCache([LayerSpec(8, 128, 128)] * 80, 1 << 20, 1 << 20)
+
+
+def test_what_was_saved_comes_back_whatever_was_stored_and_filled_since() -> None:
+    cache = KVCache([LayerSpec(2, 2, 2)] * 2, SLOTS, CAPACITY)
+    held, late = cache.lengths, Late(2, 1, torch.zeros(2))
+    write(cache, Draft.given_only({1: [3, 4, 5], 4: [6]}))
+    cache.commit([1, 4], [range(3), range(1)])
+    cache.late[1].append(late)
+    saved = cache.saved()
+    write(cache, Draft.given_only({1: [7, 8], 4: [9]}))
+    cache.commit([1, 4], [[1], range(1)])
+    cache.late[1].remove(late)
+    cache.late[4].append(late)
+    cache.restore(saved)
+    assert cache.lengths is held, "others look at the same list"
+    assert held == [0, 3, 0, 0, 1]
+    assert cache.late == [[], [late], [], [], []]
+    assert torch.equal(cache.span(0, 1, 0, 3)[0], contents([3, 4, 5]))

@@ -15,6 +15,8 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Verdict
 from vivace.decode.adaptive import BORROWED, LONGEST, PROBE_EVERY, Adaptive, Measured
 from vivace.decode.climb import Climb
+from vivace.decode.laws import Laws
+from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import Stateless
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -291,3 +293,15 @@ def test_what_the_last_token_left_is_no_measurement(models, setting) -> None:
     run(models(BF16), request)
     adaptive._measured = {(1, 0): Measured()}
     assert adaptive.choose(1, LONGEST).reason.startswith("measuring")
+
+
+def test_every_drafter_goes_back_to_what_it_knew(models: Callable[..., Decoder]) -> None:
+    cache = models(BF16).new_cache(2, 64)
+    state = Adaptive([PromptLookup(), PromptLookup()]).open(cache)
+    lookups = state._states[1:]
+    context = Context((0,), {0: [1, 2, 3]}, cache, Laws({}, {}, cache.lengths))
+    lookups[0].propose(context)
+    saved = state.saved()
+    lookups[1].propose(context)
+    state.restore(saved)
+    assert [list(lookup._index) for lookup in lookups] == [[0], []]

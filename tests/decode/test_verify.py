@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -15,8 +16,9 @@ from tests.decode.oracles import chi_square
 from vivace.core.sampling import sample, uniform
 from vivace.core.seams import Draft
 from vivace.decode import verify
+from vivace.decode.isolation import RequestFailed
 from vivace.decode.verify import Guess, verify_greedy, verify_sampled
-from vivace.errors import NoTokenError
+from vivace.errors import DecodingError, NoTokenError
 
 V = 6
 SLOTS = 500
@@ -312,18 +314,26 @@ def test_a_rejected_guess_without_remainder_is_not_kept_where_it_is_excluded() -
         assert verdict.next_tokens[0] in (0, 1)
 
 
-@pytest.mark.parametrize(("row", "error"), [(0, None), (1, NoTokenError), (2, NoTokenError)])
-def test_excluding_every_token_matters_only_where_the_path_goes(row: int, error: type[Exception] | None) -> None:
-    """Rows behind the root 0: a right guess 1 and below it 2; beside them a wrong guess 3 without a distribution."""
+@pytest.mark.parametrize(
+    ("empty", "path", "following"),
+    [([2], (0, 1, 3), 4), ([2, 1], (0,), 1), ([2, 3], (0, 1), 2), ([2, 0], None, None), ([2, 0, 1], None, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_a_text_breaks_off_where_nothing_can_follow_whatever_was_drafted(
+    empty: list[int], path: tuple[int, ...] | None, following: int | None, weight: float
+) -> None:
+    """Behind the root a right guess 1 and below it 2; beside them a wrong guess 3. Some rows have no distribution."""
     draft, first = Draft.given_only({0: [5]}).grow(torch.tensor([0]), torch.tensor([[1, 3]]))
     draft, _ = draft.grow(first[:1], torch.tensor([[2]]))
     target = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 4]), V).float()
-    target[2] = 0.0
-    if row:
-        target[{1: 1, 2: 3}[row]] = 0.0
+    target[empty] = weight
     generators = {0: torch.Generator().manual_seed(0)}
-    if error is None:
-        assert verify_sampled(draft, target, generators).next_tokens == (4,)
+    if path is not None:
+        verdict = verify_sampled(draft, target, generators)
+        assert (verdict.paths, verdict.accepted, verdict.next_tokens) == ((path,), (len(path) - 1,), (following,))
         return
-    with pytest.raises(error):
+    with pytest.raises(RequestFailed) as failure:
         verify_sampled(draft, target, generators)
+    assert failure.value.slot == 0
+    assert isinstance(failure.value.error, NoTokenError if weight == 0 else DecodingError)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
+from tests.decode.failing import CALLS, Failing, Plan, explode, outcomes
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import CapacityError
@@ -94,23 +96,124 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer(engine: Engine, worker:
     assert any(job is runs for job, _ in events[first : last + 1]), "tokens came between two chunks"
 
 
-def test_a_failing_step_is_told_and_the_next_request_answered(
+def answers(events: list[tuple[Job, Event]], *jobs: Job) -> list[list[int]]:
+    """Tokens of each job, none of which failed."""
+    found: dict[Job, list[int]] = {job: [] for job in jobs}
+    for job, event in events:
+        if job in found:
+            assert not isinstance(event, Failed)
+            found[job] += event.tokens if isinstance(event, Emitted) else ()
+    return [found[job] for job in jobs]
+
+
+def offline(engine: Engine, *jobs: Job) -> list[list[int]]:
+    return [
+        one.tokens
+        for one in outcomes(engine.session([job.request for job in jobs], Options()), [job.request for job in jobs])
+    ]
+
+
+def refusals(events: list[tuple[Job, Event]]) -> dict[Job, Refusal]:
+    return {job: event.refusal for job, event in events if isinstance(event, Failed)}
+
+
+def test_a_request_that_fails_is_told_so_alone(
     engine: Engine, worker: Worker, mail: Mail, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def explode(*_: object) -> None:
-        raise RuntimeError("a bug")
+    """Those beside it and those that wait get what they would have got."""
+    bad = Job(replace(request(engine, 5), processors=(explode,)))
+    beside, waiting = Job(request(engine, 50)), Job(request(engine, 9, "xyz"))
+    worker.submit([bad, beside, waiting])
+    worker.start()
+    events = until_done(mail, bad, beside, waiting)
+    ((job, refusal),) = refusals(events).items()
+    assert (job, refusal.status, refusal.code) == (bad, 500, "decoding_failed")
+    assert "a bug of its own" not in str(refusal), "what it was stands in the log"
+    assert "a bug of its own" in caplog.text
+    assert answers(events, beside, waiting) == offline(engine, beside, waiting)
+    assert (worker.num_failed, worker.num_running, worker.is_healthy) == (1, 0, True)
 
-    broken = replace(request(engine, 5), processors=(explode,))  # type: ignore[arg-type]
-    bad, beside = Job(broken), Job(request(engine, 50))
+
+@pytest.mark.parametrize("call", [*CALLS, "open", "release"])
+def test_a_failing_drafter_ends_its_own_requests(engine: Engine, worker: Worker, mail: Mail, call: str) -> None:
+    good = request(engine, 20)
+    bad = Job(replace(good, drafter=Failing(good.drafter, Plan(call, stays=True, error=MemoryError()))))
+    beside, waiting = Job(good), Job(good)
+    worker.submit([bad, beside, waiting])
+    worker.start()
+    events = until_done(mail, bad, beside, waiting)
+    assert answers(events, beside, waiting) == offline(engine, beside, waiting)
+    if call == "release":
+        assert refusals(events) == {}, "its text was complete"
+    else:
+        assert refusals(events)[bad].code == "decoding_failed"
+
+
+def test_what_a_request_excludes_is_its_own_mistake(engine: Engine, worker: Worker, mail: Mail) -> None:
+    bad = Job(replace(request(engine, 5), processors=(lambda ids, scores: scores - torch.inf,)))
+    beside = Job(request(engine, 20))
     worker.submit([bad, beside])
     worker.start()
     events = until_done(mail, bad, beside)
-    assert {event.refusal.status for _, event in events if isinstance(event, Failed)} == {500}
-    assert "a bug" in caplog.text
-    good = Job(request(engine, 4))
-    worker.submit([good])
-    assert sum(len(e.tokens) for _, e in until_done(mail, good) if isinstance(e, Emitted)) == 4
-    assert worker.is_healthy
+    refusal = refusals(events)[bad]
+    assert (refusal.status, refusal.code) == (400, "no_token_allowed")
+    assert "after 0 new ones" in str(refusal)
+    assert answers(events, beside) == offline(engine, beside)
+
+
+def test_those_that_wait_outlive_a_session_that_breaks(
+    engine: Engine, worker: Worker, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours, outside of any request: who ran is told so, who waited is answered."""
+    running, waiting = [Job(request(engine, 50)), Job(request(engine, 50))], Job(request(engine, 9))
+    worker.submit([*running, waiting])
+
+    def fail() -> list[Emitted]:
+        raise AssertionError("a bug of ours")
+
+    monkeypatch.setattr(worker.session, "step", fail)
+    worker.start()
+    events = until_done(mail, *running, waiting)
+    assert set(refusals(events)) == set(running)
+    assert {one.code for one in refusals(events).values()} == {"decoding_failed"}
+    assert answers(events, waiting) == offline(engine, waiting)
+    assert worker.num_failed == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_tells_everybody(
+    engine: Engine, worker: Worker, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[Emitted]:
+        raise SystemExit
+
+    monkeypatch.setattr(worker.session, "step", fail)
+    jobs = [Job(request(engine, 5)) for _ in range(3)]
+    worker.submit(jobs)
+    worker.start()
+    assert {one.status for one in refusals(until_done(mail, *jobs)).values()} == {503}
+    assert not worker.is_healthy
+    with pytest.raises(Refusal, match="stopping"):
+        worker.submit([Job(request(engine, 1))])
+
+
+def test_a_job_that_the_session_does_not_take_is_told_so(
+    engine: Engine, worker: Worker, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit, bad = worker.session.admit, Job(request(engine, 5))
+
+    def picky(asked: Request) -> int:
+        if asked is bad.request:
+            raise CapacityError("no room for this one")
+        return admit(asked)
+
+    monkeypatch.setattr(worker.session, "admit", picky)
+    beside = Job(request(engine, 9))
+    worker.submit([bad, beside])
+    worker.start()
+    events = until_done(mail, bad, beside)
+    assert "no room" in str(refusals(events)[bad])
+    assert answers(events, beside) == offline(engine, beside)
 
 
 def test_what_can_never_fit_is_not_told_to_come_back(engine: Engine, worker: Worker) -> None:

@@ -210,3 +210,13 @@ class EagleState(Forgetful):
         for slot in slots:
             self._pending.pop(slot, None)
         self.cache.release(slots)
+
+    def saved(self) -> object:
+        """What was taken up, and what was not."""
+        return super().saved(), self.cache.saved()
+
+    def restore(self, saved: object) -> None:
+        """Go back to that."""
+        assert isinstance(saved, tuple)
+        super().restore(saved[0])
+        self.cache.restore(saved[1])

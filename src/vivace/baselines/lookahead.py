@@ -175,6 +175,18 @@ class LookaheadState(Forgetful):
         for slot in slots:
             self._memory.pop(slot, None)
 
+    def saved(self) -> object:
+        """The windows; pools gain the same n-grams again when a pass is made again."""
+        return {
+            slot: Memory(memory.pool, [list(level) for level in memory.levels], memory.grid)
+            for slot, memory in self._memory.items()
+        }
+
+    def restore(self, saved: object) -> None:
+        """Look through those windows again."""
+        assert isinstance(saved, dict)
+        self._memory = saved
+
 
 def _branches(grams: Sequence[Sequence[int]], room: int) -> list[Node]:
     """N-grams below the root, those that begin alike sharing nodes."""

@@ -230,6 +230,15 @@ class KVCache:
                     f"layer {first.layer} on; settle the method that left early first"
                 )
 
+    def saved(self) -> object:
+        """How long every slot is and what it lacks; entries beyond a length are written again before they are read."""
+        return self.lengths.copy(), [late.copy() for late in self.late]
+
+    def restore(self, saved: object) -> None:
+        """Forget what was stored since."""
+        assert isinstance(saved, tuple)
+        self.lengths[:], self.late[:] = saved
+
 
 class Fresh:
     """Memory of one call: keys and values of this call's rows, with gradients (training)."""

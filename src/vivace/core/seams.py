@@ -299,6 +299,14 @@ class SlotState(Protocol):
         """Make every layer complete, or raise naming who left holes."""
         ...
 
+    def saved(self) -> object:
+        """What is remembered now, for ``restore``; what comes after must not change it."""
+        ...
+
+    def restore(self, saved: object) -> None:
+        """Remember that again and nothing else: a pass failed on the way, and is made again or given up."""
+        ...
+
 
 class Stateful(Protocol):
     """A part of the model that remembers sequences (windows of neurons): each session opens a state of its own."""

@@ -288,3 +288,13 @@ class AdaptiveState:
         """Tell every drafter."""
         for state in self._states:
             state.settle(slots)
+
+    def saved(self) -> object:
+        """What every drafter remembers."""
+        return [state.saved() for state in self._states]
+
+    def restore(self, saved: object) -> None:
+        """Tell every drafter."""
+        assert isinstance(saved, list)
+        for state, own in zip(self._states, saved, strict=True):
+            state.restore(own)

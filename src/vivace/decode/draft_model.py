@@ -166,6 +166,16 @@ class DraftModelState(NoMemory):
         self._forget_guesses(slots)
         self.cache.release(slots)
 
+    def saved(self) -> object:
+        """What the own cache holds, guesses included."""
+        return self.cache.saved(), dict(self._unverified)
+
+    def restore(self, saved: object) -> None:
+        """Go back to that."""
+        assert isinstance(saved, tuple)
+        self.cache.restore(saved[0])
+        self._unverified = saved[1]
+
     def _forget_guesses(self, slots: Sequence[int]) -> None:
         """Back to the verified text where a draft was never verified."""
         for slot in slots:

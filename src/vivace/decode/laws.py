@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from vivace.core.sampling import law
 from vivace.core.seams import Draft
+from vivace.decode.isolation import STOPS, blaming
 from vivace.decode.request import Request
 
 
@@ -32,25 +34,38 @@ class Laws:
         return all(self._requests[s].takes_argmax for s in slots)
 
     def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
-        """(n, V) probabilities for draft rows."""
+        """(n, V) probabilities for draft rows.
+
+        Raises:
+            RequestFailed: a request's own processors failed behind its root.
+        """
         out = torch.empty_like(logits)
         slots = draft.slot.tolist()
         by_slot: dict[int, list[int]] = {}
         for place, row in enumerate(rows.tolist()):
             by_slot.setdefault(slots[row], []).append(place)
         for slot, places in by_slot.items():
-            request = self._requests[slot]
-            judged = [int(rows[place]) for place in places] if request.reads_prefix else []
-            prefixes = [self._prefix(draft, slot, row) for row in judged]
-            scores = logits[places]
-            for place, prefix in enumerate(prefixes if request.processors else ()):
-                ids = torch.tensor([prefix], device=logits.device)
-                for processor in request.processors:
-                    scores[place] = processor(ids, scores[place][None])[0]
-            out[places] = law(
-                scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes]
-            )
+            with blaming(slot, "its logits processors"):
+                out[places] = self._of(slot, logits[places], draft, [int(rows[place]) for place in places])
         return out
+
+    def _of(self, slot: int, scores: Tensor, draft: Draft, rows: Sequence[int]) -> Tensor:
+        """(n, V) probabilities for rows of one slot, from their logits, which are changed.
+
+        Where a processor fails behind a guess, every token is excluded: the error is raised when the text gets there.
+        """
+        request = self._requests[slot]
+        prefixes = [self._prefix(draft, slot, row) for row in rows] if request.reads_prefix else []
+        for place, prefix in enumerate(prefixes if request.processors else ()):
+            try:
+                scores[place] = _processed(request, prefix, scores[place])
+            except STOPS:
+                raise
+            except BaseException:
+                if rows[place] in draft.root_rows:
+                    raise
+                scores[place] = -math.inf
+        return law(scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes])
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:
         tokens = draft.tokens
@@ -62,3 +77,11 @@ class Laws:
         """End tokens while the text is still too short to end."""
         new = len(prefix) - len(request.tokens)
         return tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
+
+
+def _processed(request: Request, prefix: Sequence[int], scores: Tensor) -> Tensor:
+    """Logits (V,) behind a prefix after a request's processors."""
+    ids, found = torch.tensor([prefix], device=scores.device), scores[None]
+    for processor in request.processors:
+        found = processor(ids, found)
+    return found[0]

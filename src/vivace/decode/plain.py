@@ -35,6 +35,13 @@ class NoMemory:
     def settle(self, slots: Sequence[int]) -> None:
         """Always complete."""
 
+    def saved(self) -> object:
+        """Nothing."""
+        return None
+
+    def restore(self, saved: object) -> None:
+        """Nothing to go back to."""
+
 
 class Stateless(NoMemory):
     """A drafter that remembers no sequence: it is its own state in every session."""
@@ -54,6 +61,19 @@ class Forgetful(NoMemory):
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """Copies see for themselves."""
         self.release(targets)
+
+    def saved(self) -> object:
+        """What its dictionaries hold by slot; their values are replaced as texts go on, or are lists that grow."""
+        return {
+            name: {slot: list(known) if isinstance(known, list) else known for slot, known in by_slot.items()}
+            for name, by_slot in vars(self).items()
+            if isinstance(by_slot, dict)
+        }
+
+    def restore(self, saved: object) -> None:
+        """Know that again."""
+        assert isinstance(saved, dict)
+        vars(self).update(saved)
 
 
 class NoDrafts(Stateless):

@@ -11,12 +11,13 @@ from torch import Tensor
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.stats import DecodeStats
-from vivace.errors import CapacityError, ConfigError
+from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A logits processor of transformers: (1, S) token ids and (1, V) logits -> (1, V) logits."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
+"""Why there is no further token; "error" is for requests that failed, whose last event says how."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,18 @@ class Request:
         """Whether the next token's law depends on earlier tokens beyond the logits."""
         return self.sampling.reads_prefix or self.stop.min_new_tokens > 0 or bool(self.processors)
 
+    def without_a_token(self, num_new: int) -> NoTokenError:
+        """What to say when every token is excluded after so many new ones: what of this request excludes some."""
+        bars = {
+            "its logits processors (a grammar, a bias)": bool(self.processors),
+            "its least length": num_new < self.stop.min_new_tokens,
+            "its ban on repeated n-grams": self.sampling.no_repeat_ngram_size > 0,
+        }
+        found = " and ".join(name for name, is_set in bars.items() if is_set) or "the model itself"
+        return NoTokenError(
+            f"no token may come after {num_new} new ones: every one is excluded by {found}; ask for less of that"
+        )
+
     def check_fits(self, capacity: int) -> None:
         """Refuse what a slot of this capacity cannot hold.
 
@@ -121,3 +134,5 @@ class Emitted:
     """The likeliest tokens and their log p for the place of each token."""
     guesses: tuple[tuple[int, ...], ...] | None = None
     """What was drafted for the place of each token; the token is among them when it was accepted."""
+    error: VivaceError | None = None
+    """Set on the last event of a request that failed, which has no tokens."""

@@ -5,16 +5,18 @@ per method for all live sequences together, whatever each of them drafted or acc
 is never prefilled: it is the root of the first draft, so prompt logits are never computed and the first
 token already profits from drafting. Prompt chunks start at fixed multiples of ``chunk``, and by their place go
 up as chunks or row by row, so a prompt gives the same bits whatever else is running.
+
+A request that fails ends alone (``isolation.py``): the step that it failed in is made again without it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,81 +25,19 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, Drafter, DraftState, SlotState, TargetPass, Verdict
 from vivace.decode.climb import Climb
+from vivace.decode.isolation import STOPS, RequestFailed, Saved, blaming, parts_of, told
 from vivace.decode.laws import Laws
 from vivace.decode.request import Emitted, FinishReason, Request
+from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
 from vivace.decode.verify import children_of, verify_greedy, verify_sampled
+from vivace.errors import NoTokenError, VivaceError
 from vivace.kernels.threads import one_pytorch_thread
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (prompt tokens done, prompt tokens in all) after every prefill pass."""
-
-
-@dataclass
-class Sequence:
-    """A request while it is in a slot."""
-
-    id: int
-    request: Request
-    slot: int
-    tokens: list[int]
-    """Prompt and new tokens; all but the last are stored."""
-    drafting: DraftState
-    """The session's state of the request's drafter, shared with its other requests of that method."""
-    generator: torch.Generator
-    stats: DecodeStats
-    admitted_at: float
-    first_at: float = 0.0
-    chunks: deque[tuple[int, int]] = field(default_factory=deque)
-    """Prompt spans not yet prefilled."""
-
-    @property
-    def num_new(self) -> int:
-        """How many tokens were generated so far."""
-        return len(self.tokens) - len(self.request.tokens)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """What was generated so far."""
-        return self.tokens[len(self.request.tokens) :]
-
-
-@dataclass
-class Block:
-    """What a pass decided for one sequence, before it is cut where the text ends; lists run beside ``tokens``."""
-
-    rows: list[int]
-    """Draft rows they follow."""
-    tokens: list[int]
-    guessed: list[int] = field(default_factory=list)
-    """Depths of the guesses made."""
-    logprobs: list[float] | None = None
-    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
-    guesses: list[tuple[int, ...]] | None = None
-
-    def take_logprobs(self, logprobs: Tensor, num_top: int) -> None:
-        """Read log p of the tokens, and of the likeliest ones, off the rows they follow, (n, V)."""
-        self.logprobs = logprobs.gather(1, torch.tensor(self.tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-        if num_top:
-            values, tokens = logprobs.topk(num_top)
-            pairs = zip(tokens.tolist(), values.tolist(), strict=True)
-            self.top_logprobs = [tuple(zip(ids, logs, strict=True)) for ids, logs in pairs]
-
-    def take_guesses(self, draft: Draft, children: list[list[int]]) -> None:
-        """Read what was guessed behind the rows."""
-        self.guesses = [tuple(draft.lists.tokens[child] for child in children[row]) for row in self.rows]
-
-    def emitted(self, kept: int, sequence: Sequence, reason: FinishReason | None) -> Emitted:
-        """The first ``kept`` tokens and what belongs to them."""
-        return Emitted(
-            sequence.id,
-            tuple(self.tokens[:kept]),
-            None if self.logprobs is None else tuple(self.logprobs[:kept]),
-            reason,
-            sequence.stats,
-            None if self.top_logprobs is None else tuple(self.top_logprobs[:kept]),
-            None if self.guesses is None else tuple(self.guesses[:kept]),
-        )
 
 
 class Session:
@@ -174,10 +114,17 @@ class Session:
                 self._release(sequence)
 
     def drain(self) -> Iterator[Emitted]:
-        """Step until nothing is left; a caller who stops before that cancels the rest."""
+        """Step until nothing is left; a caller who stops before that cancels the rest.
+
+        Raises:
+            VivaceError: a request failed; the others are cancelled, and the session can be used again.
+        """
         try:
             while not self.is_idle:
-                yield from self.step()
+                for emitted in self.step():
+                    if emitted.error is not None:
+                        raise emitted.error
+                    yield emitted
         finally:
             self._waiting.clear()
             for sequence in list(self._live.values()):
@@ -191,47 +138,108 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
-        """Advance every sequence: prompt chunks for those that have some, tokens for the others."""
-        self._fill_slots()
-        filling = [s for s in self._live.values() if s.chunks]
-        if filling:
-            self._prefill(filling)
-        emitted: list[Emitted] = []
+        """Advance every sequence: prompt chunks for those that have some, tokens for the others.
+
+        A request that fails is over, and its last event carries the error; the others have what they would have had.
+        """
+        emitted = self._fill_slots()
+        if filling := self._next_chunks():
+            emitted += self._apart(filling, self._prefill)
+            if self.progress is not None:
+                self.progress(self._prefilled, self._to_prefill)
         with self._threads():
-            for drafting, sequences in _by_drafting([s for s in self._live.values() if not s.chunks]):
-                emitted += self._decode(drafting, sequences)
+            for sequences in by_drafting([s for s in self._live.values() if not s.chunks]):
+                emitted += self._apart(sequences, self._decode)
         return emitted
+
+    def _apart(self, sequences: list[Sequence], work: Callable[[list[Sequence]], list[Emitted]]) -> list[Emitted]:
+        """Do a pass for sequences together; where it fails, again without whom it fails for, who end with the error.
+
+        Args:
+            sequences: in slots.
+            work: one pass for some of them. It may fail only before it has told any state to forget something.
+        """
+        emitted: list[Emitted] = []
+        parts = deque([sequences])
+        while parts:
+            part = parts.popleft()
+            saved = Saved.of(self._states(part), [s.generator for s in part if not s.request.takes_argmax])
+            try:
+                emitted += work(part)
+            except STOPS:
+                raise
+            except RequestFailed as failure:
+                saved.restore()
+                others = [s for s in part if s.slot != failure.slot]
+                emitted += [self._fail(s, failure.error) for s in part if s.slot == failure.slot]
+                parts.extendleft([others] if others else [])
+            except BaseException as cause:
+                saved.restore()
+                if len(part) == 1:
+                    emitted.append(self._fail(part[0], told(cause, "a pass of its own")))
+                    continue
+                log.warning("a pass of %d sequences failed; it is tried again in parts", len(part), exc_info=cause)
+                parts.extendleft(reversed(parts_of(part)))
+        return emitted
+
+    def _fail(self, sequence: Sequence, error: VivaceError) -> Emitted:
+        """End a request that failed."""
+        if isinstance(error, NoTokenError):
+            error = sequence.request.without_a_token(sequence.num_new)
+        self._release(sequence)
+        return Emitted(sequence.id, (), None, "error", sequence.stats, error=error)
 
     def _threads(self) -> AbstractContextManager[None]:
         """Whose threads work: PyTorch's stay out of the way of native layers."""
         return nullcontext() if self.model.backend.span is None else one_pytorch_thread()
 
-    def _fill_slots(self) -> None:
+    def _fill_slots(self) -> list[Emitted]:
+        """Give waiting requests the slots that are free; those that cannot begin are over."""
         if self._prefilled == self._to_prefill:
             self._prefilled = self._to_prefill = 0
+        failed: list[Emitted] = []
         while self._free and self._waiting:
             request_id, request = self._waiting.popleft()
-            drafting = self.drafting(request.drafter)
-            slot = self._free.pop()
-            self.cache.prompts[slot] = len(request.tokens)
-            generator = torch.Generator().manual_seed(request.seed)
+            slot = self._free[-1]
             stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
-            now = time.perf_counter()
-            tokens = list(request.tokens)
-            sequence = Sequence(request_id, request, slot, tokens, drafting, generator, stats, admitted_at=now)
-            last = len(request.tokens) - 1
-            known = request.prefix.attach(request.tokens[:last], slot, self.cache) if request.prefix else 0
-            assert known == last or known % self.chunk == 0, "a known prefix ends where a chunk does"
-            stats.num_cached_tokens = known
-            sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(known, last, self.chunk))
-            self._live[slot] = sequence
-            self._to_prefill += last - known
+            try:
+                with blaming(slot, "its drafter, which could not begin"):
+                    sequence = self._seat(request_id, request, slot, stats)
+            except RequestFailed as failure:
+                failed.append(Emitted(request_id, (), None, "error", stats, error=failure.error))
+                continue
+            try:
+                with blaming(slot, "its cached prompt"):
+                    self._find_prefix(sequence)
+            except RequestFailed as failure:
+                failed.append(self._fail(sequence, failure.error))
+        return failed
 
-    def _prefill(self, filling: list[Sequence]) -> None:
-        """One pass over the next prompt chunks of one kind, as many as the budget allows."""
-        started = time.perf_counter()
+    def _seat(self, request_id: int, request: Request, slot: int, stats: DecodeStats) -> Sequence:
+        """Put a request into the slot that is free next."""
+        drafting = self.drafting(request.drafter)
+        generator = torch.Generator().manual_seed(request.seed)
+        now, tokens = time.perf_counter(), list(request.tokens)
+        sequence = Sequence(request_id, request, slot, tokens, drafting, generator, stats, admitted_at=now)
+        self._free.remove(slot)
+        self._live[slot] = sequence
+        self.cache.prompts[slot] = len(request.tokens)
+        return sequence
+
+    def _find_prefix(self, sequence: Sequence) -> None:
+        """Take up what is known of a prompt, and note what has to be read."""
+        request, last = sequence.request, len(sequence.request.tokens) - 1
+        known = request.prefix.attach(request.tokens[:last], sequence.slot, self.cache) if request.prefix else 0
+        assert known == last or known % self.chunk == 0, "a known prefix ends where a chunk does"
+        sequence.stats.num_cached_tokens = known
+        sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(known, last, self.chunk))
+        self._to_prefill += last - known
+
+    def _next_chunks(self) -> list[Sequence]:
+        """Sequences whose next prompt chunks share a pass: of one kind, as many as the budget allows."""
+        filling = [s for s in self._live.values() if s.chunks]
         batch: list[Sequence] = []
-        rows, as_rows = 0, self._goes_as_rows(filling[0])
+        rows, as_rows = 0, bool(filling) and self._goes_as_rows(filling[0])
         for sequence in filling:
             first, stop = sequence.chunks[0]
             if self._goes_as_rows(sequence) != as_rows:
@@ -240,33 +248,51 @@ class Session:
                 break
             batch.append(sequence)
             rows += stop - first
-        spans = {s.slot: s.chunks.popleft() for s in batch}
+        return batch
+
+    def _prefill(self, batch: list[Sequence]) -> list[Emitted]:
+        """One pass over the next prompt chunks of these sequences."""
+        started = time.perf_counter()
+        as_rows = self._goes_as_rows(batch[0])
+        spans = {s.slot: s.chunks[0] for s in batch}
         draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch}, is_prompt=True)
         with self._threads() if as_rows else nullcontext():
             passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
         kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
-        groups = _by_drafting(batch)
-        for drafting, own in groups:
-            drafting.observe(*_part(draft, passed, [s.slot for s in own]), None)
+        groups = by_drafting(batch)
+        for own in groups:
+            own[0].drafting.observe(*_part(draft, passed, [s.slot for s in own]), None)
         for state in (self.cache, *self._owned):
             state.commit(list(kept), list(kept.values()))
-        for drafting, own in groups:
-            drafting.commit([s.slot for s in own], [kept[s.slot] for s in own])
+        for own in groups:
+            own[0].drafting.commit([s.slot for s in own], [kept[s.slot] for s in own])
+        failed: list[Emitted] = []
         elapsed = time.perf_counter() - started
         for sequence in batch:
+            sequence.chunks.popleft()
+            self._prefilled += len(kept[sequence.slot])
+            sequence.num_passes += 1
             sequence.stats.prefill_s += elapsed
-            if sequence.request.prefix and not sequence.chunks:
-                sequence.request.prefix.keep(sequence.request.tokens[:-1], sequence.slot, self.cache)
-        self._prefilled += rows
-        if self.progress is not None:
-            self.progress(self._prefilled, self._to_prefill)
+            try:
+                self._keep_prefix(sequence)
+            except RequestFailed as failure:
+                failed.append(self._fail(sequence, failure.error))
+        return failed
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """Let a prompt that is wholly stored be known to others."""
+        request = sequence.request
+        if request.prefix and not sequence.chunks:
+            with blaming(sequence.slot, "keeping its prompt for others"):
+                request.prefix.keep(request.tokens[:-1], sequence.slot, self.cache)
 
     def _goes_as_rows(self, sequence: Sequence) -> bool:
         """Whether the next chunk of its prompt goes up row by row, as while decoding."""
         return sequence.chunks[0][1] <= self.model.backend.rows_up_to
 
-    def _decode(self, drafting: DraftState, sequences: list[Sequence]) -> list[Emitted]:
-        """Draft, verify, keep: one target pass for these sequences."""
+    def _decode(self, sequences: list[Sequence]) -> list[Emitted]:
+        """Draft, verify, keep: one target pass for these sequences, which are drafted for together."""
+        drafting = sequences[0].drafting
         started = time.perf_counter()
         context = self._context(sequences)
         draft = drafting.propose(context)
@@ -278,13 +304,17 @@ class Session:
         verdict, logprobs = self._verify(draft, passed, context, sequences)
         self.num_target_passes += max((len(passes.kept) for passes in draft.passes), default=1)
         drafting.observe(draft, passed, verdict)
+        blocks, nodes = blocks_of(draft, verdict), draft.lists.node
+        for state in self._states(sequences):
+            state.commit([s.slot for s in sequences], [[nodes[row] for row in path] for path in verdict.paths])
         if passed.depth is not None:
-            _count_exits(passed, verdict, sequences, self.model.config.num_layers)
-        emitted = self._keep(draft, verdict, logprobs, sequences)
+            count_exits(passed, verdict, sequences, self.model.config.num_layers)
+        emitted = self._emit_all(draft, logprobs, sequences, blocks)
         verified = time.perf_counter()
         if draft.passes:  # most of that was no drafting
             drafted = started + max(passes.draft_s for passes in draft.passes)
         for sequence in sequences:
+            sequence.num_passes += 1
             sequence.stats.draft_s += drafted - started
             sequence.stats.verify_s += verified - drafted
             sequence.stats.choice = drafting.reason
@@ -329,22 +359,23 @@ class Session:
             choices[row] = token
         return choices
 
-    def _keep(
-        self, draft: Draft, verdict: Verdict, logprobs: Tensor | None, sequences: list[Sequence]
+    def _emit_all(
+        self, draft: Draft, logprobs: Tensor | None, sequences: list[Sequence], blocks: list[list[Block]]
     ) -> list[Emitted]:
-        """Commit the accepted paths and emit what each pass brought, cut at the first stop."""
-        nodes = draft.lists.node
-        for state in self._states(sequences):
-            state.commit([s.slot for s in sequences], [[nodes[row] for row in path] for path in verdict.paths])
+        """Emit what each pass brought, cut at the first stop. What fails from here on is of one request alone."""
         children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
-        emitted = []
-        for sequence, blocks in zip(sequences, _blocks(draft, verdict), strict=True):
-            for block in blocks:
-                if logprobs is not None and sequence.request.logprobs:
-                    block.take_logprobs(logprobs[block.rows], sequence.request.num_top_logprobs)
-                if sequence.request.shows_guesses:
-                    block.take_guesses(draft, children)
-            emitted += self._emit(sequence, blocks)
+        emitted: list[Emitted] = []
+        for sequence, own in zip(sequences, blocks, strict=True):
+            try:
+                with blaming(sequence.slot, "its stop rule"):
+                    for block in own:
+                        if logprobs is not None and sequence.request.logprobs:
+                            block.take_logprobs(logprobs[block.rows], sequence.request.num_top_logprobs)
+                        if sequence.request.shows_guesses:
+                            block.take_guesses(draft, children)
+                    emitted += self._emit(sequence, own)
+            except RequestFailed as failure:
+                emitted.append(self._fail(sequence, failure.error))
         return emitted
 
     def _emit(self, sequence: Sequence, blocks: list[Block]) -> list[Emitted]:
@@ -388,9 +419,16 @@ class Session:
         return "length" if sequence.num_new >= sequence.request.max_new_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
+        """Free a slot, whatever becomes of it."""
         self._to_prefill -= sum(stop - first for first, stop in sequence.chunks)
         for state in self._states([sequence]):
-            state.release([sequence.slot])
+            try:
+                state.release([sequence.slot])
+            except STOPS:
+                raise
+            except BaseException:  # whoever comes next opens another state of this drafter
+                log.exception("slot %d could not be forgotten", sequence.slot)
+                self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
         del self._live[sequence.slot]
         self._free.append(sequence.slot)
 
@@ -401,44 +439,6 @@ class Session:
 
 DRAFT_SLACK = 64
 """Entries a draft may use beyond a sequence's own limit."""
-
-
-def _blocks(draft: Draft, verdict: Verdict) -> list[list[Block]]:
-    """What each pass of each slot decided."""
-    tokens, depths = draft.lists.tokens, dict[int, list[int]]()
-    for slot, depth in zip(draft.lists.slot, draft.depths, strict=True):
-        depths.setdefault(slot, []).append(depth)
-    blocks = []
-    for place, (slot, given) in enumerate(zip(draft.slots, draft.given, strict=True)):
-        if draft.passes:
-            path, (kept, guessed, _) = verdict.paths[place], draft.passes[place]
-            made = [list(range(1, count + 1)) for count in guessed]
-        else:
-            path = verdict.paths[place][given - 1 :]
-            kept, made = (len(path),), [depths[slot][given:]]
-        following = [*(tokens[row] for row in path[1:]), verdict.next_tokens[place]]
-        stops = list(accumulate(kept))
-        spans = [slice(stop - count, stop) for stop, count in zip(stops, kept, strict=True)]
-        blocks.append([Block(list(path[s]), following[s], guesses) for s, guesses in zip(spans, made, strict=True)])
-    return blocks
-
-
-def _by_drafting(sequences: list[Sequence]) -> list[tuple[DraftState, list[Sequence]]]:
-    """Sequences that are drafted for together."""
-    groups: dict[int, tuple[DraftState, list[Sequence]]] = {}
-    for sequence in sequences:
-        groups.setdefault(id(sequence.drafting), (sequence.drafting, []))[1].append(sequence)
-    return list(groups.values())
-
-
-def _count_exits(passed: TargetPass, verdict: Verdict, sequences: list[Sequence], num_layers: int) -> None:
-    """Tell each sequence where the rows left that its new tokens follow, and the layer passes spent on all its rows."""
-    assert passed.depth is not None
-    assert passed.work is not None
-    depth, work = passed.depth.tolist(), passed.work.tolist()
-    for sequence, path, accepted in zip(sequences, verdict.paths, verdict.accepted, strict=True):
-        last = path[len(path) - accepted - 1 :]
-        sequence.stats.count_exits([depth[row] for row in last], num_layers, sum(work[row] for row in path))
 
 
 def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, TargetPass]:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from vivace.core.sampling import sample, uniform
 from vivace.core.seams import Draft, Verdict
+from vivace.decode.isolation import blaming
 
 Guess = tuple[int, int, float]
 """(row, token, probability it was drawn with)."""
@@ -66,6 +67,9 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         draft: given tokens and guesses, T rows; ``draft.probs`` holds the law each guess was drawn from.
         target: (T, V) the target's law after each row, rows sum to one (one-hot for greedy slots).
         generators: random numbers of each slot, used by no other.
+
+    Raises:
+        RequestFailed: nothing can be drawn behind a slot's root.
     """
     tokens = draft.lists.tokens
     chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
@@ -76,8 +80,14 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         given = len(path)
         row, token = root, None
         while token is None:
+            if row != root and not float(target[row].sum()) > 0:
+                # Nothing may follow a guess that was kept. It becomes the last token of this step, so that the text
+                # breaks off where plain decoding's does: at the next root.
+                token = tokens[path.pop()]
+                break
             guesses = [(child, tokens[child], chances[child]) for child in children[row]]
-            child, token = _descend(target[row], guesses, draft.probs, generators[slot])
+            with blaming(slot, "drawing its next token"):
+                child, token = _descend(target[row], guesses, draft.probs, generators[slot])
             if child is not None:
                 path.append(child)
                 row = child

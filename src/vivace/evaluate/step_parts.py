@@ -133,6 +133,7 @@ class WatchedState:
         self._started = 0.0
         self.commit, self.truncate, self.fork = inner.commit, inner.truncate, inner.fork
         self.release, self.settle = inner.release, inner.settle
+        self.saved, self.restore = inner.saved, inner.restore
 
     @property
     def reason(self) -> str | None:

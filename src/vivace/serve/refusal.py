@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vivace.errors import CapacityError, UsageError, VivaceError
+from vivace.errors import CapacityError, DecodingError, NoTokenError, UsageError, VivaceError
 
 _KINDS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -69,6 +69,10 @@ def refusal_of(error: VivaceError) -> Refusal:
         return error
     if isinstance(error, CapacityError):
         return Refusal(400, str(error), code="context_length_exceeded")
+    if isinstance(error, NoTokenError):
+        return Refusal(400, str(error), code="no_token_allowed")
     if isinstance(error, UsageError):
         return Refusal(400, str(error))
+    if isinstance(error, DecodingError):
+        return Refusal(500, "decoding this request failed; the server's log says why", code="decoding_failed")
     return Refusal(500, "the server could not do this; its log says why", code="internal_error")

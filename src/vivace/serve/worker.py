@@ -1,7 +1,8 @@
 """The thread that owns the session: requests join and leave between its steps, and nothing else touches the model.
 
 There is no lock around decoding. Callers put jobs into a queue and set flags; the thread looks at both before every
-step, so a cancelled request has left the batch one step later at most.
+step, so a cancelled request has left the batch one step later at most. A request that fails is told so and leaves; it
+concerns nobody beside it, and those that wait least of all.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from functools import partial
 from typing import TypeVar
 
 from vivace.core.model import Decoder
+from vivace.decode.isolation import STOPS, told
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
+from vivace.errors import VivaceError
 from vivace.serve.prefix import PrefixCache
-from vivace.serve.refusal import Refusal
+from vivace.serve.refusal import Refusal, refusal_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -90,6 +93,8 @@ class Worker:
         self.num_slots = num_slots
         self.max_queue = max_queue
         self.num_target_passes = 0
+        self.num_failed = 0
+        """Sequences that ended with an error of their own."""
         self.prefix: PrefixCache | None = None
         """Its figures are read by the metrics; requests carry what they look up."""
         self._mailbox = mailbox
@@ -98,7 +103,6 @@ class Worker:
         self._calls: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._is_closing = False
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vivace-worker", daemon=True)
 
     def start(self) -> None:
@@ -190,17 +194,25 @@ class Worker:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            try:
-                events = self._step()
-            except Exception:  # whatever it is, callers are told, and the next request finds a fresh session
-                log.exception("a step failed; its requests are told so")
-                self.session = self._make()  # with caches and draft states of its own
-                events = self._fail_all(Refusal(500, "decoding failed; the log says why", code="internal_error"))
-            if events:
-                self._mailbox(events)
-        stopping = Refusal(503, "the server was stopped before this answer was complete", code="stopping")
-        self._mailbox(self._fail_all(stopping))
+        try:
+            while self._wait_for_work():
+                try:
+                    events = self._step()
+                except STOPS:
+                    raise
+                except BaseException as error:  # noqa: BLE001 - those in the session are told, those that wait go on
+                    events = [self._failed(job, error) for job in self._take_running()]
+                    self._mailbox(events)
+                    self.session = self._make()
+                else:
+                    if events:
+                        self._mailbox(events)
+        finally:
+            stopping = Refusal(503, "the server was stopped before this answer was complete", code="stopping")
+            with self._changed:
+                self._is_closing = True
+                waiting, self._waiting = self._waiting, []
+            self._mailbox([(job, Failed(stopping)) for job in (*self._take_running(), *waiting)])
 
     def _wait_for_work(self) -> bool:
         """Take in what callers left; False when it is time to end."""
@@ -225,8 +237,13 @@ class Worker:
                 continue
             self._waiting.remove(job)
             job.started_at = time.perf_counter()
-            job.number = self.session.admit(job.request)
-            self._running[job.number] = job
+            try:
+                job.number = self.session.admit(job.request)
+            except VivaceError as error:
+                job.has_begun = True
+                self._mailbox([self._failed(job, error)])
+            else:
+                self._running[job.number] = job
 
     def _step(self) -> list[tuple[Job, Event]]:
         if not self._running:
@@ -238,9 +255,12 @@ class Worker:
         for one in emitted:
             job = self._running[one.request_id]
             job.has_begun = True
-            events.append((job, one))
             if one.finish_reason is not None:
                 self._end(job)
+            if one.error is None:
+                events.append((job, one))
+            else:
+                events.append(self._failed(job, one.error))
         return events
 
     def _progress(self) -> list[tuple[Job, Event]]:
@@ -258,9 +278,16 @@ class Worker:
         job.has_begun = True
         self._running.pop(job.number, None)
 
-    def _fail_all(self, refusal: Refusal) -> list[tuple[Job, Event]]:
-        with self._changed:
-            jobs = [*self._running.values(), *self._waiting]
-            self._running.clear()
-            self._waiting.clear()
-        return [(job, Failed(refusal)) for job in jobs]
+    def _take_running(self) -> list[Job]:
+        """Everything that is in a slot, which is over."""
+        jobs = list(self._running.values())
+        for job in jobs:
+            self._end(job)
+        return jobs
+
+    def _failed(self, job: Job, error: BaseException) -> tuple[Job, Event]:
+        """What a job is told that failed; the log has the rest where the job is not at fault."""
+        refusal = refusal_of(told(error, "a step of the whole session"))
+        self.num_failed += 1
+        log.log(logging.ERROR if refusal.status >= 500 else logging.INFO, "a request failed: %s", error, exc_info=error)
+        return job, Failed(refusal)

@@ -290,6 +290,13 @@ class NeuronState:
     def settle(self, slots: Sequence[int]) -> None:
         """There are no holes."""
 
+    def saved(self) -> object:
+        """Nothing: a sequence that has stored something once uses the windows until it is released."""
+        return None
+
+    def restore(self, saved: object) -> None:
+        """Nothing to go back to."""
+
 
 class NeuronBlocks:
     """Iterates over (first neuron, parts (n, E)) of a layer; a block is good until the next is asked for."""
