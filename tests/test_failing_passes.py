@@ -19,7 +19,7 @@ from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.engine import Engine, Options
 from vivace.errors import DecodingError, NoTokenError
-from vivace.recipe import METHODS
+from vivace.methods.table import METHODS
 
 PROMPTS = ("Describe: name[Cotto]", "food[English], area[city centre]", "a b a b a b a b", "near[Cafe Rouge]")
 TIMED = ("auto", "auto+")
