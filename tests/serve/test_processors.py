@@ -9,7 +9,8 @@ import torch
 
 from vivace.engine import Engine
 from vivace.serve.catalog import Catalog
-from vivace.serve.grammar import Grammars
+from vivace.serve.grammar import Bound
+from vivace.serve.grammars import Grammars
 from vivace.serve.processors import Bias, Penalties
 from vivace.serve.refusal import Refusal
 
@@ -42,8 +43,9 @@ def test_a_grammar_may_be_asked_in_any_order(engine: Engine) -> None:
     prompt = engine.tokenizer.encode("a prompt")
     paths = [engine.tokenizer.encode(json.dumps({"a": value})) for value in ("x", "yy")]
     prefixes = [path[:stop] for path in paths for stop in range(len(path) + 1)]
-    fresh = [allowed(grammars.json_schema(SCHEMA, len(prompt)), [*prompt, *prefix], vocab) for prefix in prefixes]
-    one = grammars.json_schema(SCHEMA, len(prompt))
+    grammar = grammars.json_schema(SCHEMA, b"")
+    fresh = [allowed(Bound(grammar, len(prompt)), [*prompt, *prefix], vocab) for prefix in prefixes]
+    one = Bound(grammar, len(prompt))
     for order in (range(len(prefixes)), reversed(range(len(prefixes))), (3, 0, len(prefixes) - 1, 2)):
         for place in order:
             assert allowed(one, [*prompt, *prefixes[place]], vocab) == fresh[place]
@@ -52,7 +54,7 @@ def test_a_grammar_may_be_asked_in_any_order(engine: Engine) -> None:
 
 def test_what_cannot_follow_leaves_the_matcher_where_it_can_go_on(engine: Engine) -> None:
     vocab = engine.model.config.vocab_size
-    one = Grammars(engine.tokenizer, vocab).json_schema(SCHEMA, 0)
+    one = Bound(Grammars(engine.tokenizer, vocab).json_schema(SCHEMA, b""), 0)
     path = engine.tokenizer.encode('{"a": "x"}')
     before = allowed(one, path[:2], vocab)
     wrong = next(token for token in range(vocab) if token not in before)

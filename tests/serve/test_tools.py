@@ -16,7 +16,8 @@ from tests.serve.conftest import Running, local
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.engine import Engine
 from vivace.serve.config import ServeConfig
-from vivace.serve.grammar import Grammars
+from vivace.serve.grammar import binds_within
+from vivace.serve.grammars import Grammars
 from vivace.serve.tool_format import HERMES, rest_grammar
 from vivace.serve.tool_reader import ToolReader
 
@@ -91,7 +92,7 @@ def test_strict_binds_calls_of_a_free_model(engine: Engine) -> None:
     grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size)
     function = LOOK["function"]
     lark = rest_grammar(HERMES, [("look", function["parameters"])])  # type: ignore[index]
-    bound = grammars.calls_within(lark, HERMES, 2)
+    bound = binds_within(grammars, grammars.calls(lark, b""), HERMES)(2)
     draws = torch.Generator().manual_seed(0)
     text = engine.tokenizer.encode("Hm, <tool_cal")
     free = torch.randn(1, engine.model.config.vocab_size, generator=draws)

@@ -114,12 +114,15 @@ class Reply:
             meters.finished(choice, self.arrived_at, self.queue_s)
         return fresh
 
-    async def whole(self, call: Call, meters: Meters) -> dict[str, Any]:
-        """Run to the end; one object."""
+    async def gather(self, call: Call, meters: Meters) -> None:
+        """Run to the end."""
         async for found in call.events():
             if found is not None and isinstance(found[1], Emitted):
                 self.queue_s = call.queue_s
                 self.take(found[0], found[1], meters)
+
+    def whole(self) -> dict[str, Any]:
+        """The complete answers as one object."""
         reply = self.head.object(self.shape.kind, [self.shape.whole(choice, self.extras) for choice in self.choices])
         if self.extras.token_ids:
             reply["prompt_token_ids"] = list(self.ask.prompts[0])

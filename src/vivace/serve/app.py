@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -23,17 +23,22 @@ from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Genera
 from vivace.serve.call import Calls
 from vivace.serve.catalog import Catalog
 from vivace.serve.choice import TokenInfo
-from vivace.serve.complaint import complaint
 from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
 from vivace.serve.connections import Connections
+from vivace.serve.document import describe, takes
+from vivace.serve.encoding import encoded
 from vivace.serve.guard import Guard
+from vivace.serve.lanes import Lane
+from vivace.serve.long_text import LONG
 from vivace.serve.meters import Meters
 from vivace.serve.prefix import PrefixCache
+from vivace.serve.prompts import Prompts
 from vivace.serve.refusal import Refusal, error_body, refusal_of
 from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
 from vivace.serve.scoring import score
 from vivace.serve.worker import Worker
 
+B = TypeVar("B", bound=GenerationBody)
 log = logging.getLogger(__name__)
 PLAYGROUND = Path(__file__).parent / "playground.html"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -93,7 +98,11 @@ class Server:
             chunk = self.worker.session.chunk
             prefix = PrefixCache(engine.model.config, chunk=chunk, max_bytes=config.prefix_cache_bytes)
         self.worker.prefix = prefix
-        self.asking = Asking(engine, self.catalog, prefix, asked, config.default_max_tokens)
+        num_open = self.worker.num_slots + self.worker.max_queue
+        self.texts = Lane("texts", num_threads=2, max_open=num_open)
+        self.heavy = Lane("heavy", num_threads=2, max_open=num_open)
+        prompts = Prompts(engine, asked, num_open)
+        self.asking = Asking(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens)
         self.meters = Meters(config.served_model_name, self.worker, compat=config.metrics_compat)
 
     @property
@@ -101,19 +110,32 @@ class Server:
         """What answers depend on beside the request."""
         return f"vivace-{self.version}-{str(self.engine.model.dtype).removeprefix('torch.')}-{self.engine.kernels.name}"
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        self._note(body, request)
+        body, ask = await self._asked(ChatBody, request)
         extras = Extras(body.logprobs, body.return_token_ids, body.return_trace)
-        return await self._answer(self.asking.chat(body, request.state.owner), body, ChatShape(), extras, request)
+        return await self._answer(ask, body, ChatShape(), extras, request)
 
-    async def complete(self, body: CompletionBody, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
-        self._note(body, request)
-        ask = self.asking.completion(body, request.state.owner)
+        body, ask = await self._asked(CompletionBody, request)
         echoes = await unless_gone(request, self._echoes(body, ask)) if body.echo else []
         extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
         return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
+
+    async def _asked(self, kind: type[B], request: Request) -> tuple[B, Ask]:
+        """What a request asks for, found out beside the event loop."""
+        raw, owner = await request.body(), request.state.owner
+        return await unless_gone(request, self._read(kind, raw, owner, request))
+
+    async def _read(self, kind: type[B], raw: bytes, owner: bytes, request: Request) -> tuple[B, Ask]:
+        begun = await self.texts.run(self.asking.begin, kind, raw)
+        body = begun.body
+        assert isinstance(body, kind)
+        self._note(body, request)
+        if begun.takes_long:
+            begun = await self.heavy.run(self.asking.go_on, begun, owner)
+        return body, await self.texts.run(self.asking.finish, begun, owner)
 
     async def _answer(
         self,
@@ -132,7 +154,8 @@ class Server:
         if body.stream:
             return EventStream(reply, call, self.meters)
         try:
-            return JSONResponse(await unless_gone(request, reply.whole(call, self.meters)))
+            await unless_gone(request, reply.gather(call, self.meters))
+            return _json(await self.texts.run(lambda: encoded(reply.whole())))
         finally:
             call.close()
 
@@ -148,20 +171,28 @@ class Server:
         found: list[TokenInfo] = await asyncio.wrap_future(scored)
         return Echo(text, found)
 
-    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
         """``/tokenize``."""
-        self.catalog.find(body.model)
-        if body.messages is not None:
-            tokens = self.asking.conversation(body.messages, add_generation_prompt=body.add_generation_prompt)
-        else:
-            tokens = self.engine.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
-        return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
+        prompts, raw = self.asking.prompts, await request.body()
+        text, special = await self.texts.run(self.asking.to_tokenize, raw)
 
-    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        def found() -> bytes:
+            tokens = prompts.tokens(text, special=special)
+            return encoded({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
+
+        return _json(await unless_gone(request, self._lane(text).run(found)))
+
+    async def detokenize(self, request: Request) -> Response:
         """``/detokenize``."""
-        self.catalog.find(body.model)
-        self.asking.check_tokens(body.tokens, "tokens")
-        return {"prompt": self.engine.tokenizer.decode(body.tokens)}
+        prompts, raw = self.asking.prompts, await request.body()
+        tokens = await self.texts.run(self.asking.to_detokenize, raw)
+        return _json(
+            await unless_gone(request, self._lane(tokens).run(lambda: encoded({"prompt": prompts.text(tokens)})))
+        )
+
+    def _lane(self, text: str | list[int]) -> Lane:
+        """Where a text is turned into tokens, or tokens into a text."""
+        return self.heavy if len(text) > LONG else self.texts
 
     @staticmethod
     def _note(body: GenerationBody, request: Request) -> None:
@@ -177,8 +208,16 @@ def build(server: Server) -> FastAPI:
     async def life(_: FastAPI) -> AsyncIterator[None]:
         server.calls.loop = asyncio.get_running_loop()
         server.worker.start()
+        # Python's search for cycles stops every thread while it looks at all objects: 0.3 s for those of the libraries.
+        # These are there to stay, and frozen they are left out.
+        gc.collect()
+        gc.freeze()
         yield
+        gc.unfreeze()
         server.worker.close()
+        server.texts.close()
+        server.heavy.close()
+        server.asking.grammars.close()
 
     app = FastAPI(title="vivace", version=server.version, lifespan=life, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, config=server.config)
@@ -193,29 +232,35 @@ def build(server: Server) -> FastAPI:
     _answer_errors(app)
     _generation_routes(app, server)
     _other_routes(app, server)
+    describe(app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody))
     return app
 
 
+def _json(content: bytes) -> Response:
+    """A reply that was written beside the event loop."""
+    return Response(content, media_type="application/json")
+
+
 def _generation_routes(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/chat/completions", responses=_ERRORS)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=takes(ChatBody))
+    async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await server.chat(body, request)
+        return await server.chat(request)
 
-    @app.post("/v1/completions", responses=_ERRORS)
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    @app.post("/v1/completions", responses=_ERRORS, openapi_extra=takes(CompletionBody))
+    async def completions(request: Request) -> Response:
         """Continue texts."""
-        return await server.complete(body, request)
+        return await server.complete(request)
 
-    @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    @app.post("/tokenize", responses=_ERRORS, openapi_extra=takes(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
         """Tokens of a text or of messages."""
-        return server.tokenize(body)
+        return await server.tokenize(request)
 
-    @app.post("/detokenize", responses=_ERRORS)
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    @app.post("/detokenize", responses=_ERRORS, openapi_extra=takes(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
         """Text of tokens."""
-        return server.detokenize(body)
+        return await server.detokenize(request)
 
 
 def _other_routes(app: FastAPI, server: Server) -> None:
@@ -265,11 +310,6 @@ def _answer_errors(app: FastAPI) -> None:
         if refusal.status >= 500:
             log.error("%s: %s", request.state.request_id, error)
         return JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def fields(_: Request, error: RequestValidationError) -> JSONResponse:
-        refusal = complaint(error.errors())
-        return JSONResponse(refusal.body, refusal.status)
 
     @app.exception_handler(HTTPException)
     async def routes(_: Request, error: HTTPException) -> JSONResponse:

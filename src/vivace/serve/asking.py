@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.request import Processor, Request
 from vivace.engine import Engine, Options
-from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody, Message
+from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from vivace.serve.catalog import Catalog
-from vivace.serve.grammar import Grammars
+from vivace.serve.complaint import fields_of
+from vivace.serve.grammar import Bind, binds, bound
+from vivace.serve.grammars import Grammars
 from vivace.serve.prefix import PrefixCache
 from vivace.serve.processors import Bias, Penalties
+from vivace.serve.prompts import Prompts, Unread
 from vivace.serve.refusal import Refusal
 from vivace.serve.tool_reader import ToolReader
 from vivace.serve.tools import Tools
@@ -39,6 +42,23 @@ class Ask:
     """Makes what finds calls of tools in an answer."""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A request on its way to be asked."""
+
+    body: GenerationBody
+    prompts: tuple[Unread, ...]
+    """Tokens, or texts that take long to tokenize."""
+    binds: tuple[Bind, ...] = ()
+    """Grammars of the answers, once they are compiled."""
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether ``Asking.go_on`` has something to do."""
+        is_strict = isinstance(self.body, ChatBody) and self.body.is_strict
+        return self.body.is_bound or is_strict or any(isinstance(prompt, str) for prompt in self.prompts)
+
+
 class Verbatim(Tokenizer):
     """Writes special tokens too."""
 
@@ -55,15 +75,17 @@ class Asking:
         self,
         engine: Engine,
         catalog: Catalog,
+        prompts: Prompts,
         prefix: PrefixCache | None,
         max_model_len: int,
         default_max_tokens: int | None = None,
     ) -> None:
-        """Read the chat template.
+        """Ask nothing yet.
 
         Args:
             engine: the base model.
             catalog: models that may be named.
+            prompts: reads prompts.
             prefix: entries of earlier prompts.
             max_model_len: prompt and answer together, in tokens.
             default_max_tokens: longest answer of requests that do not say; None is what the checkpoint says, else what
@@ -73,91 +95,117 @@ class Asking:
         self.catalog = catalog
         self.max_model_len = max_model_len
         self.default_max_tokens = default_max_tokens
+        self.prompts = prompts
+        self.grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size)
         self._prefix = prefix
-        self._grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size)
         self._verbatim = Verbatim(engine.tokenizer.inner, engine.tokenizer.eos_ids)
-        self._tools = Tools(engine.tokenizer, self._grammars)
-        self._template_words = template_words(engine.tokenizer)
+        self._tools = Tools(engine.tokenizer, self.grammars)
+        self._drafters = threading.Lock()
 
-    def chat(self, body: ChatBody, owner: bytes) -> Ask:
-        """Requests for a conversation.
+    # The three stages of a request; each is called in one of the threads that are there for it.
+
+    def begin(self, kind: type[GenerationBody], raw: bytes) -> Begun:
+        """Fields and prompts of a request, as far as that is quickly done.
 
         Args:
-            body: the fields.
+            kind: which fields there are.
+            raw: the JSON.
+
+        Raises:
+            UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
+        """
+        body = fields_of(kind, raw)
+        self.catalog.find(body.model)
+        if isinstance(body, ChatBody):
+            unread = self.prompts.of_chat(body)
+        else:
+            assert isinstance(body, CompletionBody)
+            unread = self.prompts.of_completion(body)
+        special = isinstance(body, CompletionBody)
+        read = [one if self.prompts.is_long(one) else self.prompts.tokens(one, special=special) for one in unread]
+        return Begun(body, tuple(read))
+
+    def go_on(self, begun: Begun, owner: bytes) -> Begun:
+        """The part that takes long: grammars, and texts that are.
+
+        Raises:
+            Refusal: a schema that is wrong or cannot be kept to, or a text that could not be tokenized.
+        """
+        special = isinstance(begun.body, CompletionBody)
+        tokens = tuple(self.prompts.tokens(one, special=special) for one in begun.prompts)
+        return replace(begun, prompts=tokens, binds=self.bindings(begun.body, owner))
+
+    def finish(self, begun: Begun, owner: bytes) -> Ask:
+        """Requests for the session.
+
+        Args:
+            begun: what the stages before gave.
             owner: whose request it is; prompts are cached for each owner alone.
 
         Raises:
             UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
         """
-        template = dict(body.chat_template_kwargs)
-        if body.reads_calls:
-            template["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-        self._check_template(template, body)
-        if body.continue_final_message:
-            template["continue_final_message"] = True
-        tokens = self.conversation(
-            body.messages, add_generation_prompt=not body.continue_final_message, template=template
-        )
-        num_top = body.top_logprobs if body.logprobs else 0
-        ask = self._ask(body, owner, [tokens], body.limit, wants_logprobs=body.logprobs, num_top=num_top)
-        return self._with_tools(ask, body) if body.reads_calls else ask
+        body, prompts = begun.body, [list(prompt) for prompt in begun.prompts if not isinstance(prompt, str)]
+        assert len(prompts) == len(begun.prompts), "long texts are tokenized by now"
+        if isinstance(body, ChatBody):
+            num_top = body.top_logprobs if body.logprobs else None
+            ask = self._ask(body, owner, prompts, body.limit, num_top)
+            ask = self._with_tools(ask, body) if body.reads_calls else ask
+        else:
+            assert isinstance(body, CompletionBody)
+            limit = 1 if body.max_tokens == 0 else body.max_tokens  # nothing to write: only the prompts are scored
+            ask = self._ask(body, owner, prompts, limit, body.logprobs)
+        return replace(ask, requests=bound(ask.requests, begun.binds))
+
+    def to_tokenize(self, raw: bytes) -> tuple[str, bool]:
+        """The text of ``/tokenize``, and whether it gets the tokenizer's own leading and trailing tokens.
+
+        Raises:
+            UsageError: a wrong field.
+        """
+        body = fields_of(TokenizeBody, raw)
+        self.catalog.find(body.model)
+        if body.messages is None:
+            return body.prompt or "", body.add_special_tokens
+        return self.prompts.conversation(body.messages, add_generation_prompt=body.add_generation_prompt), False
+
+    def to_detokenize(self, raw: bytes) -> list[int]:
+        """The tokens of ``/detokenize``.
+
+        Raises:
+            UsageError: a wrong field.
+        """
+        body = fields_of(DetokenizeBody, raw)
+        self.catalog.find(body.model)
+        return body.tokens
+
+    def bindings(self, body: GenerationBody, owner: bytes) -> tuple[Bind, ...]:
+        """What binds the answers to grammars, each compiled once for all of them.
+
+        Args:
+            body: the fields.
+            owner: whose request it is.
+
+        Raises:
+            Refusal: a schema that is wrong, or cannot be kept to.
+        """
+        found = self._tools.bindings(body, owner) if isinstance(body, ChatBody) and body.reads_calls else ()
+        if body.response_format is None or body.response_format.type == "text":
+            return found
+        named = body.response_format.json_schema
+        schema = {"type": "object"} if named is None else named.schema_
+        return (*found, binds(self.grammars.json_schema(schema, owner), "response_format"))
 
     def _with_tools(self, ask: Ask, body: ChatBody) -> Ask:
-        """The same, its answers read for calls, and bound to them where one is forced."""
+        """The same, its answers read for calls."""
         form = self._tools.form()
         only_one = not body.parallel_tool_calls
         return replace(
             ask,
-            requests=self._tools.bound(ask.requests, form, body),
+            requests=self._tools.ending(ask.requests, form, body),
             tokenizer=self._tools.tokenizer if body.skip_special_tokens else self._verbatim,
             reader=lambda: ToolReader(form, only_one=only_one),
         )
-
-    def completion(self, body: CompletionBody, owner: bytes) -> Ask:
-        """Requests for prompts that are taken as they are.
-
-        Args:
-            body: the fields.
-            owner: whose request it is; prompts are cached for each owner alone.
-
-        Raises:
-            UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
-        """
-        prompts = [self._tokens(prompt) for prompt in body.prompts]
-        limit = 1 if body.max_tokens == 0 else body.max_tokens  # nothing to write: only the prompts are scored
-        wants = body.logprobs is not None
-        return self._ask(body, owner, prompts, limit, wants_logprobs=wants, num_top=body.logprobs or 0)
-
-    def conversation(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, template: dict[str, Any] | None = None
-    ) -> list[int]:
-        """Tokens of messages through the chat template."""
-        values: Any = [message.template_values() for message in messages]
-        tokenizer = self.engine.tokenizer
-        text = tokenizer.prompt_text(values, add_generation_prompt=add_generation_prompt, **(template or {}))
-        return tokenizer.encode(text, special=False)
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.engine.tokenizer.encode(prompt)
-        self.check_tokens(prompt, "prompt")
-        return prompt
-
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Refuse tokens that this model does not have."""
-        vocab = self.engine.model.config.vocab_size
-        if wrong := [token for token in tokens if not 0 <= token < vocab]:
-            raise Refusal(400, f"{param} names token {wrong[0]}; this model has tokens 0 to {vocab - 1}", param=param)
-
-    def _check_template(self, template: dict[str, Any], body: ChatBody) -> None:
-        for name in template:
-            if name not in self._template_words or name in ("messages", "add_generation_prompt"):
-                param = "tools" if name == "tools" and body.tools else "chat_template_kwargs"
-                raise Refusal(
-                    400,
-                    f"{param}: the chat template of this model does not read {name[:100]!r}; leave it out",
-                    param=param,
-                )
 
     def _ask(
         self,
@@ -165,26 +213,24 @@ class Asking:
         owner: bytes,
         prompts: list[list[int]],
         limit: int | None,
-        *,
-        wants_logprobs: bool,
-        num_top: int,
+        num_top: int | None,
     ) -> Ask:
+        """Requests, with the likeliest ``num_top`` tokens of every place, without log-probabilities when it is None."""
         model = self.catalog.find(body.model)
-        options = self._options(body, limit, wants_logprobs)
+        options = self._options(body, limit, num_top is not None)
         draws = not self.engine.sampling(options).is_greedy
         method = self.catalog.method(model, body.method, is_seeded=draws and body.seed is not None)
-        drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
+        with self._drafters:  # they are made when they are first asked for
+            drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed = random.getrandbits(62) if body.seed is None else body.seed
         prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt, owner)
+        bias = (Bias(self._bias(body)),) if body.logit_bias else ()
         requests = []
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)
             first = self._request(body, tokens, options, drafter, prefix)
-            first = replace(first, num_top_logprobs=num_top if wants_logprobs else 0)
-            requests += [
-                replace(first, seed=seed + choice, processors=self._processors(body, len(tokens)))
-                for choice in range(body.n)
-            ]
+            first = replace(first, num_top_logprobs=num_top or 0, processors=self._processors(body, len(tokens), bias))
+            requests += [replace(first, seed=seed + choice) for choice in range(body.n)]
         return Ask(
             model,
             method,
@@ -229,12 +275,13 @@ class Asking:
         self, body: GenerationBody, tokens: list[int], options: Options, drafter: Drafter, prefix: Prefix | None
     ) -> Request:
         """One request, cut to what a slot of this server holds when the body names no limit."""
-        self.check_tokens(body.stop_token_ids, "stop_token_ids")
+        self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
         room = self.max_model_len - len(tokens)
         is_open = options.max_new_tokens is None
         if is_open and (self.default_max_tokens is not None or not _SAY_LIMIT & self.engine.defaults.keys()):
             options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))
-        request = self.engine.request_for(tokens, options)
+        with self._drafters:
+            request = self.engine.request_for(tokens, options)
         if is_open:
             request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
         request.check_fits(self.max_model_len)
@@ -246,39 +293,16 @@ class Asking:
             prefix=prefix,
         )
 
-    def _processors(self, body: GenerationBody, num_prompt_tokens: int) -> tuple[Processor, ...]:
-        """New ones for every choice: a grammar remembers where it stands."""
-        found: list[Processor] = []
+    @staticmethod
+    def _processors(body: GenerationBody, num_prompt_tokens: int, bias: tuple[Bias, ...]) -> tuple[Processor, ...]:
+        """What bends the distribution of answers, other than a grammar."""
         if body.presence_penalty or body.frequency_penalty:
-            found.append(Penalties(num_prompt_tokens, body.presence_penalty, body.frequency_penalty))
-        if body.logit_bias:
-            found.append(Bias(self._bias(body)))
-        if body.response_format is not None:
-            if body.response_format.type == "json_object":
-                found.append(self._grammars.json_object(num_prompt_tokens))
-            elif body.response_format.json_schema is not None:
-                schema = body.response_format.json_schema.schema_
-                found.append(self._grammars.json_schema(schema, num_prompt_tokens))
-        return tuple(found)
+            return (Penalties(num_prompt_tokens, body.presence_penalty, body.frequency_penalty), *bias)
+        return bias
 
     def _bias(self, body: GenerationBody) -> dict[int, float]:
         if wrong := [key for key in body.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
             raise Refusal(400, f"logit_bias has the key {wrong[0][:100]!r}; keys are token ids", param="logit_bias")
         bias = {int(key): value for key, value in body.logit_bias.items()}
-        self.check_tokens(list(bias), "logit_bias")
+        self.prompts.check_tokens(list(bias), "logit_bias")
         return bias
-
-
-def template_words(tokenizer: Tokenizer) -> frozenset[str]:
-    """Values that a chat template reads."""
-    import jinja2
-    from jinja2 import meta
-
-    template = tokenizer.inner.chat_template
-    if not isinstance(template, str):
-        return frozenset()
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
-    except jinja2.TemplateSyntaxError:  # transformers has tags of its own; what cannot be read is not promised
-        return frozenset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vivace.serve.foreign import without_neutral
 
@@ -19,7 +19,12 @@ MAX_TOP = 20
 """``top_logprobs`` at most."""
 MAX_STOPS = 16
 MAX_PROMPTS = 64
+FIRST = Field(fail_fast=True)
+"""A list is read up to its first error: a body of a megabyte holds hundreds of thousands."""
 Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[Token], FIRST]
+PromptTexts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+PromptTokens = Annotated[list[Tokens], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -31,7 +36,14 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        left = {name: value for name, value in values.items() if value is not None}
+        if cls.model_config.get("extra") == "forbid":
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for name in [name for name in left if name not in known][1:]:
+                del left[name]  # one of them is enough to refuse the body
+        return left
 
 
 class StreamOptions(Strict):
@@ -118,7 +130,7 @@ class Message(Strict):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     role: str = Field(min_length=1)
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], FIRST] = ""
 
     def template_values(self) -> dict[str, Any]:
         """As chat templates read it."""
@@ -147,15 +159,15 @@ def _with_values(call: Any) -> Any:
 class Body(Strict):
     """A whole request."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_unicode(cls, values: Any) -> Any:
-        """JSON can spell half of a surrogate pair, which is no text."""
-        try:
-            json.dumps(values, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text holds half of a surrogate pair; send valid Unicode") from None
-        return values
+
+def _first_wrong(bias: Any) -> Any:
+    """Of values that are no numbers in range the first one, which is enough to refuse them; else all."""
+    if not isinstance(bias, dict):
+        return bias
+    for name, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            return {name: value}
+    return bias
 
 
 class GenerationBody(Body):
@@ -177,15 +189,17 @@ class GenerationBody(Body):
         0.0, ge=-2, le=2, description="Taken from the logits of tokens in the answer so far."
     )
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="The same, times how often they occurred.")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_first_wrong)] = Field(
         {}, description="Added to the logits of token ids."
     )
     min_tokens: int = Field(0, ge=0, description="No end token before so many.")
     ignore_eos: bool = Field(False, description="Write on past the end of text, up to the limit.")
-    stop: StopText | list[StopText] | None = Field(
+    stop: StopText | Annotated[list[StopText], FIRST] | None = Field(
         None, description="Text, or up to 16 texts, at which the answer ends; not part of it."
     )
-    stop_token_ids: list[Token] = Field([], max_length=256, description="Tokens at which the answer ends.")
+    stop_token_ids: list[Token] = Field(
+        [], max_length=256, fail_fast=True, description="Tokens at which the answer ends."
+    )
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Choices; choice i is drawn with seed + i.")
     seed: int | None = Field(
         None,
@@ -236,7 +250,15 @@ class GenerationBody(Body):
             asked = {"stream_options": any(self.options.model_dump().values()), "return_progress": self.return_progress}
             for name in [name for name, is_asked in asked.items() if is_asked]:
                 raise ValueError(f"{name} has an effect only with stream")
+        if self.is_bound:
+            for name in [name for name in ("ignore_eos", "min_tokens") if getattr(self, name)]:
+                raise ValueError(f"{name} excludes a schema: an answer that is bound to one ends where the schema does")
         return self
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the whole answer has to fit a grammar."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -253,7 +275,7 @@ class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(
-        min_length=1, description="The conversation; content is text, or parts of type text."
+        min_length=1, fail_fast=True, description="The conversation; content is text, or parts of type text."
     )
     max_completion_tokens: int | None = Field(
         None,
@@ -266,6 +288,7 @@ class ChatBody(GenerationBody):
     tools: list[Tool] = Field(
         [],
         max_length=128,
+        fail_fast=True,
         description="Functions the model may call (`tool_calls`); refused where its template teaches no known way.",
     )
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
@@ -301,6 +324,16 @@ class ChatBody(GenerationBody):
             raise ValueError("response_format and a tool_choice that forces a call exclude each other")
 
     @property
+    def is_bound(self) -> bool:
+        """Whether the whole answer has to fit a grammar, calls of tools among them."""
+        return super().is_bound or bool(self.forced)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether calls that the model is free to make have to fit their schemas."""
+        return self.reads_calls and any(tool.function.strict for tool in self.tools)
+
+    @property
     def reads_calls(self) -> bool:
         """Whether the answer may hold calls."""
         return bool(self.tools) and self.tool_choice != "none"
@@ -322,7 +355,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
+    prompt: str | PromptTexts | Tokens | PromptTokens = Field(
         description="Text, texts, token ids, or lists of them; taken as it is, without the chat template."
     )
     max_tokens: int | None = Field(
@@ -356,7 +389,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = Field(None, description="A text; or `messages`.")
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], FIRST] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -371,4 +404,4 @@ class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[Token] = Field(max_length=1 << 20)
+    tokens: list[Token] = Field(max_length=1 << 20, fail_fast=True)

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
 
 from vivace.errors import nearest
-from vivace.serve.bodies import ChatBody, CompletionBody
+from vivace.serve.bodies import Body, ChatBody, CompletionBody
 from vivace.serve.foreign import REFUSED
 from vivace.serve.refusal import Refusal
 
 _KNOWN = frozenset({*ChatBody.model_fields, *CompletionBody.model_fields})
 
+B = TypeVar("B", bound=Body)
+
+
+def fields_of(kind: type[B], raw: bytes) -> B:
+    """The fields of a body.
+
+    Args:
+        kind: which there are.
+        raw: the JSON.
+
+    Raises:
+        Refusal: what is wrong with it.
+    """
+    try:
+        values = from_json(raw)
+    except ValueError as exc:
+        why = str(exc)
+        if "hex escape" in why:  # JSON can spell half of a surrogate pair, which is no text
+            why += "; send valid Unicode"
+        raise Refusal(400, f"the body is not JSON: {why}") from None
+    try:
+        return kind.model_validate(values)
+    except ValidationError as exc:
+        # lists end at their first error, and of unknown fields one is left: the errors are never many
+        raise complaint(exc.errors(include_url=False)) from None
+
 
 def complaint(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """The first of pydantic's errors as a refusal; fields that are not supported come first."""
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
-    place = [str(step) for step in error["loc"] if step != "body"]
+    place = [str(step)[:100] for step in error["loc"]]
     param = ".".join(place) or None
-    if error["type"] == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be read')}")
     if error["type"] == "extra_forbidden":
         return _unsupported(place, param)
     if error["type"] == "missing":
@@ -27,13 +55,13 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     message = str(error["msg"]).removeprefix("Value error, ")
     if param is None and message.split(" ")[0] in _KNOWN:
         param = message.split(" ")[0]
-    found = repr(error.get("input"))
+    found = " ".join(reprlib.repr(error.get("input")).split())
     shown = "" if error["type"] == "value_error" else f", found {found[:80] + '...' if len(found) > 80 else found}"
     return Refusal(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}{shown}", param=param)
 
 
 def _unsupported(place: Sequence[str], param: str | None) -> Refusal:
-    name = place[-1][:100]
+    name = place[-1]
     if len(place) > 1:
         why = ""
     elif name in REFUSED:

@@ -2,123 +2,104 @@
 
 The grammar engine is llguidance. A matcher stands after some tokens of the answer and is moved to the prefix that is
 asked for: back to where the two part, then on. Prefixes of one draft share all but a few tokens, so this is cheap.
+
+A grammar can stop on its way: the engine has limits, and says that it met one only when it is asked. Then there is no
+distribution to draw from any more, and the request ends with an error; its text is never written on without the
+grammar. A *guess* that the grammar does not accept is nothing of the kind: the row before it gave it no probability,
+so verification drops it, whatever is computed above it. ``keeps_to`` asks the same about tokens that were decided, and
+there it is an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.tokenizer import Tokenizer
-from vivace.errors import DependencyError
+from vivace.decode.request import Request
+from vivace.serve.grammar_trial import stuck
+from vivace.serve.grammars import Grammar, Grammars
 from vivace.serve.refusal import Refusal
-from vivace.serve.tool_format import LAYOUT, ToolFormat
+from vivace.serve.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-class Grammars:
-    """Makes processors that bind an answer to a grammar."""
+class Binding(Protocol):
+    """A logits processor that binds one answer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._table: LLTokenizer | None = None
-
-    def json_object(self, num_prompt_tokens: int) -> Bound:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"}, num_prompt_tokens)
-
-    def json_schema(self, schema: Mapping[str, Any], num_prompt_tokens: int) -> Bound:
-        """JSON of a schema.
-
-        Args:
-            schema: the JSON schema.
-            num_prompt_tokens: tokens before the answer.
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """(1, S) tokens so far and (1, V) logits -> (1, V), impossible tokens at minus infinity.
 
         Raises:
-            Refusal: the schema is wrong or says something that cannot be kept to.
-            DependencyError: llguidance is missing.
+            Refusal: the grammar stopped.
         """
-        spelt = json.dumps({**schema, "x-guidance": LAYOUT})
-        matcher = self._matcher(lambda kind: kind.grammar_from_json_schema(spelt), "response_format")
-        return Bound(matcher, num_prompt_tokens, self._vocab_size)
+        ...
 
-    def calls(self, lark: str, num_prompt_tokens: int) -> Bound:
-        """Calls of tools, as a Lark grammar says.
-
-        Args:
-            lark: see ``tool_format.grammar``.
-            num_prompt_tokens: tokens before the answer.
+    def keeps_to(self, tokens: Sequence[int]) -> bool:
+        """Never a reason to end a text: False when these decided tokens of the answer fit.
 
         Raises:
-            Refusal: the schema of a function's arguments is wrong or cannot be kept to.
-            DependencyError: llguidance is missing.
+            Refusal: they do not, or the grammar stopped.
         """
-        return Bound(
-            self._matcher(lambda kind: kind.grammar_from_lark(lark), "tools"), num_prompt_tokens, self._vocab_size
-        )
+        ...
 
-    def calls_within(self, lark: str, form: ToolFormat, num_prompt_tokens: int) -> BoundWithin:
-        """Text as it comes, and calls whose arguments fit.
 
-        Args:
-            lark: of what follows a tag, see ``tool_format.rest_grammar``.
-            form: how calls are written.
-            num_prompt_tokens: tokens before the answer.
+Bind = Callable[[int], Binding]
+"""Makes the processor of one answer from the number of its prompt's tokens."""
 
-        Raises:
-            Refusal: the schema of a function's arguments is wrong or cannot be kept to.
-            DependencyError: llguidance is missing.
-        """
-        matcher = self._matcher(lambda kind: kind.grammar_from_lark(lark), "tools")
-        return BoundWithin(matcher, self._tokens(), form, num_prompt_tokens, self._vocab_size)
 
-    def _matcher(self, make: Callable[[type[LLMatcher]], str], param: str) -> LLMatcher:
-        try:
-            from llguidance import LLMatcher
-        except ImportError as exc:
-            raise DependencyError(f"{param} needs llguidance; install vivace[serve]") from exc
-        table = self._tokens()
-        try:
-            grammar = make(LLMatcher)
-            problem = LLMatcher.validate_grammar(grammar, table)
-        except ValueError as exc:
-            problem = str(exc)
-        if problem:
-            said = " ".join(problem.split())[:300]
-            raise Refusal(400, f"{param}: this schema cannot be used: {said}", param=param)
-        return LLMatcher(table, grammar)
+def bound(requests: Iterable[Request], binds: Iterable[Bind]) -> tuple[Request, ...]:
+    """The same requests, their answers bound."""
+    made = tuple(requests)
+    for bind in binds:
+        made = tuple(_bound(request, bind(len(request.tokens))) for request in made)
+    return made
 
-    def _tokens(self) -> LLTokenizer:
-        if self._table is None:
-            from llguidance.hf import from_tokenizer
 
-            ends = list(self._tokenizer.eos_ids)
-            self._table = from_tokenizer(self._tokenizer.inner, n_vocab=self._vocab_size, eos_token=ends)
-        return self._table
+def _bound(request: Request, binding: Binding) -> Request:
+    criterion = request.stop.criterion
+
+    def ends(tokens: Sequence[int]) -> bool:
+        return binding.keeps_to(tokens) or (criterion is not None and criterion(tokens))
+
+    stop = replace(request.stop, criterion=ends)
+    return replace(request, processors=(*request.processors, binding), stop=stop)
 
 
 class Bound:
-    """A logits processor that lets only tokens pass with which the answer can still become what it must be."""
+    """Lets only tokens pass with which the answer can still become what it must be."""
 
-    def __init__(self, matcher: LLMatcher, num_prompt_tokens: int, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, grammar: Grammar, num_prompt_tokens: int, param: str = "response_format") -> None:
+        """Stand before the first token.
+
+        Args:
+            grammar: of the answer.
+            num_prompt_tokens: tokens before it.
+            param: the field that asked for it, for errors.
+        """
+        self._grammar = grammar
+        self._matcher = grammar.copy()
         self._start = num_prompt_tokens
-        self._vocab_size = vocab_size
+        self._param = param
         self._taken: list[int] = []
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """(1, S) tokens so far and (1, V) logits -> (1, V), impossible tokens at minus infinity."""
+        """See ``Binding``."""
         if not self._move_to(ids[0, self._start :].tolist()):
-            return logits  # a guess above this place is impossible, so nothing is read here
-        return _allowed(self._matcher, logits, self._vocab_size)
+            return logits  # a guess that its own row excluded: nothing above it is read
+        return _allowed(self._grammar, self._matcher, logits, self._param)
+
+    def keeps_to(self, tokens: Sequence[int]) -> bool:
+        """See ``Binding``."""
+        if not self._move_to(list(tokens)):
+            raise _stopped(self._param, "the text does not fit the schema")
+        return False
 
     def _move_to(self, tokens: list[int]) -> bool:
         """Whether the grammar allows these tokens; the matcher stands after them then."""
@@ -133,46 +114,144 @@ class Bound:
         wanted = tokens[shared:]
         taken = self._matcher.try_consume_tokens(wanted) if wanted else 0
         self._taken += wanted[:taken]
+        if self._matcher.is_error():
+            self._grammar.is_spoilt = True
+            raise _stopped(self._param, self._matcher.get_error())
         return taken == len(wanted)
 
 
+class Opening:
+    """Tokens that end the tag of a call and hold more: what they hold has to fit the call.
+
+    Which they are depends on the vocabulary; which of them fit, on the grammar. Neither depends on the answer.
+    """
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, tag: bytes) -> None:
+        """Try what follows the tag in each of them.
+
+        Args:
+            grammars: know the vocabulary.
+            grammar: of what follows the tag.
+            tag: what a call begins with.
+        """
+        self.tag = tag
+        self._barred: list[list[int]] = [[] for _ in tag]
+        matcher, table, fits = grammar.copy(), grammars.table(), dict[bytes, bool]()
+        for written, token, rest in grammars.straddling(tag):
+            if rest not in fits:
+                matcher.reset()
+                tokens = table.tokenize_bytes(rest)
+                fits[rest] = matcher.try_consume_tokens(tokens) == len(tokens)
+            if not fits[rest]:
+                self._barred[written].append(token)
+
+    def barred(self, written: bytes) -> list[int]:
+        """Tokens that cannot follow this text, in which no call is open."""
+        ends = [size for size in range(len(self.tag)) if written.endswith(self.tag[:size])]
+        return [token for size in ends for token in self._barred[size]]
+
+
 class BoundWithin:
-    """A logits processor that leaves text alone and binds what stands between the tags of a call."""
+    """Leaves text alone and binds what stands between the tags of a call."""
 
     def __init__(
-        self, matcher: LLMatcher, table: LLTokenizer, form: ToolFormat, num_prompt_tokens: int, vocab_size: int
+        self, grammar: Grammar, table: LLTokenizer, form: ToolFormat, opening: Opening, num_prompt_tokens: int
     ) -> None:
-        self._matcher = matcher
+        """Stand before the first token.
+
+        Args:
+            grammar: of what follows a tag, up to and with what closes it.
+            table: the vocabulary.
+            form: how calls are written.
+            opening: of the same grammar and tag.
+            num_prompt_tokens: tokens before the answer.
+        """
+        self._grammar = grammar
+        self._matcher = grammar.copy()
         self._table = table
-        self._tag, self._close = form.tag.encode(), form.close.encode()
+        self._opening = opening
+        self._close = form.close.encode()
         self._start = num_prompt_tokens
-        self._vocab_size = vocab_size
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """(1, S) tokens so far and (1, V) logits -> (1, V), impossible tokens at minus infinity inside a call."""
-        rest = self._open_call(self._table.decode_bytes(ids[0, self._start :].tolist()))
-        if rest is None:
-            return logits
-        self._matcher.reset()
-        tokens = self._table.tokenize_bytes(rest)
-        if tokens and self._matcher.try_consume_tokens(tokens) < len(tokens):
-            return logits  # a guess above this place is impossible, so nothing is read here
-        return _allowed(self._matcher, logits, self._vocab_size)
+        """See ``Binding``."""
+        written = self._table.decode_bytes(ids[0, self._start :].tolist())
+        text, call = self._divide(written)
+        if call is None:
+            barred = self._opening.barred(text)
+            return logits.index_fill(1, torch.tensor(barred, device=logits.device), -math.inf) if barred else logits
+        if not self._stands_after(call):
+            return logits  # a guess that its own row excluded: nothing above it is read
+        return _allowed(self._grammar, self._matcher, logits, "tools")
 
-    def _open_call(self, written: bytes) -> bytes | None:
-        """What was written of a call that is not closed yet; None between calls."""
-        while (at := written.find(self._tag)) >= 0:
-            rest = written[at + len(self._tag) :]
-            end = rest.find(self._close)
-            if end < 0:
-                return rest
-            written = rest[end + len(self._close) :]
+    def keeps_to(self, tokens: Sequence[int]) -> bool:
+        """See ``Binding``."""
+        _, call = self._divide(self._table.decode_bytes(list(tokens)))
+        if call is not None and not self._stands_after(call):
+            raise _stopped("tools", "the call does not fit its schema")
+        return False
+
+    def _divide(self, written: bytes) -> tuple[bytes, bytes | None]:
+        """Text behind the last call that is closed, and what was written of one that is open; None between calls."""
+        tag = self._opening.tag
+        while (at := written.find(tag)) >= 0:
+            call = written[at + len(tag) :]
+            end = self._end_of(call)
+            if end is None:
+                return written, call
+            written = call[end:]
+        return written, None
+
+    def _end_of(self, call: bytes) -> int | None:
+        """Where a call is closed: behind a closing tag with which the grammar is complete, none inside a text."""
+        at = 0
+        while (found := call.find(self._close, at)) >= 0:
+            at = found + len(self._close)
+            if self._stands_after(call[:at]) and self._matcher.is_accepting():
+                return at
         return None
 
+    def _stands_after(self, call: bytes) -> bool:
+        """Whether the grammar allows this beginning of a call; the matcher stands after it then."""
+        self._matcher.reset()
+        tokens = self._table.tokenize_bytes(call)
+        taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        if self._matcher.is_error():
+            self._grammar.is_spoilt = True
+            raise _stopped("tools", self._matcher.get_error())
+        return taken == len(tokens)
 
-def _allowed(matcher: LLMatcher, logits: Tensor, vocab_size: int) -> Tensor:
+
+def binds(grammar: Grammar, param: str) -> Bind:
+    """Binds whole answers."""
+    return lambda num_prompt_tokens: Bound(grammar, num_prompt_tokens, param)
+
+
+def binds_within(grammars: Grammars, grammar: Grammar, form: ToolFormat) -> Bind:
+    """Binds the calls of answers that may hold other text."""
+    table = grammars.table()
+    opening = Opening(grammars, grammar, form.tag.encode())
+    return lambda num_prompt_tokens: BoundWithin(grammar, table, form, opening, num_prompt_tokens)
+
+
+def _allowed(grammar: Grammar, matcher: LLMatcher, logits: Tensor, param: str) -> Tensor:
     """(1, V) logits with what the matcher does not allow at minus infinity."""
-    mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+    found = matcher.compute_bitmask()
+    if (why := stuck(matcher, found)) is not None:
+        grammar.is_spoilt = True
+        raise _stopped(param, why)
+    mask = torch.frombuffer(bytearray(found), dtype=torch.uint8)
     bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    allowed = bits.reshape(-1)[:vocab_size].bool().to(logits.device)
+    allowed = bits.reshape(-1)[: logits.shape[1]].bool().to(logits.device)
     return logits.masked_fill(~allowed, -math.inf)
+
+
+def _stopped(param: str, why: str) -> Refusal:
+    """A grammar that an answer cannot go on with."""
+    line = " ".join(why.replace("<non-verbose/>", "").split())[:300]
+    return Refusal(
+        400,
+        f"{param}: the answer cannot go on within its schema: {line}; what was sent of it is incomplete",
+        param=param,
+        code="grammar_stopped",
+    )

@@ -9,7 +9,8 @@ from typing import Any
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Request
 from vivace.serve.bodies import ChatBody
-from vivace.serve.grammar import Grammars
+from vivace.serve.grammar import Bind, binds, binds_within
+from vivace.serve.grammars import Grammars
 from vivace.serve.refusal import Refusal
 from vivace.serve.tool_format import FORMATS, ToolFormat, format_of, grammar, rest_grammar
 from vivace.serve.tool_reader import PYTHON_TAG
@@ -56,31 +57,40 @@ class Tools:
             )
         return form
 
-    def bound(self, requests: Iterable[Request], form: ToolFormat, body: ChatBody) -> tuple[Request, ...]:
-        """Requests whose answers keep to what the body says about its tools.
+    def bindings(self, body: ChatBody, owner: bytes) -> tuple[Bind, ...]:
+        """What binds the answers to what the body says about its tools, if anything does.
+
+        Args:
+            body: of a request with tools.
+            owner: whose request it is.
 
         Raises:
             Refusal: the schema of a function cannot be kept to, or not without forcing a call.
         """
-        made = []
-        for request in requests:
-            if body.forced:
-                request = self._forced(request, form, body)
-            elif any(tool.function.strict for tool in body.tools):
-                request = self._strict(request, form, body)
-            if not body.forced and not body.parallel_tool_calls and form.close:
-                request = replace(request, stop=replace(request.stop, criterion=self._ends(form)))
-            made.append(request)
-        return tuple(made)
+        form = self.form()
+        if body.forced:
+            return (self._forced(form, body, owner),)
+        if body.is_strict:
+            return (self._strict(form, body, owner),)
+        return ()
 
-    def _forced(self, request: Request, form: ToolFormat, body: ChatBody) -> Request:
+    def ending(self, requests: Iterable[Request], form: ToolFormat, body: ChatBody) -> tuple[Request, ...]:
+        """The same requests, their answers ended behind the first call where there shall be no further one."""
+        if body.forced or body.parallel_tool_calls or not form.close:
+            return tuple(requests)
+        ends = self._ends(form)
+        return tuple(replace(request, stop=replace(request.stop, criterion=ends)) for request in requests)
+
+    def _forced(self, form: ToolFormat, body: ChatBody, owner: bytes) -> Bind:
         """An answer that is calls and nothing else."""
         functions = [(function.name, function.schema_of_arguments) for function in body.forced]
-        lark = grammar(form, functions, is_parallel=body.parallel_tool_calls, token_of=self._special_token)
-        bound = self._grammars.calls(lark, len(request.tokens))
-        return replace(request, processors=(*request.processors, bound))
+        lark, trial = (
+            grammar(form, functions, is_parallel=body.parallel_tool_calls, token_of=token_of)
+            for token_of in (self._special_token, lambda _: None)
+        )
+        return binds(self._grammars.calls(lark, owner, trial=trial), "tools")
 
-    def _strict(self, request: Request, form: ToolFormat, body: ChatBody) -> Request:
+    def _strict(self, form: ToolFormat, body: ChatBody, owner: bytes) -> Bind:
         """Calls of a model that is free to make none; those of functions that are not strict are any object."""
         if not form.close:
             raise Refusal(
@@ -91,8 +101,7 @@ class Tools:
             )
         functions = [tool.function for tool in body.tools]
         schemas = [(one.name, one.schema_of_arguments if one.strict else {"type": "object"}) for one in functions]
-        bound = self._grammars.calls_within(rest_grammar(form, schemas), form, len(request.tokens))
-        return replace(request, processors=(*request.processors, bound))
+        return binds_within(self._grammars, self._grammars.calls(rest_grammar(form, schemas), owner), form)
 
     def _ends(self, form: ToolFormat) -> Callable[[Sequence[int]], bool]:
         """Whether a call has just ended: its closing tag is a handful of tokens at most."""

@@ -1,0 +1,171 @@
+"""From messages, texts and token ids to the tokens of prompts, cheap limits first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vivace.checkpoint.token_length import longest_token
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.engine import Engine
+from vivace.serve.bodies import ChatBody, CompletionBody, Message
+from vivace.serve.long_text import LONG, decode_apart, encode_apart
+from vivace.serve.refusal import Refusal
+
+Unread = str | list[int]
+"""A prompt that may still have to be tokenized."""
+
+
+class Prompts:
+    """Reads the prompts of one engine."""
+
+    def __init__(self, engine: Engine, max_model_len: int, max_sequences: int) -> None:
+        """Look at the tokenizer.
+
+        Args:
+            engine: the base model.
+            max_model_len: prompt and answer together, in tokens.
+            max_sequences: answers that may run and wait.
+        """
+        self._engine = engine
+        self._max_model_len = max_model_len
+        self._max_sequences = max_sequences
+        self._longest_token = longest_token(engine.tokenizer)
+        self._template_words = template_words(engine.tokenizer)
+
+    def of_chat(self, body: ChatBody) -> list[Unread]:
+        """The text of a conversation.
+
+        Raises:
+            UsageError: values that the chat template does not read, or a text that cannot fit.
+        """
+        self._check_count(body.n)
+        template = dict(body.chat_template_kwargs)
+        if body.reads_calls:
+            template["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+        self._check_template(template, body)
+        if body.continue_final_message:
+            template["continue_final_message"] = True
+        text = self.conversation(
+            body.messages, add_generation_prompt=not body.continue_final_message, template=template
+        )
+        self._check_characters(text, "messages")
+        return [text]
+
+    def of_completion(self, body: CompletionBody) -> list[Unread]:
+        """Texts and tokens as they are.
+
+        Raises:
+            Refusal: tokens that there are not, or more of anything than fits.
+        """
+        prompts = body.prompts
+        self._check_count(len(prompts) * body.n)
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_characters(prompt, "prompt")
+                continue
+            if len(prompt) >= self._max_model_len:
+                raise too_long(f"prompt has {len(prompt)} tokens", self._max_model_len, "prompt")
+            self.check_tokens(prompt, "prompt")
+        return prompts
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Messages through the chat template."""
+        values: Any = [message.template_values() for message in messages]
+        return self._engine.tokenizer.prompt_text(
+            values, add_generation_prompt=add_generation_prompt, **(template or {})
+        )
+
+    @staticmethod
+    def is_long(prompt: Unread) -> bool:
+        """Whether tokenizing it is work for a process of its own, see ``long_text.py``."""
+        return isinstance(prompt, str) and len(prompt) > LONG
+
+    def tokens(self, prompt: Unread, *, special: bool) -> list[int]:
+        """Tokens of a prompt.
+
+        Args:
+            prompt: as one of the methods above gave it.
+            special: with the tokenizer's own leading and trailing tokens, which a chat template writes itself.
+
+        Raises:
+            Refusal: a long text could not be tokenized.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        if self.is_long(prompt):
+            return encode_apart(self._engine.folder, prompt, special=special)
+        return self._engine.tokenizer.encode(prompt, special=special)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens.
+
+        Raises:
+            Refusal: there are no such tokens, or too many.
+        """
+        self.check_tokens(tokens, "tokens")
+        if len(tokens) > LONG:
+            return decode_apart(self._engine.folder, tokens)
+        return self._engine.tokenizer.decode(tokens)
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Refuse tokens that this model does not have."""
+        vocab = self._engine.model.config.vocab_size
+        if wrong := [token for token in tokens if not 0 <= token < vocab]:
+            raise Refusal(400, f"{param} names token {wrong[0]}; this model has tokens 0 to {vocab - 1}", param=param)
+
+    def _check_count(self, num_sequences: int) -> None:
+        """Refuse more answers than ever run and wait."""
+        if num_sequences > self._max_sequences:
+            raise Refusal(
+                400,
+                f"this request asks for {num_sequences} sequences and this server runs and keeps waiting "
+                f"{self._max_sequences}; ask for fewer prompts or a smaller n",
+            )
+
+    def _check_characters(self, text: str, param: str) -> None:
+        """Refuse a text that cannot fit, however few tokens it may become."""
+        if self._longest_token is not None and len(text) > self._longest_token * self._max_model_len:
+            least = -(-len(text) // self._longest_token)
+            raise too_long(f"{param} has {len(text)} characters, at least {least} tokens", self._max_model_len, param)
+
+    def _check_template(self, template: Mapping[str, Any], body: ChatBody) -> None:
+        for name in template:
+            if name not in self._template_words or name in ("messages", "add_generation_prompt"):
+                param = "tools" if name == "tools" and body.tools else "chat_template_kwargs"
+                raise Refusal(
+                    400,
+                    f"{param}: the chat template of this model does not read {name[:100]!r}; leave it out",
+                    param=param,
+                )
+
+
+def too_long(found: str, max_model_len: int, param: str) -> Refusal:
+    """A prompt that does not fit."""
+    return Refusal(
+        400,
+        f"{found}; this server holds {max_model_len} with the answer; shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def template_words(tokenizer: Tokenizer) -> frozenset[str]:
+    """Values that a chat template reads."""
+    import jinja2
+    from jinja2 import meta
+
+    template = tokenizer.inner.chat_template
+    if not isinstance(template, str):
+        return frozenset()
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except jinja2.TemplateSyntaxError:  # transformers has tags of its own; what cannot be read is not promised
+        return frozenset()

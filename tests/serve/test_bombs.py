@@ -1,0 +1,222 @@
+"""Requests made to take long: the event loop is on time all the while, and answers beside them are what they are."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import string
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Local, local
+from tests.serve.lag import PROMISED_S, Lateness, calmest, health_lag
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.engine import Engine
+from vivace.serve.config import ServeConfig
+from vivace.serve.encoding import encoded
+from vivace.serve.lanes import Lane
+from vivace.serve.long_text import LONG, decode_apart, encode_apart
+from vivace.serve.refusal import Refusal
+
+MEGABYTE = 1_000_000
+TEXT = "".join(random.Random(0).choices(string.ascii_lowercase + "  ,.\n", k=MEGABYTE))
+Bomb = tuple[str, bytes, int]
+"""Path, body and the status that answers it."""
+
+
+def schema(of: dict[str, Any], **fields: Any) -> bytes:
+    bound = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": of}}}
+    return json.dumps({"prompt": ["a", "b", "c", "d", "e"], "n": 16, "max_tokens": 1, **bound, **fields}).encode()
+
+
+def listed(field: str, element: str, last: str = "") -> bytes:
+    """A megabyte of one element."""
+    count = MEGABYTE // (len(element) + 1)
+    return f'{{"{field}": [{f"{element}," * count}{last or element}]}}'.encode()
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Schemas each of which says what the next one is."""
+    steps: dict[str, Any] = {
+        f"d{place}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{place + 1}"}}}
+        for place in range(length)
+    }
+    return {"$defs": {**steps, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+BOMBS: dict[str, Bomb] = {
+    "20k values": ("/v1/completions", schema({"enum": [f"value {place} " + "x" * 8 for place in range(20_000)]}), 400),
+    "6k values": ("/v1/completions", schema({"enum": [f"value {place} " + "x" * 8 for place in range(6_000)]}), 200),
+    "a large factor": ("/v1/completions", schema({"type": "integer", "multipleOf": 1_000_003}), 400),
+    "30 factors": ("/v1/completions", schema({"type": "object", "properties": {
+        f"k{place}": {"type": "integer", "multipleOf": 99_991 - place} for place in range(30)}}), 400),
+    "patterns": ("/v1/completions", schema({"type": "object", "patternProperties": {
+        f"^{chr(97 + place % 26)}{place}.*[a-z]+{place}$": {"type": "integer"} for place in range(400)}}), 400),
+    "a chain": ("/v1/completions", schema(chain(1600)), 400),
+    "a wrong list": ("/v1/chat/completions", listed("messages", "1"), 400),
+    "wrong messages": ("/v1/chat/completions", listed("messages", "{}"), 400),
+    "right messages": ("/v1/chat/completions", listed("messages", '{"role":"user"}'), 400),
+    "parts": ("/v1/chat/completions",
+              b'{"messages": [{"role": "user", "content": ['
+              + b'{"type":"text","text":""},' * 37_000 + b'{"type":"text","text":""}]}], "max_tokens": 1}', 200),
+    "unknown fields": ("/v1/chat/completions",
+                       json.dumps({f"x{place}": 1 for place in range(80_000)}).encode(), 400),
+    "wrong biases": ("/v1/completions",
+                     json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(70000), 200)}).encode(), 400),
+    "biases": ("/v1/completions",
+               json.dumps({"prompt": ["a"] * 5, "n": 16, "logit_bias": dict.fromkeys(range(70000), 1)}).encode(),
+               400),
+    "a long text": ("/v1/completions", json.dumps({"prompt": TEXT}).encode(), 400),
+    "a long message": ("/v1/chat/completions",
+                       json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode(), 400),
+    "many tokens": ("/v1/completions", listed("prompt", "5"), 400),
+    "lists": ("/v1/completions", listed("prompt", "[]"), 400),
+    "depth": ("/v1/completions", b"[" * MEGABYTE, 400),
+    "tokenize": ("/tokenize", json.dumps({"prompt": TEXT}).encode(), 200),
+    "detokenize": ("/detokenize", listed("tokens", "5"), 200),
+    "a large reply": ("/v1/completions", json.dumps(
+        {"prompt": "a", "n": 16, "max_tokens": 200, "logprobs": 20, "ignore_eos": True, "seed": 1}).encode(), 200),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Local]:
+    """A server of its own, on this process's loop probe."""
+    with local(engine, ServeConfig(num_slots=8, max_queue=80)) as reached:
+        warm = {"prompt": "a", "max_tokens": 1, "response_format": {"type": "json_object"}}
+        assert reached.http().post("/v1/completions", json=warm).status_code == 200
+        yield reached
+
+
+def send(server: Local, path: str, body: bytes) -> int:
+    """The status of a request that was written beforehand; nothing here keeps Python's lock while it waits."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    while reply.read(1 << 16):
+        pass
+    connection.close()
+    return reply.status
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_the_loop_is_on_time(server: Local, name: str) -> None:
+    path, body, status = BOMBS[name]
+    statuses = []
+
+    def measure() -> Lateness:
+        with server.lag() as lateness:
+            begun = time.monotonic()
+            statuses.append(send(server, path, body))
+            time.sleep(max(0.5 - (time.monotonic() - begun), 0))
+        return lateness
+
+    lateness = calmest(measure)
+    assert set(statuses) == {status}
+    assert lateness.p99_s < PROMISED_S, f"{name}: {lateness}"
+
+
+@contextmanager
+def streaming(server: Local, found: list[list[int]]) -> Iterator[None]:
+    """A client that reads streams until the block is over."""
+    is_over = threading.Event()
+
+    def read() -> None:
+        body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        with server.http() as http:
+            while not is_over.is_set():
+                with http.stream("POST", "/v1/completions", json={**body, "method": "plain"}) as reply:
+                    if reply.status_code == 429:  # the queue is full of the others
+                        time.sleep(0.05)
+                        continue
+                    lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
+                found.append([token for line in lines for token in json.loads(line)["choices"][0].get("token_ids", [])])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_health_is_on_time_and_streams_are_the_same_beside_all_of_them(server: Local, engine: Engine) -> None:
+    found: list[list[int]] = []
+
+    def measure() -> Lateness:
+        with streaming(server, found), health_lag(server.url) as lateness:
+            threads = [threading.Thread(target=send, args=(server, path, body)) for path, body, _ in BOMBS.values()]
+            for thread in threads:
+                thread.start()
+                time.sleep(0.1)
+            for thread in threads:
+                thread.join()
+        return lateness
+
+    lateness = calmest(measure)
+    wanted = engine.generate("abc", raw=True, max_new_tokens=200, ignore_eos=True, method="plain")[0].token_ids
+    assert len(found) > 0
+    assert all(tuple(ids) == wanted for ids in found)
+    assert lateness.p99_s < PROMISED_S, lateness
+
+
+def test_a_schema_is_compiled_once(server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = server.server.asking.grammars
+    trials: list[str] = []
+    compile_one = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda *args: (trials.append(args[1]), compile_one(*args))[1])
+    for _ in range(3):
+        assert send(server, "/v1/completions", schema({"enum": ["once", "only"]})) == 200
+    assert len(trials) == 1
+
+
+def test_a_lane_refuses_what_it_cannot_keep() -> None:
+    import asyncio
+
+    async def ask() -> None:
+        lane, gate = Lane("test", num_threads=1, max_open=2), threading.Event()
+        waiting = [asyncio.create_task(lane.run(gate.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refusal, match="2 requests wait") as caught:
+            await lane.run(gate.wait)
+        assert caught.value.status == 429
+        gate.set()
+        assert await asyncio.gather(*waiting) == [True, True]
+        assert await lane.run(lambda: threading.current_thread().name) == "vivace-test_0"
+        lane.close()
+
+    asyncio.run(ask())
+
+
+def test_a_process_finds_the_same_tokens(engine: Engine) -> None:
+    tokenizer: Tokenizer = engine.tokenizer
+    text = TEXT[: LONG // 8] + "é東 <|end|>"
+    for special in (True, False):
+        tokens = encode_apart(engine.folder, text, special=special)
+        assert tokens == tokenizer.encode(text, special=special)
+    assert decode_apart(engine.folder, tokens) == tokenizer.decode(tokens)
+    with pytest.raises(Refusal, match="send it in parts") as caught:
+        encode_apart(engine.folder / "nowhere", text, special=True)
+    assert caught.value.status == 503
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, None, True, "é\n\"</x>"], "b": {}, "c": [], "": {"x": [[], [{}]]}},
+        {"ids": list(range(1000)), "deep": [{"top": [{"p": -0.25, "t": "x"}] * 300}] * 3},
+        [{"n": place} for place in range(257)],
+        "text",
+        [],
+    ],
+)  # fmt: skip
+def test_pieces_make_the_same_json(value: Any) -> None:
+    assert encoded(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
