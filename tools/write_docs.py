@@ -32,7 +32,7 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss
 from vivace.multistream.shared import SharedLoss
 from vivace.recipe import RECIPES
-from vivace.serve import bodies, foreign, meters
+from vivace.serve import bodies, figures, foreign, meters
 from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,8 +166,11 @@ def metrics_table() -> str:
     """Prometheus metrics."""
     counters = meters.COUNTERS | meters.WORKER_COUNTERS
     rows = [(f"`vivace_{stem}_total`", text) for stem, text in counters.items()]
-    rows += [(f"`vivace_{stem}`", text) for stem, text in meters.GAUGES.items()]
+    labelled = meters.BY_LABEL | figures.SERVER_COUNTERS
+    rows += [(f"`vivace_{stem}_total` by {labels}", text) for stem, (labels, text) in labelled.items()]
+    rows += [(f"`vivace_{stem}`", text) for stem, text in (meters.GAUGES | figures.SERVER_GAUGES).items()]
     rows += [(f"`vivace_{stem}` (histogram)", text) for stem, (text, _) in meters.HISTOGRAMS.items()]
+    rows.append((f"`vivace_{figures.LAG}` (histogram)", figures.LAG_MEANING))
     return table(("metric", "meaning"), rows)
 
 

@@ -74,6 +74,10 @@ def serve(
     grace: Annotated[
         float, typer.Option(help="Seconds that answers may still run after a stop.", min=0, rich_help_panel=_SERVER)
     ] = 10.0,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds in one step after which the server calls itself hung.", rich_help_panel=_SERVER),
+    ] = 120.0,
     max_num_seqs: Annotated[int, typer.Option(help="Answers written at once.", min=1, rich_help_panel=_LIMITS)] = 16,
     max_queue: Annotated[int, typer.Option(help="Answers that may wait.", min=0, rich_help_panel=_LIMITS)] = 64,
     max_model_len: Annotated[
@@ -135,6 +139,7 @@ def serve(
         prefill_budget=prefill_budget,
         prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if memory is None else "0")),
         grace_s=grace,
+        stall_timeout_s=stall_timeout,
         metrics_compat=metrics_compat is not None,
     )
     found = options.parse_adapters(adapter)

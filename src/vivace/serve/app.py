@@ -27,7 +27,9 @@ from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
 from vivace.serve.connections import Connections
 from vivace.serve.document import describe, takes
 from vivace.serve.encoding import encoded
+from vivace.serve.figures import ServerFigures
 from vivace.serve.guard import Guard
+from vivace.serve.health import check_live, check_ready
 from vivace.serve.lanes import Lane
 from vivace.serve.long_text import LONG
 from vivace.serve.meters import Meters
@@ -52,6 +54,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (503, "The server is stopping."),
     )
 }
+_UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "The worker has ended or hangs, or is stopping."}}
 
 
 class Server:
@@ -103,7 +106,8 @@ class Server:
         self.heavy = Lane("heavy", num_threads=2, max_open=num_open)
         prompts = Prompts(engine, asked, num_open)
         self.asking = Asking(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens)
-        self.meters = Meters(config.served_model_name, self.worker, compat=config.metrics_compat)
+        self.figures = ServerFigures(config.served_model_name, self.calls, self.connections, self.worker)
+        self.meters = Meters(config.served_model_name, self.worker, self.figures, compat=config.metrics_compat)
 
     @property
     def fingerprint(self) -> str:
@@ -212,7 +216,9 @@ def build(server: Server) -> FastAPI:
         # These are there to stay, and frozen they are left out.
         gc.collect()
         gc.freeze()
+        watching = asyncio.create_task(server.figures.lag.run())
         yield
+        watching.cancel()
         gc.unfreeze()
         server.worker.close()
         server.texts.close()
@@ -220,7 +226,7 @@ def build(server: Server) -> FastAPI:
         server.asking.grammars.close()
 
     app = FastAPI(title="vivace", version=server.version, lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, config=server.config)
+    app.add_middleware(Guard, config=server.config, responded=server.figures.responded)
     if server.config.cors:  # outermost: browsers ask beforehand without a key, and must be able to read refusals
         app.add_middleware(
             CORSMiddleware,
@@ -275,11 +281,17 @@ def _other_routes(app: FastAPI, server: Server) -> None:
         found = server.catalog.find(name)
         return next(card for card in server.catalog.cards(server.max_model_len) if card["id"] == found)
 
-    @app.get("/health", responses={503: {"description": "The worker does not run."}})
-    async def health() -> dict[str, str]:
-        """200 when answers can be made."""
-        if not server.worker.is_healthy:
-            raise Refusal(503, "the worker does not run", code="stopping")
+    @app.get("/health", responses=_UNHEALTHY)
+    @app.get("/health/ready", responses=_UNHEALTHY)
+    async def ready() -> dict[str, str]:
+        """200 when requests are taken."""
+        check_ready(server.worker, server.config.stall_timeout_s)
+        return {"status": "ok"}
+
+    @app.get("/health/live", responses=_UNHEALTHY)
+    async def live() -> dict[str, str]:
+        """200 unless only a new start helps."""
+        check_live(server.worker, server.config.stall_timeout_s)
         return {"status": "ok"}
 
     @app.get("/version", responses=_ERRORS)
@@ -314,8 +326,3 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def routes(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        log.error("%s failed", request.url.path, exc_info=error)
-        return JSONResponse(error_body(500, "the server could not do this; its log says why"), 500)

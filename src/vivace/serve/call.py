@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from vivace.decode.request import Emitted, Request
 from vivace.serve.refusal import Refusal
 from vivace.serve.worker import Event, Failed, Job, Worker
+
+STATES = ("received", "finished", "failed", "cancelled")
 
 
 class Calls:
@@ -15,6 +18,8 @@ class Calls:
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.states: Counter[str] = Counter(dict.fromkeys(STATES, 0))
+        """Jobs by state; once nothing runs, those that were received are those that ended."""
         self._open: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
 
     def mail(self, events: list[tuple[Job, Event]]) -> None:
@@ -68,6 +73,7 @@ class Call:
         self._worker = worker
         self._calls = calls
         self._queue: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        self._left: set[Job] = set()
 
     def start(self) -> None:
         """Submit the jobs.
@@ -81,11 +87,19 @@ class Call:
         except BaseException:
             self._calls.close(self.jobs)
             raise
+        self._left.update(self.jobs)
+        self._calls.states["received"] += len(self.jobs)
 
     def close(self) -> None:
         """Cancel what is not done; nothing is heard of it any more."""
         self._calls.close(self.jobs)
         self._worker.cancel(self.jobs)
+        self._calls.states["cancelled"] += len(self._left)
+        self._left.clear()
+
+    def _over(self, job: Job, state: str) -> None:
+        self._left.discard(job)
+        self._calls.states[state] += 1
 
     @property
     def queue_s(self) -> float:
@@ -100,14 +114,15 @@ class Call:
             Refusal: a request failed.
         """
         places = {job: index for index, job in enumerate(self.jobs)}
-        left = len(self.jobs)
-        while left:
+        while self._left:
             try:
                 job, event = await asyncio.wait_for(self._queue.get(), idle_s)
             except TimeoutError:
                 yield None
                 continue
             if isinstance(event, Failed):
+                self._over(job, "failed")
                 raise Refusal(event.refusal.status, str(event.refusal), code=event.refusal.code)
-            left -= isinstance(event, Emitted) and event.finish_reason is not None
+            if isinstance(event, Emitted) and event.finish_reason is not None:
+                self._over(job, "finished")
             yield places[job], event

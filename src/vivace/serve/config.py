@@ -56,6 +56,8 @@ class ServeConfig:
     """Memory for entries of prompts seen before; 0 keeps none."""
     grace_s: float = 10.0
     """How long answers may still run after the server was told to stop."""
+    stall_timeout_s: float = 120.0
+    """How long one step may take before `/health/live` calls for a new start."""
     metrics_compat: bool = False
     """Also export the metrics under vLLM's names."""
 
@@ -69,7 +71,7 @@ class ServeConfig:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
-        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "read_timeout_s"):
+        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "read_timeout_s", "stall_timeout_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"{name} must be a time above 0, found {getattr(self, name)}")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,11 +18,22 @@ from vivace.serve.config import ServeConfig
 from vivace.serve.hosts import is_allowed
 from vivace.serve.refusal import Refusal
 
-HEALTH_PATHS = frozenset({"/health"})
+log = logging.getLogger(__name__)
+HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Answered under any name: whoever starts servers asks them by their addresses."""
 
 OPEN_PATHS = HEALTH_PATHS | {"/"}
 """Answered without a key: the page holds nothing, and whoever starts servers must see whether one lives."""
+
+KNOWN_PATHS = OPEN_PATHS | {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/metrics",
+}
+"""Counted under their own names when they are refused before a route is looked for."""
 
 _ID = re.compile(r"[\w.:-]{1,128}")
 _HEADERS = {
@@ -34,9 +46,17 @@ _HEADERS = {
 class Guard:
     """ASGI middleware; nothing of a body is parsed before it was let through."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, responded: Callable[[str, int], None]) -> None:
+        """Stand before an application.
+
+        Args:
+            app: what is guarded.
+            config: whom to let in.
+            responded: told route and status of every response, those of refused requests too.
+        """
         self.app = app
         self.config = config
+        self._responded = responded
         self._keys = [key.encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,8 +70,13 @@ class Guard:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 
+        has_begun = False
+
         async def send_marked(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
+                self._responded(_route(scope), message["status"])
                 marked = MutableHeaders(scope=message)
                 marked["X-Request-Id"] = request_id
                 for name, value in _HEADERS.items():
@@ -64,7 +89,13 @@ class Guard:
         except Refusal as refusal:
             await _refuse(refusal, send_marked)
             return
-        await self.app(scope, _replayed(body, receive), send_marked)
+        try:
+            await self.app(scope, _replayed(body, receive), send_marked)
+        except Exception as error:
+            log.error("%s %s failed", request_id, scope["path"], exc_info=error)
+            if has_begun:  # nothing can be said any more, and an answer that is cut off must not look whole
+                raise ConnectionAbortedError("the answer could not be completed; the log says why") from None
+            await _refuse(Refusal(500, "the server could not do this; its log says why"), send_marked)
 
     def _check(self, scope: Scope, headers: Headers) -> bytes:
         """Whose request it is, so that nothing is shared between owners: a digest of the key, empty without keys."""
@@ -105,6 +136,12 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             raise Refusal(408, f"the body did not come within {timeout_s:g} seconds", code="timeout") from None
+
+
+def _route(scope: Scope) -> str:
+    """The route of a request, by its pattern; only so many are known, whatever is asked for."""
+    found = getattr(scope.get("route"), "path", None)
+    return found or (scope["path"] if scope["path"] in KNOWN_PATHS else "other")
 
 
 def _too_large(limit: int) -> Refusal:

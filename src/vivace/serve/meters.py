@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
     from prometheus_client.metrics_core import Metric
 
+    from vivace.serve.figures import ServerFigures
     from vivace.serve.worker import Worker
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -33,6 +34,11 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": "Tokens drafted.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were kept.",
 }
+BY_LABEL = {
+    "request_success": ("finished_reason", "Finished answers."),
+    "spec_decode_num_accepted_tokens_per_pos": ("position", "Drafted tokens that were kept, by place in the draft."),
+}
+"""(label, meaning)."""
 GAUGES = {
     "num_requests_running": "Sequences in a slot.",
     "num_requests_waiting": "Sequences in the queue.",
@@ -75,18 +81,20 @@ class WorkerFigures:
 class Meters:
     """Everything ``/metrics`` shows."""
 
-    def __init__(self, model_name: str, worker: Worker, *, compat: bool) -> None:
+    def __init__(self, model_name: str, worker: Worker, figures: ServerFigures, *, compat: bool) -> None:
         """Register the metrics.
 
         Args:
             model_name: value of the label.
             worker: read when the metrics are.
+            figures: of the server around it, read then too.
             compat: also under ``vllm:``.
         """
         import prometheus_client
         from prometheus_client import CollectorRegistry, Histogram
 
         self.registry = CollectorRegistry()
+        self.registry.register(figures)
         self._histograms: dict[str, list[Histogram]] = {}
         self._counters: dict[str, list[Counter]] = {}
         self._success: list[Counter] = []
@@ -100,15 +108,15 @@ class Meters:
                 counter = prometheus_client.Counter(prefix + stem, text, ("model_name",), registry=self.registry)
                 counter.labels(model_name)
                 self._counters.setdefault(stem, []).append(counter)
-            self._success.append(self._by(prefix + "request_success", "finished_reason"))
-            name = prefix + "spec_decode_num_accepted_tokens_per_pos"
-            self._positions.append(self._by(name, "position"))
+            self._success.append(self._by(prefix, "request_success"))
+            self._positions.append(self._by(prefix, "spec_decode_num_accepted_tokens_per_pos"))
             self.registry.register(WorkerFigures(prefix, (model_name,), worker))
 
-    def _by(self, name: str, label: str) -> Counter:
+    def _by(self, prefix: str, stem: str) -> Counter:
         from prometheus_client import Counter
 
-        return Counter(name, f"By {label.replace('_', ' ')}.", ("model_name", label), registry=self.registry)
+        label, text = BY_LABEL[stem]
+        return Counter(prefix + stem, text, ("model_name", label), registry=self.registry)
 
     def text(self) -> bytes:
         """The page."""

@@ -21,6 +21,7 @@ from vivace.decode.isolation import STOPS, told
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
 from vivace.errors import VivaceError
+from vivace.serve.heartbeat import Heartbeat
 from vivace.serve.prefix import PrefixCache
 from vivace.serve.refusal import Refusal, refusal_of
 
@@ -95,6 +96,8 @@ class Worker:
         self.num_target_passes = 0
         self.num_failed = 0
         """Sequences that ended with an error of their own."""
+        self.heartbeat = Heartbeat()
+        """Says for how long the thread has been in one step."""
         self.prefix: PrefixCache | None = None
         """Its figures are read by the metrics; requests carry what they look up."""
         self._mailbox = mailbox
@@ -113,6 +116,11 @@ class Worker:
     def is_healthy(self) -> bool:
         """The thread lives and takes work."""
         return self._thread.is_alive() and not self._is_closing
+
+    @property
+    def has_died(self) -> bool:
+        """The thread was started and has ended."""
+        return self._thread.ident is not None and not self._thread.is_alive()
 
     @property
     def num_running(self) -> int:
@@ -134,8 +142,7 @@ class Worker:
         for job in jobs:
             job.request.check_fits(self.capacity)
         with self._changed:
-            has_died = self._thread.ident is not None and not self._thread.is_alive()
-            if self._is_closing or has_died:
+            if self._is_closing or self.has_died:
                 raise Refusal(503, "the server is stopping and takes no more requests", code="stopping")
             if len(jobs) > self.num_slots + self.max_queue:
                 raise Refusal(
@@ -218,7 +225,9 @@ class Worker:
         """Take in what callers left; False when it is time to end."""
         with self._changed:
             while not (self._is_closing or self._waiting or self._running or self._calls):
+                self.heartbeat.rest()
                 self._changed.wait()
+            self.heartbeat.beat()
             for job in [job for job in self._running.values() if job.is_cancelled]:
                 self.session.cancel(job.number)
                 self._end(job)
@@ -226,6 +235,7 @@ class Worker:
             calls, self._calls = self._calls, []
         for run in calls:
             run()
+            self.heartbeat.beat()
         return not self._is_closing
 
     def _admit(self) -> None:

@@ -1,0 +1,34 @@
+"""Alive and ready are two questions: whether a server has to be started again, and whether to send it requests."""
+
+from __future__ import annotations
+
+from vivace.serve.refusal import Refusal
+from vivace.serve.worker import Worker
+
+
+def check_live(worker: Worker, stall_timeout_s: float) -> None:
+    """Whether answers are still being made, however many wait.
+
+    Args:
+        worker: whose thread makes them.
+        stall_timeout_s: how long a single step may take.
+
+    Raises:
+        Refusal: the thread has ended, or has been in one step for longer (503); only a new start helps.
+    """
+    if worker.has_died:
+        raise Refusal(503, "the worker has ended; the log says why", code="dead")
+    busy_s = worker.heartbeat.busy_s
+    if busy_s > stall_timeout_s:
+        raise Refusal(503, f"the worker has been in one step for {busy_s:.0f} seconds", code="stalled")
+
+
+def check_ready(worker: Worker, stall_timeout_s: float) -> None:
+    """Whether a request would be taken now, if there is room in the queue.
+
+    Raises:
+        Refusal: the server has not begun or is stopping, or is not alive (503).
+    """
+    check_live(worker, stall_timeout_s)
+    if not worker.is_healthy:
+        raise Refusal(503, "the server has not begun yet, or is stopping", code="stopping")
