@@ -10,9 +10,10 @@ from tests.multirate.gated import GATES, make_weights, text_batch
 from vivace.errors import ConfigError
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.exits import RouterTrial, compare_routers, roc_auc, tradeoff, velocities
-from vivace.multirate.exits import RouterLesson, SlowPass, trails_of
+from vivace.multirate.exits import RouterLesson, trails_of
 from vivace.multirate.router import RouterConfig
 from vivace.multirate.thresholds import Scores
+from vivace.train.distillation import FrozenPass
 
 
 def test_roc_auc_counts_pairs() -> None:
@@ -87,7 +88,7 @@ def test_velocity_is_what_residuals_do() -> None:
         assert stream.cosine == pytest.approx(slow.cosine[start:stop], abs=1e-5)
         assert stream.step == pytest.approx(slow.step[start:stop], abs=1e-4)
         assert stream.agreement == pytest.approx(slow.agreement[start:stop], abs=0.02)
-    one = SlowPass(model, text_batch(0))
-    step = (one.residuals[3] - one.residuals[2])[one.rows].norm(dim=-1) / one.residuals[2][one.rows].norm(dim=-1)
+    one, rows = FrozenPass.of(model, text_batch(0).tokens, (2, 3)), text_batch(0).predicting
+    step = (one.residuals[3] - one.residuals[2])[rows].norm(dim=-1) / one.residuals[2][rows].norm(dim=-1)
     alone, _ = velocities(model, weights.gates, [text_batch(0)])
     assert alone.step[2] == pytest.approx(float(step.mean()), abs=1e-4)

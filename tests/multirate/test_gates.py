@@ -14,8 +14,9 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.errors import ConfigError
-from vivace.multirate.exits import GatesLoss, GatesObjective, SlowPass
+from vivace.multirate.exits import GatesLoss, GatesObjective
 from vivace.multirate.gates import GateConfig, GatedAccelerator, GatesConfig
+from vivace.train.distillation import FrozenPass
 
 FP32 = torch.float32
 TOKENS = torch.tensor([5, 9, 2, 40, 41, 7, 7, 60])
@@ -144,16 +145,17 @@ def train(model: Decoder, gates: GatedAccelerator, steps: int) -> None:
 @torch.no_grad()
 def nearness(model: Decoder, gates: GatedAccelerator | None) -> list[tuple[float, float, float]]:
     """(agreement, negative divergence, cosine) with the top, gate by gate; None is the slow residual there."""
-    slow = SlowPass(model, text_batch(0))
-    top = slow.residuals[-1][slow.rows]
+    text = text_batch(0)
+    slow, rows = FrozenPass.of(model, text.tokens, range(model.config.num_layers)), text.predicting
+    top = slow.final[rows]
     truth = torch.log_softmax(model.head(top), -1)
     found = []
     for gate, depth in enumerate(GATES.layers):
-        p = slow.residuals[depth][slow.rows]
+        p = slow.residuals[depth][rows]
         if gates is not None:
             start = slow.residuals[GATES.interval(gate)[0]]
             trail = gates.accelerate(model, gate, start, slow.step, (depth,))
-            p = gates.at_gate(gate, trail[slow.rows, -1])
+            p = gates.at_gate(gate, trail[rows, -1])
         said = torch.log_softmax(model.head(p), -1)
         agreed = float((said.argmax(-1) == truth.argmax(-1)).float().mean())
         kl = float((truth.exp() * (truth - said)).sum(-1).mean())

@@ -11,6 +11,7 @@ from vivace.multirate.config import MultirateConfig
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.residual import Accelerator, dual_climb
 from vivace.train.data import TokenBatch
+from vivace.train.distillation import FrozenPass
 
 
 def batch(seed: int) -> TokenBatch:
@@ -80,8 +81,7 @@ def test_training_rows_are_decoding_rows(deep, accelerator) -> None:
     fast = accelerator(torch.float32, noise=0.3)
     task = MultirateObjective(fast, MultirateLoss())
     tokens = batch(1).tokens[:1]
-    step, final = task._frozen(model, tokens)
-    trained = task._accelerate(model, tokens, step, final)
+    trained = task._accelerate(model, tokens, FrozenPass.of(model, tokens))
     step = Step.dense(*tokens.shape)
     h = model.embed(tokens.reshape(-1), step)
     _, drafted = dual_climb(model, fast, h, step, torch.arange(tokens.shape[1]), None)

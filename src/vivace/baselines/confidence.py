@@ -33,6 +33,7 @@ from vivace.decode.depth import Depth, Leaving, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import FrozenPass
 from vivace.train.objective import Parts
 
 Measure = Literal["softmax", "cosine", "learned", "probability"]
@@ -177,22 +178,15 @@ class Told:
 def told_by(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> Told:
     """Scores and agreement on answer positions, every layer below complete."""
     scores, agrees = [], []
+    gates = confidence.config.gates
     for batch in batches:
-        residuals = _residuals(model, batch)
-        truth = model.greedy(residuals[-1])
-        gates = confidence.config.gates
-        scores.append(torch.stack([confidence.score(model, residuals[g], residuals[g - 1]) for g in gates], 1))
-        agrees.append(torch.stack([model.greedy(residuals[g]) == truth for g in gates], 1))
+        rows = batch.predicting
+        frozen = FrozenPass.of(model, batch.tokens, {*gates, *(gate - 1 for gate in gates)})
+        truth = model.greedy(frozen.final[rows])
+        at = {depth: h[rows] for depth, h in frozen.residuals.items()}
+        scores.append(torch.stack([confidence.score(model, at[gate], at[gate - 1]) for gate in gates], 1))
+        agrees.append(torch.stack([model.greedy(at[gate]) == truth for gate in gates], 1))
     return Told(torch.cat(scores), torch.cat(agrees))
-
-
-def _residuals(model: Decoder, batch: TokenBatch) -> list[Tensor]:
-    """Of answer positions, (n, E) below every layer and at the top."""
-    step, rows = Step.dense(*batch.tokens.shape), batch.predicting
-    h = model.embed(batch.tokens.reshape(-1), step)
-    kept = [h[rows]]
-    model.run(h, step, watch=lambda _, top: kept.append(top[rows]))
-    return kept
 
 
 def calibrated(told: Told, quality: float) -> ConfidenceThresholds:
@@ -226,12 +220,13 @@ class ConfidenceObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Binary cross-entropy, the mean over gates."""
+        gates, rows = self.confidence.config.gates, batch.predicting
+        frozen = FrozenPass.of(model, batch.tokens, gates)
         with torch.no_grad():
-            residuals = _residuals(model, batch)
-            truth = model.greedy(residuals[-1])
-        gates = self.confidence.config.gates
+            truth = model.greedy(frozen.final[rows])
         for gate in gates:
+            h = frozen.residuals[gate][rows]
             with torch.no_grad():
-                label = (model.greedy(residuals[gate]) == truth).float()
-            loss = F.binary_cross_entropy_with_logits(self.confidence.logit(model, residuals[gate]), label)
+                label = (model.greedy(h) == truth).float()
+            loss = F.binary_cross_entropy_with_logits(self.confidence.logit(model, h), label)
             yield loss / len(gates), {f"gate {gate}": float(label.mean())}

@@ -1,17 +1,14 @@
 """Training the rivals that draft, on the frozen model: say what the whole model would say.
 
-All share one loss per guess, over answer positions only,
-
-    L = a_kd KL(softmax(z) || softmax(z')) + a_ce CE(z', the token itself)
-
-with z the frozen model's logits where the guess will be verified and z' the guess's own. Distillation instead of the
-tokens alone is ours for Medusa and DEED (their papers train on tokens): the guess has to meet the model, not the text,
-and every method compared here gets the same teacher.
+All share the loss of ``train/distillation.py`` for each guess, over answer positions only, with z the frozen model's
+logits where the guess will be verified. Distillation instead of the tokens alone is ours for Medusa and DEED (their
+papers train on tokens): the guess has to meet the model, not the text, and every method compared here gets the same
+teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,19 +24,14 @@ from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.objective import Parts
-
-Parts = Parts
+from vivace.train.distillation import DistillationLoss, FrozenPass, head_in_parts
+from vivace.train.objective import Part, Parts
 
 
 @dataclass(frozen=True)
-class RivalLoss:
-    """Weights of the terms."""
+class RivalLoss(DistillationLoss):
+    """Weights of the terms; those of one method are named after it."""
 
-    distillation: float = 1.0
-    """a_kd."""
-    cross_entropy: float = 0.1
-    """a_ce."""
     decay: float = 0.8
     """Medusa and UNO: weight of a guess relative to the one before."""
     blocks: int = 256
@@ -48,60 +40,13 @@ class RivalLoss:
     """EAGLE: weight of the smooth L1 distance between guessed and true features."""
     noise: float = 0.1
     """EAGLE: features are disturbed by up to this much, as guessed ones will be."""
-    rows: int = 1024
-    """Positions whose logits are held at once."""
 
     def __post_init__(self) -> None:
-        if min(self.distillation, self.cross_entropy, self.regression, self.noise) < 0 or not 0 < self.decay <= 1:
+        super().__post_init__()
+        if min(self.regression, self.noise) < 0 or not 0 < self.decay <= 1:
             raise ConfigError("loss weights and noise must be >= 0 and decay in (0, 1]")
-        if self.rows < 1 or self.blocks < 1:
-            raise ConfigError(f"rows and blocks must be at least 1, found {self.rows} and {self.blocks}")
-
-    def of(self, guess: Tensor, truth: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss of guesses (n, V), and how many name the model's choice."""
-        kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(truth, -1), reduction="sum", log_target=True)
-        ce = F.cross_entropy(guess, targets, reduction="sum")
-        agreed = (guess.detach().argmax(-1) == truth.argmax(-1)).sum()
-        return self.distillation * kl + self.cross_entropy * ce, agreed
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """One pass of the frozen model over a batch."""
-
-    step: Step
-    """Keeps keys and values."""
-    embedded: Tensor
-    """(B * T, E)"""
-    final: Tensor
-    """(B * T, E)"""
-
-    @staticmethod
-    @torch.no_grad()
-    def of(model: Decoder, tokens: Tensor) -> Frozen:
-        """Run it."""
-        step = Step.dense(*tokens.shape)
-        embedded = model.embed(tokens.reshape(-1), step)
-        return Frozen(step, embedded, model.run(embedded, step))
-
-
-def through_head(
-    top: Tensor, rows: int, part_of: Callable[[Tensor, Tensor], tuple[Tensor, Mapping[str, float]]]
-) -> Parts:
-    """The loss in parts of ``rows`` positions, then the trunk with the gradient they left.
-
-    Args:
-        top: (n, E) with gradients.
-        rows: positions at once.
-        part_of: loss of some rows of a copy of ``top`` that is cut from the graph, and of which rows these are.
-    """
-    learns = torch.is_grad_enabled()
-    cut = top.detach().requires_grad_(learns)
-    for part in torch.split(torch.arange(len(top)), rows):
-        yield part_of(cut[part], part)
-    if learns:
-        assert cut.grad is not None, "back every part through before asking for the next"
-        yield (top * cut.grad).sum(), {}
+        if self.blocks < 1:
+            raise ConfigError(f"blocks must be at least 1, found {self.blocks}")
 
 
 class MedusaObjective(DecoderObjective):
@@ -120,7 +65,7 @@ class MedusaObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Heads and stretches of positions apart from one another."""
-        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
+        frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
             x = model.norm(frozen.final)
         scored = F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1)
@@ -131,12 +76,11 @@ class MedusaObjective(DecoderObjective):
             heard = rows + head + 1  # whose next token the head guesses
             inside = (rows % length + head + 1 < length) & scored[heard.clamp(max=len(scored) - 1)]
             for part in torch.split(inside.nonzero()[:, 0], self.loss.rows):
-                with torch.no_grad():
-                    truth = model.head(frozen.final[heard[part]])
+                truth = frozen.logits(model, heard[part])
                 guess = self.heads.logits(head, x[rows[part]], model)
-                loss, agreed = self.loss.of(guess, truth, target_of[heard[part]])
-                share = 1 / len(rows)
-                yield loss * self.loss.decay**head * share, {f"head {head + 1}": float(agreed) * share}
+                compared, share = self.loss.of(guess, truth, target_of[heard[part]]), 1 / len(rows)
+                seen = {f"head {head + 1}": float(compared.agreed) * share}
+                yield compared.loss * self.loss.decay**head * share, seen
 
 
 class EagleObjective(DecoderObjective):
@@ -152,24 +96,22 @@ class EagleObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Every position guesses its own final residual from the one before it and its token."""
-        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
+        frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
             x = model.norm(frozen.final)
             before = F.pad(x.view(*batch.tokens.shape, -1)[:, :-1], (0, 0, 1, 0)).reshape_as(x)
             before = before + (torch.rand_like(before) - 0.5) * (2 * self.loss.noise)
         top = self.layer(before, frozen.embedded, Step.dense(*batch.tokens.shape))[rows]
 
-        def part_of(g: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-            with torch.no_grad():
-                truth = model.head(frozen.final[rows[part]])
-            loss, agreed = self.loss.of(model.head(g), truth, targets[part])
+        def part_of(g: Tensor, part: slice) -> Part:
+            compared = self.loss.of(model.head(g), frozen.logits(model, rows[part]), targets[part])
             aim, width = x[rows[part]].float(), x.shape[1]
             distance = F.smooth_l1_loss(model.norm(g).float(), aim, reduction="sum") / width
             share = 1 / len(rows)
-            seen = {"agreement": float(agreed) * share, "distance": float(distance.detach()) * share}
-            return (loss + self.loss.regression * distance) * share, seen
+            seen = {"agreement": float(compared.agreed) * share, "distance": float(distance.detach()) * share}
+            return (compared.loss + self.loss.regression * distance) * share, seen
 
-        yield from through_head(top, self.loss.rows, part_of)
+        yield from head_in_parts(top, self.loss.rows, part_of)
 
 
 class ExitObjective(DecoderObjective):
@@ -187,22 +129,12 @@ class ExitObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """What the exit says against what the top says."""
-        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
-        gate, count = self.exit.config.gate, frozen.step.num_rows
-        with torch.no_grad():
-            entering = model.run(frozen.embedded, frozen.step, 0, gate - 1)
-        deltas = self.exit.deltas(torch.zeros(count, dtype=torch.int64))
-        reading = replace(frozen.step, num_write=0, num_feed=count, deltas=(deltas,))
-        top = self.exit.at_gate(model.run(entering, reading, gate - 1, gate))[rows]
-
-        def part_of(p: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-            with torch.no_grad():
-                truth = model.head(frozen.final[rows[part]])
-            loss, agreed = self.loss.of(model.head(p), truth, targets[part])
-            share = 1 / len(rows)
-            return loss * share, {"agreement": float(agreed) * share}
-
-        yield from through_head(top, self.loss.rows, part_of)
+        gate = self.exit.config.gate
+        frozen = FrozenPass.of(model, batch.tokens, (gate - 1,))
+        deltas = self.exit.deltas(torch.zeros(frozen.step.num_rows, dtype=torch.int64))
+        reading = replace(frozen.step, num_write=0, num_feed=frozen.step.num_rows, deltas=(deltas,))
+        top = self.exit.at_gate(model.run(frozen.residuals[gate - 1], reading, gate - 1, gate))
+        yield from _agreeing(self.loss, model, model, frozen, batch, top)
 
 
 class UnoObjective(DecoderObjective):
@@ -222,7 +154,7 @@ class UnoObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """What noise rows below some positions say against what the model says there."""
-        frozen = Frozen.of(model, batch.tokens)
+        frozen = FrozenPass.of(model, batch.tokens)
         teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
         carrying = teaches & (torch.rand(teaches.shape) < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
@@ -230,22 +162,19 @@ class UnoObjective(DecoderObjective):
         for places in places_of(carrying, max(1, self.loss.rows // count)):
             yield self._part(model, batch, frozen, places, total)
 
-    def _part(
-        self, model: Decoder, batch: TokenBatch, frozen: Frozen, places: Places, total: int
-    ) -> tuple[Tensor, Mapping[str, float]]:
+    def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> Part:
         count, length = self.terms.config.block - 1, batch.tokens.shape[1]
         call = branch_call(places, count, self.terms.deltas)
         with torch.no_grad():
             zeros = model.embed(torch.zeros_like(call.slot), call)
         top = run_branches(model, self.terms.disturbed(zeros), call, frozen.step, places)
         heard = Heard.of(places, count, batch.scored)
-        with torch.no_grad():
-            truth = model.head(frozen.final[heard.text * length + heard.position])
+        truth = frozen.logits(model, heard.text * length + heard.position)
         guess, targets = model.head(top[heard.scored]), batch.tokens[heard.text, heard.position + 1]
         loss = guess.sum() * 0.0
         for level in range(count):
             rows = heard.level == level
-            loss = loss + self.loss.decay**level * self.loss.of(guess[rows], truth[rows], targets[rows])[0]
+            loss = loss + self.loss.decay**level * self.loss.of(guess[rows], truth[rows], targets[rows]).loss
         return loss / total, heard.agreement(guess.detach(), truth, total, "noise")
 
 
@@ -262,15 +191,29 @@ class StudentObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The student on the same text, through its own head."""
-        frozen, rows, targets = Frozen.of(model, batch.tokens), batch.predicting, batch.targets
         step = Step.dense(*batch.tokens.shape)
-        top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)[rows]
+        top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)
+        yield from _agreeing(self.loss, model, self.student, FrozenPass.of(model, batch.tokens), batch, top)
 
-        def part_of(h: Tensor, part: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-            with torch.no_grad():
-                truth = model.head(frozen.final[rows[part]])
-            loss, agreed = self.loss.of(self.student.head(h), truth, targets[part])
-            share = 1 / len(rows)
-            return loss * share, {"agreement": float(agreed) * share}
 
-        yield from through_head(top, self.loss.rows, part_of)
+def _agreeing(
+    loss: RivalLoss, model: Decoder, speaker: Decoder, frozen: FrozenPass, batch: TokenBatch, top: Tensor
+) -> Parts:
+    """Yield the loss of one guess at every position, in parts.
+
+    Args:
+        loss: its weights.
+        model: the frozen decoder ...
+        speaker: ... and the one whose head reads the guesses.
+        frozen: its pass over the batch.
+        batch: what is learnt from.
+        top: (B * T, E) residuals of the guesses, with gradients.
+    """
+    rows, targets = batch.predicting, batch.targets
+
+    def part_of(h: Tensor, part: slice) -> Part:
+        compared = loss.of(speaker.head(h), frozen.logits(model, rows[part]), targets[part])
+        share = 1 / len(rows)
+        return compared.loss * share, {"agreement": float(compared.agreed) * share}
+
+    yield from head_in_parts(top[rows], loss.rows, part_of)

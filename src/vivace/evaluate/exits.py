@@ -16,11 +16,12 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
-from vivace.multirate.exits import RouterLesson, SlowPass, Trails, fit_router
+from vivace.multirate.exits import RouterLesson, Trails, fit_router
 from vivace.multirate.gates import GatedAccelerator, GatesConfig
 from vivace.multirate.router import Router, RouterConfig, make_router
 from vivace.multirate.thresholds import Scores, calibrate, exits, score_all
 from vivace.train.data import TokenBatch
+from vivace.train.distillation import FrozenPass
 
 
 def roc_auc(score: Tensor, label: Tensor) -> float | None:
@@ -173,12 +174,14 @@ def velocities(
     fast_sums = [torch.zeros(stop - start, 3, dtype=torch.float64) for start, stop in spans]
     count = 0
     for batch in batches:
-        slow = SlowPass(model, batch)
-        rows, top = slow.rows, slow.residuals[-1][slow.rows]
+        slow = FrozenPass.of(model, batch.tokens, range(model.config.num_layers))
+        rows = batch.predicting
+        top = slow.final[rows]
         count += len(rows)
         said = model.greedy(top)
-        for depth, (before, h) in enumerate(zip(slow.residuals, slow.residuals[1:], strict=False)):
-            slow_sums[depth] += _look(model, before[rows], h[rows], h[rows], top, said)
+        for depth in range(model.config.num_layers):
+            before, h = slow.residuals[depth][rows], slow.residuals[depth + 1][rows]
+            slow_sums[depth] += _look(model, before, h, h, top, said)
         for gate, (start, stop) in enumerate(spans):
             depths = range(start + 1, stop + 1)
             trail = accelerator.accelerate(model, gate, slow.residuals[start], slow.step, depths)[rows]

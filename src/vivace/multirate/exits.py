@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multirate.gates import GatedAccelerator
 from vivace.multirate.router import Router, RouterConfig
 from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import AlignedLoss, Cut, FrozenPass, slices
 from vivace.train.objective import Parts
 
 MAX_WEIGHT = 5.0
@@ -37,37 +37,8 @@ MAX_WEIGHT = 5.0
 
 
 @dataclass(frozen=True)
-class GatesLoss:
+class GatesLoss(AlignedLoss):
     """Weights of the three terms of stage 1."""
-
-    distillation: float = 1.0
-    """a_kd."""
-    cross_entropy: float = 0.1
-    """a_ce."""
-    alignment: float = 0.1
-    """a_al."""
-    temperature: float = 1.0
-    """tau."""
-    rows: int = 1024
-    """Positions whose logits are held at once; the loss is summed in parts of this many."""
-
-    def __post_init__(self) -> None:
-        if min(self.distillation, self.cross_entropy, self.alignment) < 0 or self.temperature <= 0:
-            raise ConfigError("loss weights must be >= 0 and the temperature > 0")
-        if self.rows < 1:
-            raise ConfigError(f"rows must be at least 1, found {self.rows}")
-
-
-class SlowPass:
-    """One frozen pass over a batch: residuals at some depths, keys and values for whoever reads them."""
-
-    @torch.no_grad()
-    def __init__(self, model: Decoder, batch: TokenBatch) -> None:
-        """Run it; ``self.residuals[n]`` is h[n] (B * T, E), ``self.rows`` the positions that count."""
-        self.step = Step.dense(*batch.tokens.shape)
-        self.rows = batch.predicting
-        self.residuals = [model.embed(batch.tokens.reshape(-1), self.step)]
-        model.run(self.residuals[0], self.step, watch=lambda _, h: self.residuals.append(h))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -86,44 +57,34 @@ class GatesObjective(DecoderObjective):
         return [{"params": list(self.accelerator.parameters()), "name": "gates", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
-        """The loss in parts of ``rows`` positions, all gates of each, ready for ``backward``.
-
-        The head runs on copies cut from the graph; the last part sends what they gathered down to the adapters.
-        """
-        config = self.accelerator.config
-        slow, targets = SlowPass(model, batch), batch.targets
+        """The loss in parts of ``rows`` positions, all gates of each, then what they send to the adapters."""
+        config, rows, targets = self.accelerator.config, batch.predicting, batch.targets
+        frozen = slow_pass(model, self.accelerator, batch.tokens)
         gates = []
         for gate, depth in enumerate(config.layers):
-            start = slow.residuals[config.interval(gate)[0]]
-            trail = self.accelerator.accelerate(model, gate, start, slow.step, (depth,))
-            gates.append(self.accelerator.at_gate(gate, trail[slow.rows, -1]))
-        learns = torch.is_grad_enabled()
-        cuts = [p.detach().requires_grad_(learns) for p in gates]
-        for part in torch.split(torch.arange(len(slow.rows)), self.loss.rows):
-            rows = slow.rows[part]
-            with torch.no_grad():
-                truth = model.head(slow.residuals[-1][rows])
-            total, seen = 0 * cuts[0].sum(), {}
-            for gate, cut in enumerate(cuts):
-                aim = slow.residuals[config.target(gate, model.config.num_layers)][rows]
-                loss, agreed = self._gate(model, cut[part], truth, aim, targets[part])
+            start = frozen.residuals[config.interval(gate)[0]]
+            trail = self.accelerator.accelerate(model, gate, start, frozen.step, (depth,))
+            gates.append(self.accelerator.at_gate(gate, trail[rows, -1]))
+        cut = Cut(*gates)
+        for part in slices(len(rows), self.loss.rows):
+            truth = frozen.logits(model, rows[part])
+            total, seen = cut.copies[0].new_zeros(()), {}
+            for gate, p in enumerate(cut.copies):
+                aim = frozen.residuals[config.target(gate, model.config.num_layers)][rows[part]]
+                loss, sums = self.loss.of_residuals(model, p[part], truth, aim, targets[part])
                 total = total + loss
-                seen[f"agreement_{gate + 1}"] = float(agreed) / len(slow.rows)
-            yield total / (len(cuts) * len(slow.rows)), seen
-        if learns:
-            parts = [(p * cut.grad).sum() for p, cut in zip(gates, cuts, strict=True) if cut.grad is not None]
-            assert len(parts) == len(cuts), "back every part through before asking for the next"
-            yield torch.stack(parts).sum(), {}
+                seen[f"agreement_{gate + 1}"] = float(sums["agreement"]) / len(rows)
+            yield total / (len(gates) * len(rows)), seen
+        yield from cut.rest()
 
-    def _gate(self, model: Decoder, p: Tensor, truth: Tensor, aim: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss of some positions at one gate, and how many of them agree with the whole model."""
-        tau, weights = self.loss.temperature, self.loss
-        guess = model.head(p)
-        kl = F.kl_div(F.log_softmax(guess / tau, -1), F.log_softmax(truth / tau, -1), reduction="sum", log_target=True)
-        ce = F.cross_entropy(guess, targets, reduction="sum")
-        away = (1 - F.cosine_similarity(p.float(), aim.float(), dim=-1)).sum()
-        loss = weights.distillation * tau**2 * kl + weights.cross_entropy * ce + weights.alignment * away
-        return loss, (guess.argmax(-1) == truth.argmax(-1)).sum()
+
+def slow_pass(model: Decoder, accelerator: GatedAccelerator, tokens: Tensor) -> FrozenPass:
+    """Return the frozen pass over texts (B, T) with the residuals that gates start from and shall arrive at."""
+    config = accelerator.config
+    gates = range(len(config.gates))
+    depths = {config.interval(gate)[0] for gate in gates}
+    depths |= {config.target(gate, model.config.num_layers) for gate in gates}
+    return FrozenPass.of(model, tokens, depths)
 
 
 @dataclass(frozen=True)
@@ -165,14 +126,15 @@ def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfi
         config: where the router looks.
         batch: rows of text.
     """
-    gates, slow = accelerator.config, SlowPass(model, batch)
-    truth = model.greedy(slow.residuals[-1][slow.rows])
+    gates, rows = accelerator.config, batch.predicting
+    slow = slow_pass(model, accelerator, batch.tokens)
+    truth = model.greedy(slow.final[rows])
     states, says = [], []
     for gate in range(len(gates.gates)):
         start = slow.residuals[gates.interval(gate)[0]]
         trail = accelerator.accelerate(model, gate, start, slow.step, config.depths(gates, gate))
-        states.append(trail[slow.rows])
-        says.append(accelerator.at_gate(gate, trail[slow.rows, -1]))
+        states.append(trail[rows])
+        says.append(accelerator.at_gate(gate, trail[rows, -1]))
     agrees = torch.stack([model.greedy(p) == truth for p in says], 1)
     return Trails(tuple(states), tuple(says), agrees)
 

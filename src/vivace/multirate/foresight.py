@@ -43,6 +43,7 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multirate.forecast import Forecast, forecast_loss
 from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import FrozenPass, divergence
 from vivace.train.objective import Parts
 
 P_AT_FIRST = 0.25
@@ -219,30 +220,30 @@ class ForesightObjective(DecoderObjective):
         ``recall`` is of the top k by the accelerated residual, ``forecast`` of those that are forecast, ``lead_l`` of
         those that routers name l layers early.
         """
-        rows = batch.predicting
-        step = Step.dense(*batch.tokens.shape)
-        entering, truth = _slow(model, batch.tokens.reshape(-1), step, rows)
-        routed = {index: model.layers[index].route(u) for index, u in truth.items()}  # type: ignore[operator]
-        loss, said = entering[0].new_zeros(()), {}
+        rows, count = batch.predicting, model.config.num_layers
+        mixtures = list(filter(model.config.is_moe, range(count)))
+        frozen = FrozenPass.of(model, batch.tokens, range(count), attended=mixtures, rows=rows)
+        routed = {index: model.layers[index].route(u) for index, u in frozen.attended.items()}  # type: ignore[operator]
+        loss, said = frozen.embedded.new_zeros(()), {}
         if self.foresight.config.rate is not None:
-            loss, said["recall"] = self._ahead(model, entering, truth, routed, step, rows)
+            loss, said["recall"] = self._ahead(model, frozen, routed, rows)
         if self.foresight.forecast is not None:
-            forecast, said["forecast"] = self._forecast(self.foresight.forecast, entering, routed, batch)
+            forecast, said["forecast"] = self._forecast(self.foresight.forecast, frozen, routed, batch)
             loss = loss + self.loss.forecast * forecast
         for lead in self.foresight.config.leads:
-            kl, said[f"lead_{lead}"] = self._early(lead, model, entering, routed, rows)
+            kl, said[f"lead_{lead}"] = self._early(lead, model, frozen, routed, rows)
             loss = loss + self.loss.routing * kl
         yield loss, said
 
     def _early(
-        self, lead: int, model: Decoder, entering: Sequence[Tensor], routed: Mapping[int, Tensor], rows: Tensor
+        self, lead: int, model: Decoder, frozen: FrozenPass, routed: Mapping[int, Tensor], rows: Tensor
     ) -> tuple[Tensor, float]:
         """Loss and recall of routers that are asked a lead early about the slow residual; the embedding tells none."""
         layers = [index for index in routed if index > lead]
-        seen = ((index, self._asked(model, index, lead, entering[index - lead][rows])) for index in layers)
+        seen = ((index, self._asked(model, index, lead, frozen.residuals[index - lead][rows])) for index in layers)
         found = [self._compare(guess, routed[index]) for index, guess in seen]
         if not found:
-            return entering[0].new_zeros(()), 0.0
+            return frozen.embedded.new_zeros(()), 0.0
         return torch.stack([kl for kl, _ in found]).mean(), sum(right for _, right in found) / len(found)
 
     def _asked(self, model: Decoder, index: int, lead: int | None, residual: Tensor) -> Tensor:
@@ -253,19 +254,13 @@ class ForesightObjective(DecoderObjective):
             return F.linear(of_mean_square_one(residual, model.config), self.foresight.router(layer, lead))
 
     def _ahead(
-        self,
-        model: Decoder,
-        entering: Sequence[Tensor],
-        truth: Mapping[int, Tensor],
-        routed: Mapping[int, Tensor],
-        step: Step,
-        rows: Tensor,
+        self, model: Decoder, frozen: FrozenPass, routed: Mapping[int, Tensor], rows: Tensor
     ) -> tuple[Tensor, float]:
         """Loss and recall of p."""
-        loss, recall = entering[0].new_zeros(()), 0.0
-        for depth, p in self._accelerated(model, entering[0], step):
+        loss, recall, truth = frozen.embedded.new_zeros(()), 0.0, frozen.attended
+        for depth, p in self._accelerated(model, frozen.embedded, frozen.step):
             for index in self.foresight.targets(depth):
-                seen = self.foresight.at(index, p[rows], entering[depth][rows])
+                seen = self.foresight.at(index, p[rows], frozen.residuals[depth][rows])
                 guess = self._asked(model, index, None, seen)
                 kl, right = self._compare(guess, routed[index])
                 away = (1 - F.cosine_similarity(p[rows].float(), truth[index].float(), dim=-1)).mean()
@@ -274,11 +269,7 @@ class ForesightObjective(DecoderObjective):
         return loss / len(truth), recall
 
     def _forecast(
-        self,
-        forecast: Forecast,
-        entering: Sequence[Tensor],
-        routed: Mapping[int, Tensor],
-        batch: TokenBatch,
+        self, forecast: Forecast, frozen: FrozenPass, routed: Mapping[int, Tensor], batch: TokenBatch
     ) -> tuple[Tensor, float]:
         """Loss and recall of what the end of a pass says of the next, from a prompt's last token on."""
         rows, top_k = batch.predicting, self._top_k
@@ -287,7 +278,7 @@ class ForesightObjective(DecoderObjective):
         for each in routed.values():
             logits = each[follows]
             chosen.append(torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(top_k, -1)[1], value=True))
-        last, first = entering[-1][places - 1], entering[0][places]
+        last, first = frozen.final[places - 1], frozen.embedded[places]
         return forecast_loss(forecast, last, first, torch.stack(chosen, 1), top_k)
 
     def _accelerated(self, model: Decoder, p: Tensor, step: Step) -> Iterator[tuple[int, Tensor]]:
@@ -302,24 +293,8 @@ class ForesightObjective(DecoderObjective):
     def _compare(self, guess: Tensor, routed: Tensor) -> tuple[Tensor, float]:
         """Mean KL of guessed logits (n, X) and those of the router itself, and recall of its top k."""
         true, top_k = routed.float(), self._top_k
-        kl = F.kl_div(F.log_softmax(guess, -1), F.log_softmax(true, -1), reduction="batchmean", log_target=True)
+        kl = divergence(guess, true) / len(guess)
         with torch.no_grad():
             found, sought = guess.topk(top_k, -1)[1], true.topk(top_k, -1)[1]
             right = (sought[:, :, None] == found[:, None, :]).any(-1).float().mean()
         return kl, float(right)
-
-
-@torch.no_grad()
-def _slow(model: Decoder, tokens: Tensor, step: Step, rows: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """The frozen pass: h^n (B * T, E) from none to all layers, and u_m (n, E) of some rows for each mixture m."""
-    h = model.embed(tokens, step)
-    entering: list[Tensor] = []
-    read: dict[int, Tensor] = {}
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
-        entering.append(h)
-        u = layer.attend(h, step)
-        if model.config.is_moe(index):
-            read[index] = u[rows]
-        h = layer.feed(u, step)
-    return [*entering, h], read

@@ -15,39 +15,32 @@ stored up to there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multirate.residual import Accelerator
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.objective import Parts
+from vivace.train.distillation import AlignedLoss, FrozenPass, head_in_parts
+from vivace.train.objective import Part, Parts
 
 
 @dataclass(frozen=True)
-class MultirateLoss:
-    """Weights of the three terms."""
+class MultirateLoss(AlignedLoss):
+    """Weights of the three terms, and how far back the last verified position may lie."""
 
-    distillation: float = 1.0
-    cross_entropy: float = 0.1
-    alignment: float = 0.1
-    temperature: float = 1.0
-    """tau."""
     max_lag: int = 8
     """Farthest last verified position that feedback and reach are trained for."""
-    rows: int = 2048
+    rows: int = field(default=2048, kw_only=True)
     """Positions whose logits are held at once; the loss is summed in parts of this many."""
 
     def __post_init__(self) -> None:
-        if min(self.distillation, self.cross_entropy, self.alignment) < 0 or self.temperature <= 0:
-            raise ConfigError("loss weights must be >= 0 and the temperature > 0")
-        if self.max_lag < 1 or self.rows < 1:
-            raise ConfigError(f"max_lag and rows must be at least 1, found {self.max_lag} and {self.rows}")
+        super().__post_init__()
+        if self.max_lag < 1:
+            raise ConfigError(f"max_lag must be at least 1, found {self.max_lag}")
 
 
 class MultirateObjective(DecoderObjective):
@@ -62,37 +55,26 @@ class MultirateObjective(DecoderObjective):
         return [{"params": list(self.accelerator.parameters()), "name": "accelerator", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
-        """The loss in parts of ``rows`` positions that add up to the mean, each ready for ``backward``.
-
-        The head runs on a copy of p that is cut from the graph; each part leaves its gradient there, and the
-        last one, a product with that gradient, sends it down to the adapters.
-        """
+        """The loss in parts of ``rows`` positions that add up to the mean, then what they send to the adapters."""
         rows, targets = batch.predicting, batch.targets
-        step, final = self._frozen(model, batch.tokens)
-        gate = self._accelerate(model, batch.tokens, step, final)[rows]
-        learns = torch.is_grad_enabled()
-        cut = gate.detach().requires_grad_(learns)
-        for part in torch.split(torch.arange(len(rows)), self.loss.rows):
-            yield self._part(model, cut[part], final[rows[part]], targets[part], share=1 / len(rows))
-        if learns:
-            assert cut.grad is not None, "back every part through before asking for the next"
-            yield (gate * cut.grad).sum(), {}
+        frozen = FrozenPass.of(model, batch.tokens)
 
-    @staticmethod
-    @torch.no_grad()
-    def _frozen(model: Decoder, tokens: Tensor) -> tuple[Step, Tensor]:
-        """The frozen pass: its step, which keeps the keys and values, and h^N (B * T, E)."""
-        step = Step.dense(*tokens.shape)
-        return step, model.run(model.embed(tokens.reshape(-1), step), step)
+        def part_of(p: Tensor, part: slice) -> Part:
+            truth, aim = frozen.logits(model, rows[part]), frozen.final[rows[part]]
+            loss, sums = self.loss.of_residuals(model, p, truth, aim, targets[part])
+            share = 1 / len(rows)
+            return loss * share, {name: float(value.detach()) * share for name, value in sums.items()}
 
-    def _accelerate(self, model: Decoder, tokens: Tensor, step: Step, final: Tensor) -> Tensor:
+        yield from head_in_parts(self._accelerate(model, batch.tokens, frozen)[rows], self.loss.rows, part_of)
+
+    def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
         """Residuals p at the gate for every position, (B * T, E)."""
-        accelerator, count = self.accelerator, step.num_rows
+        accelerator, step, count = self.accelerator, frozen.step, frozen.step.num_rows
         deltas = accelerator.deltas(torch.zeros(count, dtype=torch.int64))
         fed = count if accelerator.config.mode == "delta" else 0
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
         last = self._last_verified(tokens)
-        p = accelerator.start(model.embed(tokens.reshape(-1), step), self._feedback(model, final, last))
+        p = accelerator.start(frozen.embedded, self._feedback(model, frozen.final, last))
         for reach, start, stop in accelerator.stretches():
             p = p if reach is None else reach.over_text(p, model, step, last)
             p = model.run(p, reading, start, stop)
@@ -113,20 +95,3 @@ class MultirateObjective(DecoderObjective):
         with torch.no_grad():
             known = (last >= 0).reshape(-1, 1).to(final.dtype)
             return model.norm(final)[source] * known
-
-    def _part(
-        self, model: Decoder, p: Tensor, final: Tensor, targets: Tensor, *, share: float
-    ) -> tuple[Tensor, Mapping[str, float]]:
-        tau = self.loss.temperature
-        guess = model.head(p)
-        with torch.no_grad():
-            truth = model.head(final)
-        kl = F.kl_div(F.log_softmax(guess / tau, -1), F.log_softmax(truth / tau, -1), reduction="sum", log_target=True)
-        ce = F.cross_entropy(guess, targets, reduction="sum")
-        away = (1 - F.cosine_similarity(p.float(), final.float(), dim=-1)).sum()
-        weights = self.loss
-        total = weights.distillation * tau**2 * kl + weights.cross_entropy * ce + weights.alignment * away
-        agreed = (guess.argmax(-1) == truth.argmax(-1)).sum()
-        sums = {"kl": kl, "away": away, "agreement": agreed}
-        seen = {name: float(value.detach()) * share for name, value in sums.items()}
-        return total * share, seen

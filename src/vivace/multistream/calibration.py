@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multistream.streams import Streams
 from vivace.train.data import TokenBatch
+from vivace.train.distillation import FrozenPass
 
 SURVIVING = 0.98
 """Share of kept edges that a calibrated threshold spares."""
@@ -30,12 +30,10 @@ def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
     """
     if streams.pruner is None:
         raise ConfigError("these streams were trained without a pruner; set adapter.pruner_rank and train again")
-    step = Step.dense(*batch.tokens.shape)
-    entering = model.run(model.embed(batch.tokens.reshape(-1), step), step, 0, streams.config.insertion)
-    final = model.run(entering, step, streams.config.insertion)
-    rows = batch.predicting
-    law = streams.pruner.law(entering[rows], model)
-    return law.gather(1, model.greedy(final[rows])[:, None])[:, 0]
+    insertion, rows = streams.config.insertion, batch.predicting
+    frozen = FrozenPass.of(model, batch.tokens, (insertion,))
+    law = streams.pruner.law(frozen.residuals[insertion][rows], model)
+    return law.gather(1, model.greedy(frozen.final[rows])[:, None])[:, 0]
 
 
 def threshold_for(edges: Iterable[Tensor], surviving: float = SURVIVING) -> float:

@@ -26,7 +26,8 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.multistream.streams import Streams, known_at
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.objective import Parts
+from vivace.train.distillation import FrozenPass
+from vivace.train.objective import Part, Parts
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class MultistreamLoss:
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """What the frozen pass left."""
+class MainStream:
+    """What the main stream left for streams to read."""
 
     entering: Tensor
     """(B, T, E) at the insertion layer."""
@@ -82,38 +83,33 @@ class MultistreamObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The loss in chunks of positions that add up to the mean, then the pruner's."""
-        frozen = self._frozen(model, batch.tokens)
+        main = self._main_stream(model, batch.tokens)
         total = len(batch.predicting)
         for places in places_of(batch.scored, self.loss.rows):
-            yield self._chunk(model, batch, frozen, places, total)
-        yield from self._pruned(model, batch, frozen)
+            yield self._chunk(model, batch, main, places, total)
+        yield from self._pruned(model, batch, main)
 
-    def _pruned(self, model: Decoder, batch: TokenBatch, frozen: Frozen) -> Parts:
+    def _pruned(self, model: Decoder, batch: TokenBatch, main: MainStream) -> Parts:
         if self.streams.pruner is not None and self.loss.pruner:
             rows = batch.predicting
-            logits = model.head(self.streams.pruner(frozen.entering.flatten(0, 1)[rows]))
+            logits = model.head(self.streams.pruner(main.entering.flatten(0, 1)[rows]))
             loss = F.cross_entropy(logits, batch.targets)
             yield self.loss.pruner * loss, {"pruner": float(loss.detach())}
 
     @torch.no_grad()
-    def _frozen(self, model: Decoder, tokens: Tensor) -> Frozen:
-        step = Step.dense(*tokens.shape)
+    def _main_stream(self, model: Decoder, tokens: Tensor) -> MainStream:
         insertion = self.streams.config.insertion
-        entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
-        final = model.run(entering, step, insertion)
-        known = None
-        if self.streams.config.feedback:
-            known = known_in_text(model, tokens, final)
-        return Frozen(entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1), step, known)
+        frozen = FrozenPass.of(model, tokens, (insertion,))
+        entering, final = (h.view(*tokens.shape, -1) for h in (frozen.residuals[insertion], frozen.final))
+        known = known_in_text(model, tokens, frozen.final) if self.streams.config.feedback else None
+        return MainStream(entering, final, frozen.step, known)
 
-    def _chunk(
-        self, model: Decoder, batch: TokenBatch, frozen: Frozen, places: Places, total: int
-    ) -> tuple[Tensor, Mapping[str, float]]:
+    def _chunk(self, model: Decoder, batch: TokenBatch, main: MainStream, places: Places, total: int) -> Part:
         """Loss of the streams of some positions, as their share of the batch's mean."""
-        hidden = run_streams(model, self.streams, frozen.entering, frozen.memory, places, frozen.known)
+        hidden = run_streams(model, self.streams, main.entering, main.memory, places, main.known)
         heard = Heard.of(places, hidden.shape[1], batch.scored)
         with torch.no_grad():
-            truth = model.head(frozen.final[heard.text, heard.position])
+            truth = model.head(main.final[heard.text, heard.position])
             wanted = torch.softmax(truth, -1).mul_(1 - self.loss.hard)
             targets = batch.tokens[heard.text, heard.position + 1]
             wanted.scatter_add_(1, targets[:, None], torch.full((len(targets), 1), self.loss.hard))

@@ -12,11 +12,10 @@ graph, chunk by chunk as in the lossless mode; the last part sends what gathered
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.branches import places_of
@@ -27,9 +26,11 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.multistream.config import MultistreamConfig
-from vivace.multistream.objective import Frozen, MultistreamLoss, MultistreamObjective, known_in_text
+from vivace.multistream.objective import MainStream, MultistreamLoss, MultistreamObjective, known_in_text
 from vivace.multistream.streams import Streams
 from vivace.train.data import TokenBatch
+from vivace.train.distillation import Cut, slices
+from vivace.train.next_token import next_token_loss
 from vivace.train.objective import Parts
 
 
@@ -125,63 +126,47 @@ class SharedObjective(MultistreamObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
-        learns = torch.is_grad_enabled()
-        step, main = self._main(model, batch.tokens)
-        cut, leaves = _cut(step, main, range(self.streams.config.insertion, model.config.num_layers), learns)
+        step, entering, final = self._main(model, batch.tokens)
+        layers = range(self.streams.config.insertion, model.config.num_layers)
+        stored = [step.memory.stored(layer) for layer in layers]
+        cut = Cut(*(part for pair in stored for part in pair), entering, final)
+        *kept, entering, final = cut.copies
+        memory = _Copies({layer: (kept[2 * at], kept[2 * at + 1]) for at, layer in enumerate(layers)})
+        main = MainStream(entering, final, replace(step, memory=memory, deltas=()))
         if self.streams.config.feedback:
-            cut = replace(cut, known=self._known(model, batch, cut))
-        yield from self._next_token(model, batch, cut)
+            main = replace(main, known=self._known(model, batch, main))
+        yield from self._next_token(model, batch, main)
         if self.alpha:
             for places in places_of(batch.scored, self.loss.rows):
-                loss, seen = self._chunk(model, batch, cut, places, len(batch.predicting))
+                loss, seen = self._chunk(model, batch, main, places, len(batch.predicting))
                 yield self.alpha * loss, seen
-        yield from self._pruned(model, batch, replace(cut, entering=cut.entering.detach()))
-        if learns:
-            ends = [(whole * leaf.grad).sum() for whole, leaf in leaves if leaf.grad is not None]
-            yield torch.stack(ends).sum(), {}
+        yield from self._pruned(model, batch, replace(main, entering=main.entering.detach()))
+        yield from cut.rest()
 
-    def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, tuple[Tensor, Tensor]]:
-        """The main pass with the terms on every row: its step, residuals at the insertion layer and at the top."""
+    def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, Tensor, Tensor]:
+        """The main pass with the deltas on every row: its step, and (B, T, E) at the insertion layer and at the top."""
         step, insertion = Step.dense(*tokens.shape), self.streams.config.insertion
         step = replace(step, deltas=(self.streams.deltas(torch.zeros(step.num_rows, dtype=torch.int64)),))
         entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
         final = model.run(entering, step, insertion)
-        return step, (entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1))
+        return step, entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1)
 
-    def _next_token(self, model: Decoder, batch: TokenBatch, cut: Frozen) -> Parts:
-        top, total = cut.final.flatten(0, 1), len(batch.predicting)
-        for first in range(0, total, self.loss.rows):
-            part = slice(first, first + self.loss.rows)
-            logits = model.head(top[batch.predicting[part]])
-            loss = F.cross_entropy(logits, batch.targets[part], reduction="sum") / total
-            right = (logits.detach().argmax(-1) == batch.targets[part]).sum() / total
+    def _next_token(self, model: Decoder, batch: TokenBatch, main: MainStream) -> Parts:
+        top, rows, targets = main.final.flatten(0, 1), batch.predicting, batch.targets
+        for part in slices(len(rows), self.loss.rows):
+            loss, right = next_token_loss(model, top[rows[part]], targets[part], len(rows))
             yield loss, {"main": float(loss.detach()), "accuracy": float(right)}
 
     @staticmethod
     @torch.no_grad()
-    def _known(model: Decoder, batch: TokenBatch, cut: Frozen) -> Tensor:
-        return known_in_text(model, batch.tokens, cut.final.flatten(0, 1))
-
-
-def _cut(
-    step: Step, main: Sequence[Tensor], layers: Sequence[int], learns: bool
-) -> tuple[Frozen, list[tuple[Tensor, Tensor]]]:
-    """What the main pass left, as copies that gather gradients; each copy beside what it is of."""
-    leaves: list[tuple[Tensor, Tensor]] = []
-
-    def leaf(whole: Tensor) -> Tensor:
-        leaves.append((whole, whole.detach().requires_grad_(learns)))
-        return leaves[-1][1]
-
-    memory = _Copies({layer: tuple(map(leaf, step.memory.stored(layer))) for layer in layers})
-    entering, final = map(leaf, main)
-    return Frozen(entering, final, replace(step, memory=memory, deltas=())), leaves
+    def _known(model: Decoder, batch: TokenBatch, main: MainStream) -> Tensor:
+        return known_in_text(model, batch.tokens, main.final.flatten(0, 1))
 
 
 class _Copies:
     """Fills ``Memory`` for streams: keys and values of the main stream, nothing is added."""
 
-    def __init__(self, held: Mapping[int, tuple[Tensor, ...]]) -> None:
+    def __init__(self, held: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         self.held = held
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
@@ -190,5 +175,4 @@ class _Copies:
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each (B, K, T, D)."""
-        keys, values = self.held[layer]
-        return keys, values
+        return self.held[layer]

@@ -15,7 +15,22 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.objective import Parts
+from vivace.train.distillation import head_in_parts
+from vivace.train.objective import Part, Parts
+
+
+def next_token_loss(model: Decoder, hidden: Tensor, targets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return cross-entropy and accuracy of some rows, each as its share of a mean over ``total`` rows.
+
+    Args:
+        model: whose head reads the rows.
+        hidden: (n, E) residuals at the top.
+        targets: (n,) the tokens that follow.
+        total: rows of the whole batch that are scored.
+    """
+    logits = model.head(hidden)
+    right = (logits.detach().argmax(-1) == targets).sum() / total
+    return F.cross_entropy(logits, targets, reduction="sum") / total, right
 
 
 class NextToken(DecoderObjective):
@@ -52,25 +67,16 @@ class NextToken(DecoderObjective):
         ]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
-        """Cross-entropy in parts of ``rows`` positions, then the trunk with the gradient they left.
-
-        The head runs on a copy of the top rows that is cut from the graph; each part leaves its gradient
-        there and its logits are freed. The last part, a product with that gradient, sends it down the trunk.
-        """
+        """Cross-entropy in parts of ``rows`` positions, then the trunk with the gradient they left."""
         rows, targets = batch.predicting, batch.targets
         step = Step.dense(*batch.tokens.shape)
         top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
-        learns = torch.is_grad_enabled()
-        cut = top.detach().requires_grad_(learns)
-        for first in range(0, len(rows), self.rows):
-            part = slice(first, first + self.rows)
-            logits = model.head(cut[part])
-            loss = F.cross_entropy(logits, targets[part], reduction="sum") / len(rows)
-            right = (logits.detach().argmax(-1) == targets[part]).sum() / len(rows)
-            yield loss, {"loss": float(loss.detach()), "accuracy": float(right)}
-        if learns:
-            assert cut.grad is not None
-            yield (top * cut.grad).sum(), {}
+
+        def part_of(h: Tensor, part: slice) -> Part:
+            loss, right = next_token_loss(model, h, targets[part], len(rows))
+            return loss, {"loss": float(loss.detach()), "accuracy": float(right)}
+
+        yield from head_in_parts(top, self.rows, part_of)
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
         if not self.recompute or not torch.is_grad_enabled():

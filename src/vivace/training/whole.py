@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.baselines.skipdecode import SkipPlan
@@ -28,8 +27,9 @@ from vivace.errors import ConfigError
 from vivace.prompts import Prompt
 from vivace.train.data import TokenBatch
 from vivace.train.decoder import DecoderRecipe, train_decoder
+from vivace.train.distillation import Cut, slices
 from vivace.train.loop import TrainResult
-from vivace.train.next_token import NextToken
+from vivace.train.next_token import NextToken, next_token_loss
 from vivace.train.objective import Parts
 from vivace.train.report import Report
 
@@ -89,21 +89,16 @@ class SupervisedObjective(NextToken):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """The top's loss and the exits', each in parts; the trunk last, with what all of them left."""
-        rows, targets, learns = batch.predicting, batch.targets, torch.is_grad_enabled()
-        exits = self._exits(model.config.num_layers)
-        residuals = {at: h[rows] for at, h in self._residuals(model, batch, exits).items()}
-        cuts = {at: h.detach().requires_grad_(learns) for at, h in residuals.items()}
-        for at, cut in cuts.items():
-            name = "loss" if at == model.config.num_layers else f"layer {at}" if self.supervision.layers else "exit"
+        rows, targets, count = batch.predicting, batch.targets, model.config.num_layers
+        residuals = {at: h[rows] for at, h in self._residuals(model, batch, self._exits(count)).items()}
+        cut = Cut(*residuals.values())
+        for at, h in zip(residuals, cut.copies, strict=True):
+            name = "loss" if at == count else f"layer {at}" if self.supervision.layers else "exit"
             weight = 1.0 if name == "loss" else self.supervision.weight
-            for first in range(0, len(rows), self.rows):
-                part = slice(first, first + self.rows)
-                loss = F.cross_entropy(model.head(cut[part]), targets[part], reduction="sum") / len(rows)
+            for part in slices(len(rows), self.rows):
+                loss, _ = next_token_loss(model, h[part], targets[part], len(rows))
                 yield weight * loss, {name: float(loss.detach())}
-        if learns:
-            ends = [(residuals[at] * cut.grad).sum() for at, cut in cuts.items() if cut.grad is not None]
-            assert len(ends) == len(cuts), "back every part through before asking for the next"
-            yield torch.stack(ends).sum(), {}
+        yield from cut.rest()
 
     def _exits(self, num_layers: int) -> Sequence[int]:
         return self.supervision.layers or (int(torch.randint(1, num_layers, ())),)
