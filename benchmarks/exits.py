@@ -17,6 +17,7 @@ import torch
 import vivace
 from benchmarks import exit_plots
 from vivace.checkpoint.adapters import load_adapter
+from vivace.configuration import build
 from vivace.engine import Engine
 from vivace.evaluate.contest import Question, hold, summarise
 from vivace.evaluate.entrants import Entrant
@@ -26,7 +27,6 @@ from vivace.evaluate.quality import score
 from vivace.multirate.dynamic import DynamicConfig, DynamicWeights
 from vivace.multirate.exits import RouterLesson, Trails, trails_of
 from vivace.prompts import Prompt, load_prompts
-from vivace.recipe import build
 from vivace.train.data import Rows, collate, grouped, pairs_of
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 @pytest.fixture(scope="session", autouse=True)
 def short_timings() -> Iterator[None]:
     """What was trained is timed on two prompts; how fast it is, is nobody's concern here."""
-    from vivace.training import frozen
+    from vivace.recipes import frozen
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(frozen, "NUM_MEASURED", 2)

@@ -19,6 +19,7 @@ FLOORS: dict[str, int] = {
     "errors": 0,
     "units": 1,
     "files": 1,
+    "configuration": 1,
     "kernels": 1,
     "prompts": 2,
     "core": 2,
@@ -36,13 +37,12 @@ FLOORS: dict[str, int] = {
     "seq2seq": 5,
     "diffusion": 5,
     "speech": 5,
-    "recipe": 6,
     "evaluate": 6,
     "methods": 7,
     "engine": 8,
     "assistant": 9,
     "transformers_bridge": 9,
-    "training": 9,
+    "recipes": 9,
     "tuning": 9,
     "serve": 10,
     "cli": 11,
@@ -62,14 +62,14 @@ OWNERS: dict[str, set[str]] = {
     "rouge_score": {"evaluate"},
     "llama_cpp": {"evaluate"},
     "tensorboard": {"train"},
-    "yaml": {"recipe"},
+    "yaml": {"recipes"},
 }
 
 # The bench measures other engines beside ours, so it may import them where they are called.
 LAZY_EXCEPTIONS: set[tuple[str, str]] = {("evaluate", "transformers"), ("transformers_bridge", "transformers")}
 
 # Rooms that load without torch, so that `vivace --help` and `import vivace` are quick.
-LIGHT = {"__init__", "__main__", "errors", "units", "files", "prompts", "recipe", "cli"}
+LIGHT = {"__init__", "__main__", "errors", "units", "files", "configuration", "prompts", "cli"}
 LIGHT_FILES = {"spec", "specs", "table"}
 """Files that do so in any room: what lists of methods know about each of them."""
 HEAVY = {"torch", "transformers", "numpy"}

@@ -31,8 +31,8 @@ from vivace.multirate.router import RouterConfig
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss
 from vivace.multistream.shared import SharedLoss
-from vivace.recipe import RECIPES
 from vivace.serve import bodies, figures, foreign, meters
+from vivace.recipes.reading import RECIPES
 from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +106,9 @@ def commands_table() -> str:
 
 def recipes_table() -> str:
     """Recipes that come with the package; each says what it trains before the colon of its first line."""
-    first_lines = [(path.stem, path.read_text(encoding="utf-8").splitlines()[0]) for path in sorted(RECIPES.glob("*"))]
+    first_lines = [
+        (path.stem, path.read_text(encoding="utf-8").splitlines()[0]) for path in sorted(RECIPES.glob("*.yaml"))
+    ]
     return table(
         ("recipe", "trains"), [(f"`{name}`", line.removeprefix("# ").split(":")[0]) for name, line in first_lines]
     )

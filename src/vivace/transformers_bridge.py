@@ -50,7 +50,7 @@ def custom_generate(
         logits_processor: prepared by ``generate``; called with (1, S) ids and (1, V) scores.
         stopping_criteria: prepared by ``generate``; called with (1, S) ids.
         generation_config: prepared by ``generate``.
-        method: how to decode (``vivace.recipe.METHODS``).
+        method: how to decode (``vivace.methods.table.METHODS``).
         adapter: folder of the method's adapter; None looks beside the checkpoint.
         model_kwargs: of the forward pass; only the attention mask is used.
 

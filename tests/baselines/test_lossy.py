@@ -25,18 +25,21 @@ from vivace.baselines.confidence import (
     calibrated,
     told_by,
 )
-from vivace.baselines.skipdecode import SkipDecode, SkipPlan
+from vivace.baselines.skipdecode import SkipDecode, SkipObjective, SkipPlan
+from vivace.baselines.supervised import Supervision
 from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, MismatchError
+from vivace.recipes.confidence import ConfidenceRecipe
+from vivace.recipes.decoder import DecoderRecipe, Stage
+from vivace.recipes.trainer import train_beside
+from vivace.recipes.whole import RivalModelRecipe
+from vivace.recipes.whole_trainer import train_whole
 from vivace.train.config import LoopConfig
 from vivace.train.data import Row, collate
-from vivace.train.decoder import DecoderRecipe, Stage
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
-from vivace.training.confidence import ConfidenceRecipe, train_confidence
-from vivace.training.whole import SkipObjective, Supervision, WholeRecipe, train_whole
 
 COUNT, LAYERS = 12, 6
 MEASURES = ["softmax", "cosine", "learned", "probability"]
@@ -152,7 +155,7 @@ def test_thresholds_are_found_and_kept(checkpoint: Path, tmp_path: Path) -> None
             held_back=24,
         )
         out = tmp_path / measure
-        runs = train_confidence(recipe, vivace.load(checkpoint), WORDS, out, Lines(lambda _: None))
+        runs = train_beside(recipe, vivace.load(checkpoint), WORDS, out, Lines(lambda _: None))
         assert [run.method for run in runs] == ["plain", "calm"]
         engine = vivace.load(checkpoint, adapters={"calm": out})
         stats = engine.generate("aka", method="calm", quality=0.9, max_new_tokens=16)[0].stats
@@ -166,7 +169,7 @@ def test_whole_models_are_trained_for_their_method(checkpoint: Path, tmp_path: P
     stage = Stage(LoopConfig(steps=4, warmup_steps=1), OptimiserConfig(adamw_rate=0.001, muon_rate=0.005))
     decoder = DecoderRecipe(kind="decoder", stages=(stage,), tokens_per_batch=256, held_back=8)
     layers = (1, 2) if kind == "supervised" else ()
-    recipe = WholeRecipe(kind, decoder, Supervision(layers, dropout=0.2), SkipPlan(3, 2, 4))
+    recipe = RivalModelRecipe(kind, decoder, Supervision(layers, dropout=0.2), SkipPlan(3, 2, 4))
     train_whole(recipe, WORDS, tmp_path / "out", Lines(lambda _: None), checkpoint)
     other = replace(recipe, supervision=Supervision(layers, weight=0.1), schedule=SkipPlan(4, 2, 4))
     with pytest.raises(MismatchError, match="another recipe"):

@@ -15,6 +15,7 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.baselines.mod import MixtureOfDepths, ModConfig, ModPlan, Routers
+from vivace.baselines.mod_objective import largest, routed, thresholds_on
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
@@ -23,11 +24,12 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, NotFoundError
 from vivace.kernels.native import NativeBody
+from vivace.recipes.decoder import DecoderRecipe, Stage
+from vivace.recipes.mod import ModRecipe
+from vivace.recipes.whole_trainer import train_whole
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
-from vivace.train.decoder import DecoderRecipe, Stage
 from vivace.train.report import Lines
-from vivace.training.mod import ModObjective, ModRecipe, largest, routed, thresholds_on, train_mod
 
 COUNT, LAYERS = 12, 6
 STAGE = Stage(loop=LoopConfig(steps=6, warmup_steps=1, evaluate_steps=3, snapshot_s=0.0))
@@ -136,22 +138,22 @@ def test_thresholds_let_the_stated_share_through(base) -> None:
 
 
 def test_the_share_falls_and_a_resumed_run_knows_where_it_was(base) -> None:
-    objective = ModObjective(base(torch.float32, num_layers=LAYERS), RECIPE)
+    objective = RECIPE.objective(base(torch.float32, num_layers=LAYERS))
     shares = []
     for _ in range(6):
         shares.append(objective.capacity)
         objective.updated()
     assert shares == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
-    again = ModObjective(base(torch.float32, num_layers=LAYERS), RECIPE)
+    again = RECIPE.objective(base(torch.float32, num_layers=LAYERS))
     again.restore(objective.state())
     assert again.capacity == 0.5
     with torch.no_grad():
-        assert ModObjective(base(torch.float32, num_layers=LAYERS), RECIPE).capacity == 0.5
+        assert RECIPE.objective(base(torch.float32, num_layers=LAYERS)).capacity == 0.5
 
 
 def test_a_trained_mixture_decodes_with_fewer_layers(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     notes: list[str] = []
-    outcome = train_mod(RECIPE, WORDS, tmp_path / "mixed", Lines(notes.append), checkpoint)
+    outcome = train_whole(RECIPE, WORDS, tmp_path / "mixed", Lines(notes.append), checkpoint)
     assert outcome.progress.step == 6
     assert any("50% go through above" in note for note in notes)
     engine = vivace.load(tmp_path / "mixed")
@@ -168,10 +170,10 @@ def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Pat
     """The share that goes through falls on from where it was."""
     decoder = replace(RECIPE.decoder, stages=(replace(STAGE, loop=SNAPSHOTS),))
     recipe, quiet = replace(RECIPE, decoder=decoder), Lines(lambda _: None)
-    train_mod(recipe, WORDS, tmp_path / "whole", quiet, checkpoint)
+    train_whole(recipe, WORDS, tmp_path / "whole", quiet, checkpoint)
     with pytest.raises(KeyboardInterrupt):
-        train_mod(recipe, WORDS, tmp_path / "cut", Killed(), checkpoint)
-    train_mod(recipe, WORDS, tmp_path / "cut", quiet, checkpoint)
+        train_whole(recipe, WORDS, tmp_path / "cut", Killed(), checkpoint)
+    train_whole(recipe, WORDS, tmp_path / "cut", quiet, checkpoint)
     for part in ("model.safetensors", "adapters/mod/config.json", "adapters/mod/adapter_model.safetensors"):
         written, again = ((tmp_path / name / part).read_bytes() for name in ("whole", "cut"))
         assert written == again
@@ -181,7 +183,7 @@ def test_steps_lower_the_loss_and_teach_the_routers(checkpoint: Path) -> None:  
     engine = vivace.load(checkpoint, dtype="float32")
     model = engine.model.requires_grad_(True)
     torch.manual_seed(0)
-    objective = ModObjective(model, RECIPE)
+    objective = RECIPE.objective(model)
     params = [p for group in objective.groups() for p in group["params"]]
     optimiser = torch.optim.Adam(params, lr=0.003)
     losses, telling = [], []

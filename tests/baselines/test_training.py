@@ -18,15 +18,15 @@ from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
+from vivace.recipes.draft import DraftRecipe
+from vivace.recipes.frozen import TrainContext
+from vivace.recipes.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, RivalRecipe, UnoRecipe
+from vivace.recipes.scratch import ShapeConfig
+from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines, Reading
-from vivace.train.scratch import ShapeConfig
-from vivace.training.draft import DraftRecipe, train_draft
-from vivace.training.frozen import Ground
-from vivace.training.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, RivalRecipe, UnoRecipe
-from vivace.training.run import train_adapter
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
 SETTINGS = {"loop": LoopConfig(steps=5, warmup_steps=1), "tokens_per_batch": 128, "held_back": 8}
@@ -54,7 +54,7 @@ def batch(engine: vivace.Engine) -> TokenBatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_trained_rival_decodes_the_same_text(checkpoint: Path, tmp_path: Path, kind: str) -> None:
-    runs = train_adapter(RECIPES[kind], vivace.load(checkpoint), WORDS, tmp_path / kind, Lines(lambda _: None))
+    runs = train_beside(RECIPES[kind], vivace.load(checkpoint), WORDS, tmp_path / kind, Lines(lambda _: None))
     assert [run.method for run in runs] == ["plain", kind]
     assert all(run.identical for run in runs)
     engine = vivace.load(checkpoint, adapters={kind: tmp_path / kind})
@@ -69,7 +69,7 @@ def test_steps_lower_the_loss_and_leave_the_base_alone(checkpoint: Path, tmp_pat
     engine = vivace.load(checkpoint)
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
     torch.manual_seed(0)
-    trainee = RECIPES[kind].begin(Ground.of(RECIPES[kind], engine, WORDS, tmp_path, Lines(lambda _: None)))
+    trainee = RECIPES[kind].begin(TrainContext.of(RECIPES[kind], engine, WORDS, tmp_path, Lines(lambda _: None)))
     params = [p for group in trainee.objective.groups() for p in group["params"]]
     optimiser = torch.optim.Adam(params, lr=0.01)
     losses = []
@@ -103,10 +103,10 @@ def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Pat
     """UNO's, which draws where its blocks hang."""
     recipe = replace(RECIPES["uno"], loop=SNAPSHOTS)
     quiet = Lines(lambda _: None)
-    train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "whole", quiet)
+    train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "whole", quiet)
     with pytest.raises(KeyboardInterrupt):
-        train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", Killed())
-    train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", quiet)
+        train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", Killed())
+    train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", quiet)
     whole, cut = (load_adapter(tmp_path / name)[1] for name in ("whole", "cut"))
     assert all(torch.equal(value, cut[name]) for name, value in whole.items())
     assert any(bool(value.any()) for name, value in whole.items() if name.startswith("up"))
@@ -115,7 +115,7 @@ def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Pat
 def test_a_trained_draft_model_is_a_checkpoint_that_drafts(checkpoint: Path, tmp_path: Path) -> None:
     shape = ShapeConfig(num_layers=1, width=16, ffn_width=16, num_heads=2, num_kv_heads=1, head_dim=8)
     recipe = DraftRecipe(**SETTINGS, shape=shape, optimiser=OptimiserConfig(adamw_rate=0.01))
-    runs = train_draft(recipe, vivace.load(checkpoint), WORDS, tmp_path / "small", Lines(lambda _: None))
+    runs = train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "small", Lines(lambda _: None))
     assert [run.method for run in runs] == ["plain", "draft"]
     assert all(run.identical for run in runs)
     assert vivace.load(tmp_path / "small").model.config.num_layers == 1
@@ -124,7 +124,7 @@ def test_a_trained_draft_model_is_a_checkpoint_that_drafts(checkpoint: Path, tmp
 def test_an_exit_with_nothing_to_train_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     recipe = DeedRecipe(**SETTINGS, adapter=ExitConfig(2))
     with pytest.raises(ConfigError, match=r"set adapter\.bottleneck"):
-        train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "x", Lines(lambda _: None))
+        train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "x", Lines(lambda _: None))
 
 
 @pytest.mark.parametrize("method", ["lookahead", "layerskip"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import streams
+from vivace.configuration import build
 from vivace.multistream.config import MultistreamConfig
-from vivace.recipe import build, override, read_recipe
-from vivace.training.multistream import MultistreamRecipe
+from vivace.recipes.multistream import MultistreamRecipe
+from vivace.recipes.reading import override, read_recipe
 
 CONFIG = MultistreamConfig(streams=3, feedback=True)
 

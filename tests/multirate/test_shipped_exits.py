@@ -8,19 +8,19 @@ import pytest
 
 import vivace
 from vivace.checkpoint.adapters import load_adapter
+from vivace.configuration import build
 from vivace.engine import SHIPPED
 from vivace.evaluate.exits import velocities
 from vivace.multirate.dynamic import DynamicConfig, DynamicWeights
 from vivace.multirate.exits import RouterLesson
 from vivace.prompts import packaged_prompts
-from vivace.recipe import build
+from vivace.recipes.dynamic import DynamicRecipe
+from vivace.recipes.regenerate import regenerated
+from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.data import Rows, collate, grouped
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
-from vivace.training.dynamic import DynamicRecipe
-from vivace.training.regenerate import regenerated
-from vivace.training.run import train_adapter
 
 RECIPE = DynamicRecipe(
     kind="dynamic",
@@ -39,7 +39,7 @@ RECIPE = DynamicRecipe(
 def test_a_minute_brings_every_gate_nearer_than_the_slow_stream(tmp_path: Path) -> None:
     engine, notes = vivace.load(kernels="torch"), list[str]()
     prompts = packaged_prompts("e2e")[: RECIPE.regenerate]
-    runs = train_adapter(RECIPE, engine, prompts, tmp_path / "early", Lines(notes.append))
+    runs = train_beside(RECIPE, engine, prompts, tmp_path / "early", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "dynamic"]
     written, tensors = load_adapter(tmp_path / "early")
     weights = DynamicWeights(build(DynamicConfig, written["config"]), engine.model.config)

@@ -21,12 +21,12 @@ from vivace.methods.composition import twins
 from vivace.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
 from vivace.multistream.streams import Streams
 from vivace.prompts import Prompt, packaged_prompts
+from vivace.recipes.multistream import MultistreamRecipe
+from vivace.recipes.shared import SharedRecipe
+from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
-from vivace.training.multistream import MultistreamRecipe
-from vivace.training.run import train_adapter
-from vivace.training.shared import SharedRecipe, train_shared
 from vivace.tuning import candidates_of
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
@@ -119,7 +119,7 @@ def test_a_recipe_makes_streams_and_goes_on_from_them(place, tmp_path) -> None:
         tokens_per_batch=128,
         held_back=8,
     )
-    runs = train_adapter(recipe, engine, WORDS, tmp_path / "first", Lines(said.append))
+    runs = train_beside(recipe, engine, WORDS, tmp_path / "first", Lines(said.append))
     assert [run.method for run in runs] == ["plain", "multistream"]
     assert runs[1].identical
     assert any("heads of Medusa would have" in line for line in said)
@@ -132,12 +132,12 @@ def test_a_recipe_makes_streams_and_goes_on_from_them(place, tmp_path) -> None:
         start=str(tmp_path / "first"),
         held_back=8,
     )
-    train_adapter(again, engine, WORDS, tmp_path / "second", Lines(said.append))
+    train_beside(again, engine, WORDS, tmp_path / "second", Lines(said.append))
     moved = load_adapter(tmp_path / "second")[1]["up.0"] - tensors["up.0"]
     assert 0 < moved.abs().max() < 0.02
     other = replace(again, adapter=replace(CONFIG, rank=2))
     with pytest.raises(MismatchError, match="goes on from"):
-        train_adapter(other, engine, WORDS, tmp_path / "third", Lines(said.append))
+        train_beside(other, engine, WORDS, tmp_path / "third", Lines(said.append))
 
 
 def test_the_shared_mode_makes_a_model_of_its_own_and_leaves_the_base(place, tmp_path) -> None:
@@ -153,7 +153,7 @@ def test_the_shared_mode_makes_a_model_of_its_own_and_leaves_the_base(place, tmp
         held_back=8,
     )
     said: list[str] = []
-    runs = train_shared(recipe, vivace.load(place, kernels="torch"), WORDS, tmp_path / "made", Lines(said.append))
+    runs = train_beside(recipe, vivace.load(place, kernels="torch"), WORDS, tmp_path / "made", Lines(said.append))
     assert [run.method for run in runs] == ["plain", "multistream"]
     assert runs[1].identical
     assert base_hash(place) == before != base_hash(tmp_path / "made")

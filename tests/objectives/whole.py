@@ -11,15 +11,13 @@ from torch import Tensor
 from tests.objectives.case import BATCH, LAYERS, LENGTH, Case, disturbed, head, learns, trained
 from tests.objectives.naive import binary_cross_entropy, cross_entropy, log_probs, predicting, residuals_of
 from vivace.baselines.mod import ModConfig
-from vivace.baselines.skipdecode import SkipPlan
+from vivace.baselines.mod_objective import ModObjective
+from vivace.baselines.skipdecode import SkipObjective, SkipPlan
+from vivace.baselines.supervised import SupervisedObjective, Supervision
 from vivace.core.config import MoeConfig
 from vivace.core.model import Decoder
 from vivace.core.step import Step
-from vivace.train.config import LoopConfig
-from vivace.train.decoder import DecoderRecipe, Stage
 from vivace.train.next_token import BalancedNextToken, NextToken, SparseNextToken
-from vivace.training.mod import ModObjective, ModRecipe
-from vivace.training.whole import SkipObjective, SupervisedObjective, Supervision
 
 
 def next_token(model: Decoder, tops: Callable[[Tensor, int], Tensor]) -> float:
@@ -73,8 +71,7 @@ def skipping() -> Case:
 def depths() -> Case:
     """Two fifths of an answer's rows pass every second layer, and routers tell which."""
     model = trained()
-    recipe = ModRecipe("mod", DecoderRecipe("decoder", (Stage(LoopConfig(steps=200)),)), ModConfig(2, 0.4), 0, 0.3)
-    objective = ModObjective(model, recipe, rows=5)
+    objective = ModObjective(model, ModConfig(2, 0.4), anneal_steps=0, telling=0.3, rows=5)
     objective.step = 1
     disturbed(objective.routers, 0.5)
 

@@ -21,16 +21,16 @@ from vivace.errors import UnsupportedError
 from vivace.multirate.config import MultirateConfig
 from vivace.multirate.foresight import ForesightConfig
 from vivace.prompts import Prompt
+from vivace.recipes.foresight import ForesightRecipe
+from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.multirate import MultirateRecipe
+from vivace.recipes.trainer import train_beside
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.store import Layout, open_store
 from vivace.storage.traces import Trace
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
-from vivace.training.foresight import ForesightRecipe
-from vivace.training.frozen import FrozenRecipe
-from vivace.training.multirate import MultirateRecipe
-from vivace.training.run import train_adapter
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
 SHARED = {
@@ -72,7 +72,7 @@ def stored(model: Path, folder: Path, share: float, layout: Layout = "layers") -
 
 def learnt(recipe: FrozenRecipe, engine: Engine, out: Path) -> dict[str, Tensor]:
     notes: list[str] = []
-    runs = train_adapter(recipe, engine, WORDS, out, Lines(notes.append))
+    runs = train_beside(recipe, engine, WORDS, out, Lines(notes.append))
     assert all(run.identical for run in runs)
     return dict(load_adapter(out)[1])
 

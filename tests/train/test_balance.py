@@ -11,9 +11,9 @@ from tests.parity.families import VOCAB, make
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
+from vivace.recipes.decoder import DecoderRecipe, Stage
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
-from vivace.train.decoder import DecoderRecipe, Stage
 from vivace.train.next_token import BalancedNextToken, NextToken, _unevenness
 
 

@@ -12,10 +12,10 @@ from vivace.checkpoint.load import load_decoder
 from vivace.core.layers import FeedForward
 from vivace.core.model import Decoder, Layer
 from vivace.errors import ConfigError
+from vivace.recipes.decoder import DecoderRecipe, Stage
 from vivace.storage.predictors import inputs_of
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
-from vivace.train.decoder import DecoderRecipe, Stage, _objective
 from vivace.train.next_token import SparseNextToken, _hoyer
 
 RECIPE = DecoderRecipe("decoder", (Stage(LoopConfig(steps=200)),), sparsity=0.1)
@@ -70,7 +70,7 @@ def test_training_on_it_leaves_fewer_active(tmp_path: Path) -> None:
 def test_only_models_with_relu(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="for models with relu, this one has silu"):
-        _objective(RECIPE, load_decoder(tmp_path))
+        RECIPE.objective(load_decoder(tmp_path))
 
 
 @pytest.mark.parametrize("wrong", [{"sparsity": -0.1}, {"sparsity": 0.1, "recompute": True}])

@@ -7,7 +7,7 @@ CALM (Schuster et al. 2022, arXiv:2207.07061) lets a token leave at a layer wher
 * ``learned``: sigmoid(w.h + b), trained to tell whether the layer's token is the top's, everything else frozen.
 
 LITE (Varshney et al. 2023, arXiv:2310.18581) takes ``probability``, p_1, on a model that was fine-tuned to speak at its
-gates (``training/whole.py``); CALM's paper trains its model so as well. Keys and values above an exit come from the
+gates (``supervised.py``); CALM's paper trains its model so as well. Keys and values above an exit come from the
 residual that left (``propagate``), as in CALM.
 
 Where we differ: thresholds are calibrated as those of every method here, gate by gate to a stated agreement with the

@@ -8,7 +8,7 @@ The paper lets the k largest r of a sequence through (equation 1), which looks a
 goes through where r exceeds a threshold, and r was trained to tell whether it would be among the k (section 3.5).
 
 Where we differ: a router that has learnt nothing changes nothing (2 sigma(0) = 1), because a base that exists is
-fine-tuned (``training/mod.py``); thresholds are found layer by layer on held-back text so that the stated share goes
+fine-tuned (``mod_objective.py``); thresholds are found layer by layer on held-back text so that the stated share goes
 through; the prompt takes every layer; and a token that skips a layer still leaves keys and values there. So there are
 no holes, every cache is one that any method can go on from, and rows of a batch need not skip together. It costs the
 layer's projections to queries, keys and values, which are 18 % of the weights of a layer of the shipped model.

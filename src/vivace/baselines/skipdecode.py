@@ -7,7 +7,7 @@ With t new tokens before it a token has a budget of
 layers, the first ``warmup`` ones and then the topmost: middle layers are skipped, more and more of them. Budgets never
 grow, so whatever layer a row passes, all rows before it have passed: nothing is missing and nothing is recomputed, and
 rows of a batch need not leave together. The prompt takes every layer. Only a model that was fine-tuned for its schedule
-(``training/whole.py``) still speaks; the method refuses nothing, and its answers say so.
+(``SkipObjective``) still speaks; the method refuses nothing, and its answers say so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
@@ -24,6 +25,9 @@ from vivace.core.step import Step
 from vivace.decode.climb import Climb
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
+from vivace.train.data import TokenBatch
+from vivace.train.next_token import NextToken
+from vivace.train.objective import Parts
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,34 @@ class SkipDecode(NoDrafts):
 def _spread(num_layers: int) -> tuple[int, int]:
     """Three quarters and a third of the layers."""
     return max(2, num_layers * 3 // 4), max(2, num_layers // 3)
+
+
+class SkipObjective(NextToken):
+    """``NextToken`` with the layers that a schedule leaves each row."""
+
+    def __init__(self, model: Decoder, plan: SkipPlan, *, rows: int = 1024) -> None:
+        """Prepare.
+
+        Raises:
+            ConfigError: the schedule is for a deeper model.
+        """
+        super().__init__(model, rows=rows)
+        plan.check_fits(model.config.num_layers)
+        self.plan = plan
+        self._first = torch.zeros(0, dtype=torch.int64)
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """As ``NextToken``, places counted from each answer's first token."""
+        length, count = batch.tokens.shape[1], model.config.num_layers
+        begins = batch.scored.int().argmax(1)
+        place = torch.arange(length) - begins[:, None] + 1
+        firsts = torch.tensor([self.plan.first(at, count) for at in range(length + 1)])
+        self._first = torch.where(place < 0, 0, firsts[place.clamp(min=0)]).reshape(-1)
+        yield from super().losses(model, batch)
+
+    def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
+        for layer in range(model.config.num_layers):
+            passes = (self._first <= layer) | (layer < self.plan.warmup)
+            above = model.run(h, step, layer, layer + 1)
+            h = above if bool(passes.all()) else torch.where(passes[:, None], above, h)
+        return h

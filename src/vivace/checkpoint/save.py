@@ -58,6 +58,25 @@ def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) 
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
+def write_checkpoint(decoder: Decoder, hf_config: Mapping[str, Any], texts: Path, out: Path) -> None:
+    """Write a decoder and the text files of another checkpoint beside it, all or nothing.
+
+    Args:
+        decoder: as for ``save_decoder``.
+        hf_config: the ``config.json`` to write.
+        texts: checkpoint whose tokenizer, template and generation settings are copied.
+        out: directory, made if need be.
+
+    Raises:
+        MismatchError: the configuration describes another decoder.
+        CheckpointError: the disk is full; what was there is as it was.
+    """
+    with staged(out) as folder:
+        write_decoder(decoder, folder, hf_config)
+        copy_text_files(texts, folder)
+    forget_shards(out)
+
+
 def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, Tensor]:
     """The decoder's parameters cut and named as the family stores them."""
     ours = dict(decoder.named_parameters())

@@ -13,23 +13,11 @@ from vivace.cli.bench import print_runs
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
 from vivace.errors import ConfigError
-from vivace.methods.table import METHODS
-from vivace.prompts import load_prompts
-from vivace.recipe import build, override, read_recipe
+from vivace.prompts import Prompt, load_prompts
 
 if TYPE_CHECKING:
-    from vivace.evaluate.contest import Run
+    from vivace.recipes.decoder import WholeRecipe
     from vivace.train.report import Report
-
-
-def kinds_of_models() -> list[str]:
-    """Kinds of recipes that train all weights of a model."""
-    return ["decoder", "supervised", *(spec.name for spec in METHODS.values() if spec.training == "whole")]
-
-
-def kinds() -> list[str]:
-    """What a recipe can be for: a model, or what a method needs."""
-    return [*kinds_of_models(), "shared", *(spec.name for spec in METHODS.values() if spec.training == "beside")]
 
 
 def train(
@@ -52,28 +40,38 @@ def train(
     as_json: options.AsJson = False,
 ) -> None:
     """Train what a recipe describes; interrupt it whenever you like, the same command goes on."""
+    from vivace.recipes.decoder import WholeRecipe
+    from vivace.recipes.kinds import recipe_of
+    from vivace.recipes.reading import override, read_recipe
+    from vivace.recipes.trainer import train_beside
+
     values = override(read_recipe(recipe), changes or [])
     if out is None:
         raise ConfigError("say where the result goes: --out DIR")
     if not data:
         raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
-    kind = values.get("kind")
-    if kind not in kinds():
-        raise ConfigError(f"a recipe's kind is one of {', '.join(kinds())}, found {kind!r}")
-    if kind in kinds_of_models():
+    found = recipe_of(values)
+    if isinstance(found, WholeRecipe):
         if (memory, reader) != (None, "auto"):
-            raise ConfigError(f"all weights of a model learn in memory ({kind}); leave out --memory and --reader")
+            raise ConfigError(
+                f"all weights of a model learn in memory ({values['kind']}); leave out --memory and --reader"
+            )
         if (device, dtype) != ("auto", "auto"):
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
-        outcome = _run_decoder(values, data, out, model, tensorboard)
+        outcome = _train_whole(found, _rows(data), out, model, _report(tensorboard))
     else:
         choice = ModelChoice(model=model, device=device, dtype=dtype, kernels="torch", memory=memory, reader=reader)
-        runs = _run(values, data, out, choice, tensorboard)
+        prompts = _rows(data)
+        runs = train_beside(found, open_engine(choice), prompts, out, _report(tensorboard))
         if not as_json:
             print_runs(runs)
         outcome = {"out": str(out), "runs": [asdict(run) for run in runs]}
     if as_json:
         console.json(outcome)
+
+
+def _rows(data: list[Path]) -> list[Prompt]:
+    return [row for path in data for row in load_prompts(path)]
 
 
 def _report(tensorboard: Path | None) -> Report:
@@ -83,36 +81,10 @@ def _report(tensorboard: Path | None) -> Report:
     return lines if tensorboard is None else Curves(tensorboard, lines)
 
 
-def _run(values: dict[str, Any], data: list[Path], out: Path, choice: ModelChoice, curves: Path | None) -> list[Run]:
-    from vivace.training.confidence import ConfidenceRecipe, train_confidence
-    from vivace.training.draft import DraftRecipe, train_draft
-    from vivace.training.run import recipe_of, train_adapter
-    from vivace.training.shared import SharedRecipe, train_shared
-
-    prompts = [row for path in data for row in load_prompts(path)]
-    if values["kind"] == "draft":
-        return train_draft(build(DraftRecipe, values), open_engine(choice), prompts, out, _report(curves))
-    if values["kind"] in ("calm", "lite"):
-        confidence = build(ConfidenceRecipe, values)
-        return train_confidence(confidence, open_engine(choice), prompts, out, _report(curves))
-    if values["kind"] == "shared":
-        return train_shared(build(SharedRecipe, values), open_engine(choice), prompts, out, _report(curves))
-    recipe = build(recipe_of(values["kind"]), values)
-    return train_adapter(recipe, open_engine(choice), prompts, out, _report(curves))
-
-
-def _run_decoder(
-    values: dict[str, Any], data: list[Path], out: Path, base: str | None, curves: Path | None
+def _train_whole(
+    recipe: WholeRecipe, prompts: list[Prompt], out: Path, base: str | None, report: Report
 ) -> dict[str, Any]:
-    from vivace.train.decoder import DecoderRecipe, train_decoder
-    from vivace.training.mod import ModRecipe, train_mod
-    from vivace.training.whole import WholeRecipe, train_whole
+    from vivace.recipes.whole_trainer import train_whole
 
-    prompts = [row for path in data for row in load_prompts(path)]
-    if values["kind"] == "decoder":
-        outcome = train_decoder(build(DecoderRecipe, values), prompts, out, _report(curves), base)
-    elif values["kind"] == "mod":
-        outcome = train_mod(build(ModRecipe, values), prompts, out, _report(curves), base)
-    else:
-        outcome = train_whole(build(WholeRecipe, values), prompts, out, _report(curves), base)
-    return {"out": str(out), "steps": outcome.progress.step, "held_back": dict(outcome.held_back)}
+    result = train_whole(recipe, prompts, out, report, base)
+    return {"out": str(out), "steps": result.progress.step, "held_back": dict(result.held_back)}

@@ -15,6 +15,7 @@ from torch import Tensor
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.checkpoint.widen import AdapterTwin
+from vivace.configuration import build
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -22,7 +23,6 @@ from vivace.decode.session import DRAFT_SLACK
 from vivace.decode.spec import MethodSpec, Plan, Stored
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.methods.table import METHODS, find_method
-from vivace.recipe import build
 
 T = TypeVar("T")
 

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.configuration import build
 from vivace.errors import MismatchError
 from vivace.multistream.calibration import SURVIVING, kept_edges, threshold_for
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.multistream.streams import Streams
-from vivace.recipe import build
-from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +33,18 @@ class MultistreamRecipe(FrozenRecipe):
         super().__post_init__()
         self.plan.check_fits(self.adapter)
 
-    def begin(self, ground: Ground) -> StreamTraining:
+    def begin(self, context: TrainContext) -> StreamTraining:
         """Streams that have learnt nothing, or those of ``start``.
 
         Raises:
             CheckpointError: ``start`` is no adapter of this base, or has other shapes.
         """
-        model = ground.engine.model.config
+        model = context.engine.model.config
         streams = Streams(self.adapter, model)
         if streams.rotation is not None:
-            streams.rotation.read(ground.engine.model)
+            streams.rotation.read(context.engine.model)
         if self.start is not None:
-            written, tensors = load_adapter(self.start, base_hash(ground.engine.folder))
+            written, tensors = load_adapter(self.start, base_hash(context.engine.folder))
             known = build(MultistreamConfig, written["config"]) if written["kind"] == self.kind else None
             if known is None or not known.precedes(self.adapter):
                 raise MismatchError(
@@ -52,23 +52,23 @@ class MultistreamRecipe(FrozenRecipe):
                     f"one for {self.kind} with {asdict(self.adapter)}, inserted there or above"
                 )
             streams.take_over(Streams(known, model), tensors)
-        return StreamTraining(self.plan, MultistreamObjective(streams, self.loss), ground)
+        return StreamTraining(self.plan, MultistreamObjective(streams, self.loss), context)
 
 
-class StreamTraining:
-    """Fills ``Trainee``."""
+class StreamTraining(Trainable):
+    """Streams in training."""
 
-    def __init__(self, plan: StreamPlan, objective: MultistreamObjective, ground: Ground) -> None:
+    def __init__(self, plan: StreamPlan, objective: MultistreamObjective, context: TrainContext) -> None:
+        super().__init__(context)
         self.plan = plan
         self.objective = objective
         self.streams = objective.streams
-        self.ground = ground
         config = self.streams.config
-        self.depth = (ground.engine.model.config.num_layers - config.insertion) * config.streams
+        self.depth = (context.engine.model.config.num_layers - config.insertion) * config.streams
 
-    def finish(self) -> Outcome:
+    def finish(self) -> TrainedAdapter:
         """The weights, with the draft that the recipe gives."""
-        config, model = self.streams.config, self.ground.engine.model
+        config, model = self.streams.config, self.context.engine.model
         width, vocab_size = model.config.width, model.config.vocab_size
         own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, vocab_size)
         note = (
@@ -76,7 +76,7 @@ class StreamTraining:
             f"{heads:,}, {heads / own:.0f} times as many"
         )
         if self.streams.pruner is not None:
-            batches = self.ground.batches(self.ground.held_back)
+            batches = self.context.batches(self.context.held_back)
             threshold = threshold_for(kept_edges(model, self.streams, batch) for batch in batches)
             note += f"; a pruning threshold of {threshold:.2g} spares {SURVIVING:.0%} of the edges that are kept"
-        return Outcome(self.plan, config, self.streams.tensors(), note)
+        return TrainedAdapter(self.plan, config, self.streams.tensors(), note)

@@ -1,75 +1,16 @@
-"""Recipes: strict YAML or JSON into frozen dataclasses. A typo is refused with its nearest match."""
+"""Frozen dataclasses from mappings that files hold: an unknown key is refused with its nearest match."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
+from vivace.errors import ConfigError, nearest
 
 T = TypeVar("T")
-
-
-RECIPES = Path(__file__).parent / "recipes"
-"""Recipes that come with the package, by name."""
-
-
-def read_recipe(name: str | Path) -> dict[str, Any]:
-    """A recipe as a mapping.
-
-    Args:
-        name: a YAML or JSON file, or the name of a recipe that comes with the package.
-
-    Raises:
-        NotFoundError: no such file or name.
-        CorruptError: it is not YAML or JSON, or not a mapping.
-    """
-    import yaml
-
-    path = RECIPES / f"{name}.yaml" if (RECIPES / f"{name}.yaml").is_file() else Path(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        packaged = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
-        raise NotFoundError(
-            f"cannot read the recipe {path}: {exc.strerror}; the recipes that come with vivace are {packaged}"
-        ) from exc
-    try:
-        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as exc:
-        raise CorruptError(f"{path} is not valid YAML or JSON: {' '.join(str(exc).split())}") from exc
-    if not isinstance(loaded, dict):
-        raise CorruptError(f"{path} must hold a mapping, found {type(loaded).__name__}")
-    return loaded
-
-
-def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """A recipe with ``section.key=value`` changes, values read as YAML.
-
-    Raises:
-        ConfigError: a change that is not of this form, or goes through something that is no section.
-    """
-    import yaml
-
-    changed = copy.deepcopy(dict(values))
-    for change in changes:
-        path, equals, text = change.partition("=")
-        *sections, key = path.split(".")
-        if not equals or not all([*sections, key]):
-            raise ConfigError(f"{change!r} is not a change; write section.key=value")
-        place = changed
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"{change!r}: {section} is a value, not a section")
-        place[key] = yaml.safe_load(text)
-    return changed
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:

@@ -11,15 +11,17 @@ import torch
 from tests.train.tiny import PAIRS
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.tokenizer import load_tokenizer
+from vivace.configuration import build
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
-from vivace.recipe import build, read_recipe
+from vivace.recipes.decoder import DecoderRecipe, Stage
+from vivace.recipes.reading import read_recipe
+from vivace.recipes.scratch import ShapeConfig
+from vivace.recipes.whole_trainer import train_whole
 from vivace.train.config import LoopConfig
 from vivace.train.data import Rows
-from vivace.train.decoder import DecoderRecipe, Stage, train_decoder
 from vivace.train.report import Lines
-from vivace.train.scratch import ShapeConfig
 from vivace.train.variation import VariationConfig
 
 SHAPE = ShapeConfig(
@@ -37,14 +39,13 @@ RECIPE = DecoderRecipe(
     held_back=3,
 )
 PROMPTS = [Prompt(prompt, (answer,)) for prompt, answer in PAIRS]
-RECIPES = Path(__file__).resolve().parents[2] / "src" / "vivace" / "recipes"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     out = tmp_path_factory.mktemp("base") / "model"
     said: list[str] = []
-    train_decoder(RECIPE, PROMPTS, out, Lines(said.append))
+    train_whole(RECIPE, PROMPTS, out, Lines(said.append))
     return out, said
 
 
@@ -76,7 +77,7 @@ def test_a_finished_run_is_not_trained_again(trained: tuple[Path, list[str]]) ->
     out, _ = trained
     before = (out / "model.safetensors").read_bytes()
     said: list[str] = []
-    train_decoder(RECIPE, PROMPTS, out, Lines(said.append))
+    train_whole(RECIPE, PROMPTS, out, Lines(said.append))
     assert (out / "model.safetensors").read_bytes() == before
     assert not any("tokens/s" in line for line in said)
 
@@ -85,7 +86,7 @@ def test_a_base_is_trained_on_and_stays_as_it_was(trained: tuple[Path, list[str]
     base, _ = trained
     before = (base / "model.safetensors").read_bytes()
     recipe = replace(RECIPE, shape=None, stages=(Stage(LOOP),), exercises=0.0)
-    outcome = train_decoder(recipe, PROMPTS, tmp_path / "tuned", Lines(lambda line: None), base=base)
+    outcome = train_whole(recipe, PROMPTS, tmp_path / "tuned", Lines(lambda line: None), base=base)
     assert outcome.progress.step == 8
     assert (base / "model.safetensors").read_bytes() == before
     tuned = load_decoder(tmp_path / "tuned")
@@ -96,9 +97,9 @@ def test_a_base_is_trained_on_and_stays_as_it_was(trained: tuple[Path, list[str]
 def test_what_cannot_be_trained_is_refused_before_it_starts(tmp_path: Path) -> None:
     quiet = Lines(lambda line: None)
     with pytest.raises(ConfigError, match="one of the two"):
-        train_decoder(RECIPE, PROMPTS, tmp_path, quiet, base=tmp_path)
+        train_whole(RECIPE, PROMPTS, tmp_path, quiet, base=tmp_path)
     with pytest.raises(ConfigError, match="held_back"):
-        train_decoder(replace(RECIPE, held_back=500), PROMPTS, tmp_path, quiet)
+        train_whole(replace(RECIPE, held_back=500), PROMPTS, tmp_path, quiet)
     with pytest.raises(ConfigError, match="positions"):
         replace(RECIPE, longest=65)
     with pytest.raises(ConfigError, match="grow"):
@@ -109,14 +110,14 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(tmp_path: Path) -> N
 
 
 def test_the_recipe_that_ships_describes_the_model_that_ships() -> None:
-    recipe = build(DecoderRecipe, read_recipe(RECIPES / "base.yaml"))
+    recipe = build(DecoderRecipe, read_recipe("base"))
     assert recipe.shape is not None
     assert (recipe.shape.num_layers, recipe.shape.width, recipe.shape.vocab_size) == (24, 256, 4096)
     assert recipe.stages[-1].depth == 24
 
 
 def test_the_recipe_for_fine_tuning_starts_from_a_base() -> None:
-    recipe = build(DecoderRecipe, read_recipe(RECIPES / "finetune.yaml"))
+    recipe = build(DecoderRecipe, read_recipe("finetune"))
     assert recipe.shape is None
     assert len(recipe.stages) == 1
 
@@ -132,12 +133,12 @@ def test_a_share_of_a_task_is_drawn_each_epoch(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Rows, "encode", spy)
     prompts = [replace(prompt, task="one" if index % 2 else "two") for index, prompt in enumerate(PROMPTS)]
     stage = Stage(LOOP, invent=0.0, shares={"one": 0.0})
-    train_decoder(replace(RECIPE, stages=(stage,), exercises=0.0), prompts, tmp_path, Lines(lambda line: None))
+    train_whole(replace(RECIPE, stages=(stage,), exercises=0.0), prompts, tmp_path, Lines(lambda line: None))
     of_task = {prompt.request: prompt.task for prompt in prompts}
     epochs = drawn[1:]
     assert epochs
     assert all({of_task[asked] for asked, _ in epoch} == {"two"} for epoch in epochs)
     with pytest.raises(ConfigError, match="no rows"):
-        train_decoder(replace(RECIPE, stages=(stage,)), PROMPTS, tmp_path / "b", Lines(lambda line: None))
+        train_whole(replace(RECIPE, stages=(stage,)), PROMPTS, tmp_path / "b", Lines(lambda line: None))
     with pytest.raises(ConfigError, match="between 0 and 1"):
         Stage(LOOP, shares={"one": 2.0})

@@ -12,14 +12,17 @@ from vivace.files import write_text
 from vivace.train.variation import Pair
 
 
+def placed(engine: Engine) -> dict[str, Any]:
+    """Return the device and precision of an engine, as options of ``load``."""
+    return {"device": str(engine.model.device), "dtype": str(engine.model.dtype).removeprefix("torch.")}
+
+
 def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
     """The base with the kernels that decode fastest here; its own, for learning, are PyTorch's."""
-    dtype = str(engine.model.dtype).removeprefix("torch.")
     stored = engine.storage
     return load(
         engine.folder,
-        device=str(engine.model.device),
-        dtype=dtype,
+        **placed(engine),
         adapters=adapters,
         memory=None if stored is None else stored.plan.budget_bytes,
         reader="auto" if stored is None else stored.reader.reader.name,

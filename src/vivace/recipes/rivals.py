@@ -13,8 +13,7 @@ from vivace.baselines.uno import UnoConfig
 from vivace.core.trained import Trained
 from vivace.decode.shallow import DraftPlan
 from vivace.methods.composition import stored_of
-from vivace.train.data import DecoderObjective
-from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +26,15 @@ class RivalRecipe(FrozenRecipe):
     """Shape of the draft, saved with the weights."""
     tokens_per_batch: int = 2048
 
-    def begin(self, ground: Ground) -> RivalTraining:
+    def begin(self, context: TrainContext) -> RivalTraining:
         """Weights that have learnt nothing, in the model's own precision; the optimiser has masters."""
-        model = ground.engine.model
+        model = context.engine.model
         make = stored_of(self.kind).weights
         assert make is not None, f"{self.kind} has no weights"
         weights = make(self.adapter, model.config)
         if isinstance(weights, MedusaHeads):
             weights.start_from(model)
-        return RivalTraining(self, weights.to(model.dtype))
+        return RivalTraining(self, context, weights.to(model.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +84,18 @@ def common_recipe(kind: str) -> type[RivalRecipe]:
     return make_dataclass(f"{kind.capitalize()}Recipe", fields, bases=(RivalRecipe,), frozen=True, kw_only=True)
 
 
-class RivalTraining:
-    """Fills ``Trainee``."""
+class RivalTraining(Trainable):
+    """A rival in training."""
 
-    def __init__(self, recipe: RivalRecipe, weights: Trained) -> None:
+    def __init__(self, recipe: RivalRecipe, context: TrainContext, weights: Trained) -> None:
+        super().__init__(context)
         self.recipe = recipe
         self.weights = weights
         objective = stored_of(recipe.kind).objective
         assert objective is not None, f"{recipe.kind} has no objective of its own"
-        self.objective: DecoderObjective = objective(weights, recipe.loss)
+        self.objective = objective(weights, recipe.loss)
         self.depth = weights.depth
 
-    def finish(self) -> Outcome:
+    def finish(self) -> TrainedAdapter:
         """The weights, with the draft that the recipe gives."""
-        return Outcome(self.recipe.plan, self.recipe.adapter, self.weights.tensors())
+        return TrainedAdapter(self.recipe.plan, self.recipe.adapter, self.weights.tensors())

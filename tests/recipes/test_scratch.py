@@ -9,7 +9,7 @@ from tests.train.tiny import tiny_decoder
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
-from vivace.train.scratch import ShapeConfig, deepen, spelled_embeddings, start_decoder
+from vivace.recipes.scratch import ShapeConfig, deepen, spelled_embeddings, start_decoder
 
 SHAPE = ShapeConfig(
     num_layers=4, width=32, ffn_width=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=300, max_positions=64

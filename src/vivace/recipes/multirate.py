@@ -10,7 +10,7 @@ from vivace.multirate.config import MultirateConfig
 from vivace.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.multirate.reach import copying_layers
 from vivace.multirate.residual import Accelerator
-from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 PROBED = 8
 """Held-back batches in which layers that copy are looked for."""
@@ -28,30 +28,31 @@ class MultirateRecipe(FrozenRecipe):
     plan: DraftPlan = field(default_factory=DraftPlan)
     """Shape of the draft, saved with the weights."""
 
-    def begin(self, ground: Ground) -> AcceleratorTraining:
+    def begin(self, context: TrainContext) -> AcceleratorTraining:
         """An accelerator that is the slow stream; its deep layers are found here unless they are named."""
-        model, config = ground.engine.model, self.adapter
+        model, config = context.engine.model, self.adapter
         if self.find_reach and not config.reach:
             found = copying_layers(
-                model, ground.batches(ground.held_back)[:PROBED], config.gate, min(self.find_reach, config.gate)
+                model, context.batches(context.held_back)[:PROBED], config.gate, min(self.find_reach, config.gate)
             )
-            ground.report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
+            context.report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
             config = replace(config, reach=found)
         accelerator = Accelerator(config, model.config)
         for reach in accelerator.reaches():
             reach.start_from(model)
-        return AcceleratorTraining(self, accelerator)
+        return AcceleratorTraining(self, context, accelerator)
 
 
-class AcceleratorTraining:
-    """Fills ``Trainee``."""
+class AcceleratorTraining(Trainable):
+    """An accelerator in training."""
 
-    def __init__(self, recipe: MultirateRecipe, accelerator: Accelerator) -> None:
+    def __init__(self, recipe: MultirateRecipe, context: TrainContext, accelerator: Accelerator) -> None:
+        super().__init__(context)
         self.recipe = recipe
         self.accelerator = accelerator
         self.objective = MultirateObjective(accelerator, recipe.loss)
         self.depth = accelerator.config.gate
 
-    def finish(self) -> Outcome:
+    def finish(self) -> TrainedAdapter:
         """The weights, with the draft that the recipe gives."""
-        return Outcome(self.recipe.plan, self.accelerator.config, self.accelerator.tensors())
+        return TrainedAdapter(self.recipe.plan, self.accelerator.config, self.accelerator.tensors())

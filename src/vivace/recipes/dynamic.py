@@ -11,8 +11,8 @@ from vivace.errors import ConfigError
 from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
 from vivace.multirate.exits import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
 from vivace.multirate.thresholds import QUALITIES, calibrate, exit_shares, score_all
+from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 from vivace.train.variation import Pair
-from vivace.training.frozen import FrozenRecipe, Ground, Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,49 +37,49 @@ class DynamicRecipe(FrozenRecipe):
             raise ConfigError(f"router_rows must be >= 1, found {self.router_rows}")
 
     @property
-    def num_aside(self) -> int:
-        """The router's rows: the gates are surer of what they have seen."""
+    def num_calibration(self) -> int:
+        """Count the router's rows: the gates are surer of what they have seen."""
         return self.router_rows
 
-    def begin(self, ground: Ground) -> ExitTraining:
+    def begin(self, context: TrainContext) -> ExitTraining:
         """Gates that are the slow stream, and a router that knows nothing."""
-        return ExitTraining(self, ground)
+        return ExitTraining(self, context)
 
 
-class ExitTraining:
-    """Fills ``Trainee``."""
+class ExitTraining(Trainable):
+    """Gates in training, and what follows it."""
 
-    def __init__(self, recipe: DynamicRecipe, ground: Ground) -> None:
+    def __init__(self, recipe: DynamicRecipe, context: TrainContext) -> None:
+        super().__init__(context)
         self.recipe = recipe
-        self.ground = ground
-        self.weights = DynamicWeights(recipe.adapter, ground.engine.model.config)
+        self.weights = DynamicWeights(recipe.adapter, context.engine.model.config)
         self.objective = GatesObjective(self.weights.gates, recipe.loss)
         self.depth = recipe.adapter.gates.layers[-1]
 
-    def finish(self) -> Outcome:
+    def finish(self) -> TrainedAdapter:
         """Train the router on the finished gates, then set the thresholds for every stated agreement."""
-        model, weights, recipe = self.ground.engine.model, self.weights, self.recipe
+        model, weights, recipe = self.context.engine.model, self.weights, self.recipe
         weights.gates.to(model.dtype)  # the router judges what will decode
-        trails = self._trails(self.ground.aside)
-        self.ground.report.note(f"the router learns from {trails.num_positions} positions")
+        trails = self._trails(self.context.calibration)
+        self.context.report.note(f"the router learns from {trails.num_positions} positions")
         fit_router(model, weights.router, trails, recipe.lesson, seed=recipe.seed)
         tensors = {name: value.to(model.dtype) for name, value in weights.tensors().items()}
         weights.load_state_dict(tensors)  # thresholds belong to the weights as they are stored
-        return Outcome(self._calibrated(), recipe.adapter, tensors)
+        return TrainedAdapter(self._calibrated(), recipe.adapter, tensors)
 
     def _trails(self, pairs: Sequence[Pair]) -> Trails:
         """What the router sees of some rows."""
-        model, router = self.ground.engine.model, self.recipe.adapter.router
-        batches = self.ground.batches(pairs)
+        model, router = self.context.engine.model, self.recipe.adapter.router
+        batches = self.context.batches(pairs)
         return Trails.join([trails_of(model, self.weights.gates, router, batch) for batch in batches])
 
     def _calibrated(self) -> DynamicPlan:
         """Thresholds; says how many tokens would leave."""
-        model = self.ground.engine.model
-        scores = score_all(model, self.weights.router, self._trails(self.ground.held_back))
+        model = self.context.engine.model
+        scores = score_all(model, self.weights.router, self._trails(self.context.held_back))
         worthwhile = self.recipe.adapter.gates.worthwhile(model.config.num_layers)
         plans = tuple(calibrate(scores, quality, worthwhile=worthwhile) for quality in QUALITIES)
         for plan in plans:
             shares = ", ".join(f"{share:.0%}" for share in exit_shares(scores, plan))
-            self.ground.report.note(f"at agreement {plan.quality:g}: {shares} of the tokens leave at the gates")
+            self.context.report.note(f"at agreement {plan.quality:g}: {shares} of the tokens leave at the gates")
         return DynamicPlan(plans, self.recipe.missing, self.recipe.max_late)

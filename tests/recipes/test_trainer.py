@@ -12,7 +12,6 @@ import torch
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
-from vivace.cli.train import kinds, kinds_of_models
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.multirate.config import MultirateConfig
@@ -20,12 +19,12 @@ from vivace.multirate.dynamic import DynamicConfig
 from vivace.multirate.exits import RouterLesson
 from vivace.multirate.gates import GateConfig, GatesConfig
 from vivace.prompts import Prompt
+from vivace.recipes.dynamic import DynamicRecipe
+from vivace.recipes.multirate import MultirateRecipe
+from vivace.recipes.regenerate import regenerated
+from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
-from vivace.training.dynamic import DynamicRecipe
-from vivace.training.multirate import MultirateRecipe
-from vivace.training.regenerate import regenerated
-from vivace.training.run import RECIPES, train_adapter
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
 RECIPE = MultirateRecipe(
@@ -46,13 +45,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(threads)
 
 
-def test_the_command_line_names_every_kind() -> None:
-    assert set(kinds()) == {*kinds_of_models(), "draft", "calm", "lite", "shared", *RECIPES}
-
-
 def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    runs = train_adapter(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(notes.append))
+    runs = train_beside(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "multirate"]
     assert all(run.identical for run in runs)
     assert runs[1].acceptance_per_position
@@ -68,17 +63,17 @@ def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Pat
 def test_layers_that_copy_are_found_and_written_down(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     recipe = replace(RECIPE, find_reach=2)
-    runs = train_adapter(recipe, vivace.load(checkpoint), WORDS, tmp_path / "far", Lines(notes.append))
+    runs = train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "far", Lines(notes.append))
     assert all(run.identical for run in runs)
     assert load_adapter(tmp_path / "far")[0]["config"]["reach"] == [2, 3]
     assert any("layers that copy, and that will be read while drafting: 2, 3" in note for note in notes)
     named = replace(RECIPE, find_reach=2, adapter=replace(RECIPE.adapter, reach=(3,)))
-    train_adapter(named, vivace.load(checkpoint), WORDS, tmp_path / "named", Lines(notes.append))
+    train_beside(named, vivace.load(checkpoint), WORDS, tmp_path / "named", Lines(notes.append))
     assert load_adapter(tmp_path / "named")[0]["config"]["reach"] == [3]
 
 
 def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    train_adapter(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(lambda _: None))
+    train_beside(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(lambda _: None))
     other = make_checkpoint(tmp_path / "other", seed=1, layers=4)
     with pytest.raises(MismatchError, match="was trained on base"):
         vivace.load(other, adapters={"multirate": tmp_path / "fast"}).generate("aka", method="multirate")
@@ -88,9 +83,9 @@ def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path)
 
 def test_a_finished_run_is_not_trained_again(checkpoint: Path, tmp_path: Path) -> None:
     out, notes = tmp_path / "fast", list[str]()
-    train_adapter(RECIPE, vivace.load(checkpoint), WORDS, out, Lines(lambda _: None))
+    train_beside(RECIPE, vivace.load(checkpoint), WORDS, out, Lines(lambda _: None))
     first = (out / "adapter_model.safetensors").read_bytes()
-    train_adapter(RECIPE, vivace.load(checkpoint), WORDS, out, Lines(notes.append))
+    train_beside(RECIPE, vivace.load(checkpoint), WORDS, out, Lines(notes.append))
     assert (out / "adapter_model.safetensors").read_bytes() == first
     assert any("resumed after step 8" in note for note in notes)
 
@@ -109,7 +104,7 @@ def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path)
 
 def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="8 rows leave nothing to train on"):
-        train_adapter(RECIPE, vivace.load(checkpoint), WORDS[:8], tmp_path / "x", Lines(lambda _: None))
+        train_beside(RECIPE, vivace.load(checkpoint), WORDS[:8], tmp_path / "x", Lines(lambda _: None))
 
 
 EXITS = DynamicRecipe(
@@ -125,7 +120,7 @@ EXITS = DynamicRecipe(
 
 def test_trained_exits_decode_and_say_how_often_they_left(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    runs = train_adapter(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(notes.append))
+    runs = train_beside(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "dynamic"]
     assert sum("of the tokens leave at the gates" in note for note in notes) == 4
     written, tensors = load_adapter(tmp_path / "early")
@@ -144,7 +139,7 @@ def test_a_finished_exit_training_ends_with_the_same_weights(checkpoint: Path, t
     """Gates come from their snapshot; what the router learns depends on nothing else."""
     found = []
     for _ in range(2):
-        train_adapter(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(lambda _: None))
+        train_beside(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(lambda _: None))
         found.append({name: value.clone() for name, value in load_adapter(tmp_path / "early")[1].items()})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
@@ -155,5 +150,5 @@ def test_exits_refuse_what_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
         engine.generate("aka", method="dynamic")
     with pytest.raises(ConfigError, match="router_rows"):
         replace(EXITS, router_rows=0)
-    with pytest.raises(ConfigError, match="nothing to train on with held_back 63 and 10 aside"):
-        train_adapter(replace(EXITS, held_back=63), engine, WORDS, tmp_path / "early", Lines(lambda _: None))
+    with pytest.raises(ConfigError, match="nothing to train on with held_back 63 and 10 for calibration"):
+        train_beside(replace(EXITS, held_back=63), engine, WORDS, tmp_path / "early", Lines(lambda _: None))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightLoss, ForesightObjective, ForesightPlan
-from vivace.training.frozen import FrozenRecipe, Ground, Outcome
+from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,22 +19,22 @@ class ForesightRecipe(FrozenRecipe):
     plan: ForesightPlan = field(default_factory=ForesightPlan)
     """How decoding uses it, saved with the weights."""
 
-    def begin(self, ground: Ground) -> ForesightTraining:
+    def begin(self, context: TrainContext) -> ForesightTraining:
         """Weights that were not trained."""
-        return ForesightTraining(self, ground)
+        return ForesightTraining(self, context)
 
 
-class ForesightTraining:
-    """Fills ``Trainee``."""
+class ForesightTraining(Trainable):
+    """Foresight in training."""
 
-    def __init__(self, recipe: ForesightRecipe, ground: Ground) -> None:
-        model = ground.engine.model.config
+    def __init__(self, recipe: ForesightRecipe, context: TrainContext) -> None:
+        super().__init__(context)
+        model = context.engine.model.config
         self.recipe = recipe
         self.foresight = Foresight(recipe.adapter, model)
         self.objective = ForesightObjective(self.foresight, recipe.loss)
         self.depth = max(1, recipe.adapter.depth(model.num_layers))
 
-    def finish(self) -> Outcome:
+    def finish(self) -> TrainedAdapter:
         """The weights as they are."""
-        tensors = {name: value.detach() for name, value in self.foresight.state_dict().items()}
-        return Outcome(self.recipe.plan, self.recipe.adapter, tensors)
+        return TrainedAdapter(self.recipe.plan, self.recipe.adapter, self.foresight.tensors())

@@ -1,4 +1,4 @@
-"""Fine-tuning a base into a Mixture-of-Depths (``baselines/mod.py``), and finding its thresholds.
+"""Fine-tuning a base into a Mixture-of-Depths (``mod.py``), and finding its thresholds.
 
 In every answer the tokens that predict it compete for the routed layers: the share ``capacity`` of them with the
 largest r goes through, from all of them at first down to that share within ``anneal_steps`` steps, so that the base is
@@ -10,65 +10,43 @@ The keys and values of tokens that skip are those of the residual that passes by
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.baselines.mod import ModConfig, ModPlan, Routers, gated
-from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.core.model import Decoder
 from vivace.core.step import Step
-from vivace.engine import load
-from vivace.errors import ConfigError
-from vivace.prompts import Prompt
-from vivace.train.data import Rows, TokenBatch, collate, grouped, pairs_of
-from vivace.train.decoder import DecoderRecipe, train_decoder
-from vivace.train.loop import TrainResult
+from vivace.train.data import TokenBatch
 from vivace.train.next_token import NextToken
 from vivace.train.objective import Parts
-from vivace.train.report import Report
-
-
-@dataclass(frozen=True)
-class ModRecipe:
-    """How to make a Mixture-of-Depths of a base."""
-
-    kind: Literal["mod"]
-    decoder: DecoderRecipe
-    """As for any fine-tuning, in one stage."""
-    adapter: ModConfig = field(default_factory=ModConfig)
-    anneal_steps: int = 100
-    """Steps until the share of tokens has fallen to ``adapter.capacity``."""
-    telling: float = 0.1
-    """Weight of what teaches a router to tell who is among the largest."""
-
-    def __post_init__(self) -> None:
-        if self.anneal_steps < 0 or self.telling <= 0:
-            raise ConfigError(
-                f"anneal_steps must be >= 0 and telling above 0, found {self.anneal_steps} and {self.telling:g}"
-            )
-        if len(self.decoder.stages) != 1:
-            raise ConfigError(f"mod trains in one stage, found {len(self.decoder.stages)}")
 
 
 class ModObjective(NextToken):
     """``NextToken`` where routers let only some rows of an answer through."""
 
-    def __init__(self, model: Decoder, recipe: ModRecipe, *, rows: int = 1024) -> None:
+    def __init__(
+        self, model: Decoder, config: ModConfig, *, anneal_steps: int = 100, telling: float = 0.1, rows: int = 1024
+    ) -> None:
         """Prepare.
+
+        Args:
+            model: what is trained, beside its routers.
+            config: which layers have a router.
+            anneal_steps: steps until the share of tokens has fallen to ``config.capacity``.
+            telling: weight of what teaches a router to tell who is among the largest.
+            rows: positions whose logits are held at once.
 
         Raises:
             ConfigError: no layer would have a router.
         """
         super().__init__(model, rows=rows)
-        self.recipe = recipe
-        self.routers = Routers(recipe.adapter, model.config)
+        self.anneal_steps = anneal_steps
+        self.telling = telling
+        self.routers = Routers(config, model.config)
         self.step = 0
         self._answers = torch.zeros(0, 0, dtype=torch.bool)
         self._told: list[Tensor] = []
@@ -81,10 +59,10 @@ class ModObjective(NextToken):
     @property
     def capacity(self) -> float:
         """Share of an answer's rows that goes through now."""
-        final = self.recipe.adapter.capacity
+        final = self.routers.config.capacity
         if not torch.is_grad_enabled():
             return final
-        return final + (1 - final) * max(0.0, 1 - self.step / max(1, self.recipe.anneal_steps))
+        return final + (1 - final) * max(0.0, 1 - self.step / max(1, self.anneal_steps))
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """As ``NextToken``, what teaches the routers beside the last part."""
@@ -94,7 +72,7 @@ class ModObjective(NextToken):
                 yield loss, seen
             else:
                 told = torch.stack(self._told).mean()
-                yield loss + self.recipe.telling * told, {"telling": float(told.detach()), "capacity": self.capacity}
+                yield loss + self.telling * told, {"telling": float(told.detach()), "capacity": self.capacity}
 
     def updated(self) -> None:
         """One step nearer to the final share."""
@@ -171,30 +149,3 @@ def thresholds_on(model: Decoder, routers: Routers, batches: Sequence[TokenBatch
         ]
         below = layer + 1
     return ModPlan(tuple(found))
-
-
-def train_mod(
-    recipe: ModRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None
-) -> TrainResult:
-    """Train, save a checkpoint and its routers (``<out>/adapters/mod``); errors as ``train_decoder``."""
-    made: list[ModObjective] = []
-
-    def objective_of(model: Decoder) -> ModObjective:
-        made.append(ModObjective(model, recipe))
-        return made[-1]
-
-    outcome = train_decoder(
-        recipe.decoder, prompts, out, report, base, objective_of=objective_of, part_of=asdict(recipe)
-    )
-    engine = load(out, kernels="torch")
-    pairs = pairs_of(prompts)
-    random.Random(recipe.decoder.seed).shuffle(pairs)
-    rows = Rows(engine.tokenizer, recipe.decoder.longest).encode(pairs[: recipe.decoder.held_back])
-    routers = made[0].routers.to(engine.model.dtype)  # thresholds belong to the weights as they are stored
-    batches = [collate(group) for group in grouped(rows, recipe.decoder.tokens_per_batch)]
-    plan = thresholds_on(engine.model, routers, batches)
-    folder = out / "adapters" / "mod"
-    save_adapter(folder, "mod", base_hash(out), asdict(plan), asdict(recipe.adapter), routers.tensors())
-    shown = ", ".join(f"{at:.2f}" for at in plan.thresholds)
-    report.note(f"saved routers to {folder}; {recipe.adapter.capacity:.0%} go through above {shown}")
-    return outcome

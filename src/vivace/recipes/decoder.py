@@ -1,0 +1,143 @@
+"""How to train a whole decoder: from scratch with its tokenizer, or a full fine-tune of a base, in stages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.prompts import Prompt
+from vivace.recipes.scratch import ShapeConfig
+from vivace.train.config import LoopConfig
+from vivace.train.next_token import BalancedNextToken, NextToken, SparseNextToken
+from vivace.train.optim import OptimiserConfig
+from vivace.train.report import Report
+from vivace.train.variation import VariationConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training at one depth."""
+
+    loop: LoopConfig
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    depth: int | None = None
+    """Layers; None is all of the shape's."""
+    places: tuple[int, ...] = ()
+    """Where the layers of the stage before stand among them; empty when the depth stays."""
+    invent: float | None = None
+    """Share of pairs with invented values; None is the recipe's."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of a task's rows (by their "task") drawn each epoch; 1 for those not named."""
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= share <= 1 for share in self.shares.values()):
+            raise ConfigError(f"shares are between 0 and 1, found {self.shares}")
+
+
+@dataclass(frozen=True)
+class WholeRecipe(ABC):
+    """How to train all weights of a decoder: a ``DecoderRecipe``, or a recipe that has one as ``decoder``."""
+
+    @abstractmethod
+    def decoder_recipe(self) -> DecoderRecipe:
+        """Return what says how: data, stages and rates."""
+
+    @abstractmethod
+    def objective(self, model: Decoder) -> NextToken:
+        """Make what is lowered.
+
+        Raises:
+            ConfigError: it does not fit the model.
+        """
+
+    def finish(  # noqa: B027 - most recipes leave nothing but the checkpoint
+        self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report
+    ) -> None:
+        """Write what lies beside the finished checkpoint.
+
+        Args:
+            objective: as the last stage left it.
+            out: folder of the checkpoint.
+            prompts: all rows.
+            report: hears about it.
+        """
+
+
+@dataclass(frozen=True)
+class DecoderRecipe(WholeRecipe):
+    """How to train a whole decoder."""
+
+    kind: Literal["decoder"]
+    stages: tuple[Stage, ...]
+    shape: ShapeConfig | None = None
+    """Of a decoder from scratch; None trains the base that is given."""
+    variation: VariationConfig = field(default_factory=VariationConfig)
+    exercises: float = 0.0
+    """Copying exercises per real pair, in the first epoch of the first stage."""
+    tokens_per_batch: int = 4096
+    longest: int = 256
+    """Rows with more tokens are left out."""
+    held_back: int = 512
+    """Rows that choose the best weights."""
+    recompute: bool = False
+    """Keep only what enters each layer: less memory, a third more time."""
+    balance: float = 0.0
+    """Weight of the term that keeps experts of a mixture equally busy."""
+    sparsity: float = 0.0
+    """Weight of the term that leaves fewer neurons of a ReLU model active."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("a decoder recipe needs at least one stage")
+        if self.held_back < 1 or self.longest < 8 or self.exercises < 0:
+            raise ConfigError(
+                f"held_back must be >= 1, longest >= 8 and exercises >= 0, found {self.held_back}, {self.longest} and "
+                f"{self.exercises}"
+            )
+        if self.balance < 0 or (self.balance and (self.shape is not None or self.recompute)):
+            raise ConfigError(
+                f"balance is for mixtures that are fine-tuned without recompute and at least 0, found {self.balance}"
+            )
+        if self.sparsity < 0 or (self.sparsity and (self.recompute or self.balance)):
+            raise ConfigError(
+                f"sparsity is at least 0 and goes without recompute and without balance, found {self.sparsity}"
+            )
+        if self.shape is None:
+            if any(stage.depth is not None for stage in self.stages):
+                raise ConfigError("a base keeps its depth; leave out stages.depth, or give a shape to start from")
+            return
+        if self.longest > self.shape.max_positions:
+            raise ConfigError(f"longest {self.longest} exceeds the {self.shape.max_positions} positions of the shape")
+        depths = [self.shape.num_layers if stage.depth is None else stage.depth for stage in self.stages]
+        if depths != sorted(depths) or depths[-1] != self.shape.num_layers:
+            raise ConfigError(f"depths must grow to {self.shape.num_layers} layers, found {depths}")
+
+    def decoder_recipe(self) -> DecoderRecipe:
+        """This recipe itself."""
+        return self
+
+    def objective(self, model: Decoder) -> NextToken:
+        """What is lowered.
+
+        Raises:
+            ConfigError: a term for another kind of model.
+        """
+        if self.sparsity:
+            if model.config.activation != "relu" or model.config.moe is not None:
+                raise ConfigError(
+                    f"the recipe's sparsity is for models with relu, this one has {model.config.activation}"
+                )
+            return SparseNextToken(model, weight=self.sparsity)
+        if not self.balance:
+            return NextToken(model, recompute=self.recompute)
+        if model.config.moe is None:
+            raise ConfigError(
+                "the recipe balances experts and the model has none; make them first with `vivace upcycle`"
+            )
+        return BalancedNextToken(model, weight=self.balance)

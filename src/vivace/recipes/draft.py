@@ -1,0 +1,61 @@
+"""Training a small decoder that drafts for a frozen one: same tokenizer, taught by the model it will draft for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from vivace.baselines.objectives import RivalLoss, StudentObjective
+from vivace.checkpoint.files import read_json
+from vivace.checkpoint.save import write_checkpoint
+from vivace.core.model import Decoder
+from vivace.decode.draft_model import DraftModelConfig
+from vivace.engine import load
+from vivace.recipes.frozen import FrozenRecipe, Saved, Trainable, TrainContext, TrainedAdapter
+from vivace.recipes.regenerate import placed
+from vivace.recipes.scratch import ShapeConfig, start_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRecipe(FrozenRecipe):
+    """How to train a draft model."""
+
+    kind: Literal["draft"] = "draft"
+    shape: ShapeConfig
+    """Its vocabulary is the base's, whatever this says."""
+    loss: RivalLoss = field(default_factory=RivalLoss)
+    tokens_per_batch: int = 2048
+
+    def begin(self, context: TrainContext) -> StudentTraining:
+        """A decoder that knows nothing yet."""
+        base, tokenizer = context.engine.model.config, context.engine.tokenizer
+        shape = replace(self.shape, vocab_size=base.vocab_size, max_positions=base.max_positions)
+        spelled = tokenizer.pieces()
+        pieces = [spelled.get(index, "") for index in range(base.vocab_size)]
+        student = start_decoder(shape, shape.num_layers, pieces, self.seed).to(context.engine.model.dtype)
+        return StudentTraining(context, shape, student, self.loss)
+
+
+class StudentTraining(Trainable):
+    """A draft model in training; what comes of it is a checkpoint of its own and no adapter."""
+
+    def __init__(self, context: TrainContext, shape: ShapeConfig, student: Decoder, loss: RivalLoss) -> None:
+        super().__init__(context)
+        self.shape = shape
+        self.student = student
+        self.objective = StudentObjective(student, loss)
+        self.depth = shape.num_layers
+
+    def finish(self) -> TrainedAdapter:
+        """The weights; how far it drafts is said when it is used."""
+        return TrainedAdapter(DraftModelConfig(), self.shape, self.student.state_dict())
+
+    def save(self, out: Path, base: str) -> Saved:
+        """A checkpoint beside which the base's tokenizer lies."""
+        engine, config = self.context.engine, self.shape.hf_config()
+        known = read_json(engine.folder / "config.json")
+        config |= {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_checkpoint(self.student, config, engine.folder, out)
+        what = f"{sum(p.numel() for p in self.student.parameters()):,} weights"
+        return Saved(what, "draft", lambda: load(engine.folder, **placed(engine), draft_model=out))

@@ -1,0 +1,61 @@
+"""The recipe of every kind of training, by the word that recipes and ``vivace train`` use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vivace.configuration import build
+from vivace.errors import ConfigError
+from vivace.methods.table import METHODS
+from vivace.recipes.confidence import ConfidenceRecipe
+from vivace.recipes.decoder import DecoderRecipe, WholeRecipe
+from vivace.recipes.draft import DraftRecipe
+from vivace.recipes.dynamic import DynamicRecipe
+from vivace.recipes.foresight import ForesightRecipe
+from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.mod import ModRecipe
+from vivace.recipes.multirate import MultirateRecipe
+from vivace.recipes.multistream import MultistreamRecipe
+from vivace.recipes.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, UnoRecipe, common_recipe
+from vivace.recipes.shared import SharedRecipe
+from vivace.recipes.whole import RivalModelRecipe
+
+RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
+    "decoder": DecoderRecipe,
+    "supervised": RivalModelRecipe,
+    "layerskip": RivalModelRecipe,
+    "skipdecode": RivalModelRecipe,
+    "mod": ModRecipe,
+    "shared": SharedRecipe,
+    "draft": DraftRecipe,
+    "multirate": MultirateRecipe,
+    "multistream": MultistreamRecipe,
+    "dynamic": DynamicRecipe,
+    "foresight": ForesightRecipe,
+    "medusa": MedusaRecipe,
+    "eagle": EagleRecipe,
+    "deed": DeedRecipe,
+    "uno": UnoRecipe,
+    "calm": ConfidenceRecipe,
+    "lite": ConfidenceRecipe,
+}
+"""Kinds whose recipe says more than the common one, or has defaults of its own."""
+
+
+def kinds() -> list[str]:
+    """List what a recipe can be for: models, or what a method needs."""
+    methods = (spec.name for spec in METHODS.values() if spec.training is not None)
+    return list(dict.fromkeys(("decoder", "supervised", "shared", *methods)))
+
+
+def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe:
+    """Return the recipe that a file describes; a method whose spec names an objective and no more has the common one.
+
+    Raises:
+        ConfigError: an unknown kind, or keys and values that it does not have.
+    """
+    kind = values.get("kind")
+    if kind not in kinds():
+        raise ConfigError(f"a recipe's kind is one of {', '.join(kinds())}, found {kind!r}")
+    return build(RECIPES[kind] if kind in RECIPES else common_recipe(kind), values)

@@ -1,0 +1,66 @@
+"""Training a Mixture-of-Depths of a base (``baselines/mod_objective.py``): a checkpoint, and routers beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vivace.baselines.mod import ModConfig
+from vivace.baselines.mod_objective import ModObjective, thresholds_on
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.core.model import Decoder
+from vivace.engine import load
+from vivace.errors import ConfigError
+from vivace.prompts import Prompt
+from vivace.recipes.decoder import DecoderRecipe, WholeRecipe
+from vivace.train.data import Rows, collate, grouped, pairs_of
+from vivace.train.next_token import NextToken
+from vivace.train.report import Report
+
+
+@dataclass(frozen=True)
+class ModRecipe(WholeRecipe):
+    """How to make a Mixture-of-Depths of a base."""
+
+    kind: Literal["mod"]
+    decoder: DecoderRecipe
+    """As for any fine-tuning, in one stage."""
+    adapter: ModConfig = field(default_factory=ModConfig)
+    anneal_steps: int = 100
+    """Steps until the share of tokens has fallen to ``adapter.capacity``."""
+    telling: float = 0.1
+    """Weight of what teaches a router to tell who is among the largest."""
+
+    def __post_init__(self) -> None:
+        if self.anneal_steps < 0 or self.telling <= 0:
+            raise ConfigError(
+                f"anneal_steps must be >= 0 and telling above 0, found {self.anneal_steps} and {self.telling:g}"
+            )
+        if len(self.decoder.stages) != 1:
+            raise ConfigError(f"mod trains in one stage, found {len(self.decoder.stages)}")
+
+    def decoder_recipe(self) -> DecoderRecipe:
+        """How the decoder is fine-tuned."""
+        return self.decoder
+
+    def objective(self, model: Decoder) -> ModObjective:
+        """What is lowered, with routers that change nothing."""
+        return ModObjective(model, self.adapter, anneal_steps=self.anneal_steps, telling=self.telling)
+
+    def finish(self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report) -> None:
+        """Find the routers' thresholds on the held-back rows and save both in ``<out>/adapters/mod``."""
+        assert isinstance(objective, ModObjective)
+        engine = load(out, kernels="torch")
+        pairs = pairs_of(prompts)
+        random.Random(self.decoder.seed).shuffle(pairs)
+        rows = Rows(engine.tokenizer, self.decoder.longest).encode(pairs[: self.decoder.held_back])
+        routers = objective.routers.to(engine.model.dtype)  # thresholds belong to the weights as they are stored
+        batches = [collate(group) for group in grouped(rows, self.decoder.tokens_per_batch)]
+        plan = thresholds_on(engine.model, routers, batches)
+        folder = out / "adapters" / "mod"
+        save_adapter(folder, "mod", base_hash(out), asdict(plan), asdict(self.adapter), routers.tensors())
+        shown = ", ".join(f"{at:.2f}" for at in plan.thresholds)
+        report.note(f"saved routers to {folder}; {self.adapter.capacity:.0%} go through above {shown}")

@@ -1,0 +1,184 @@
+"""The trainer of whole decoders: from prompt files to a checkpoint, in stages that may add layers.
+
+A run lives in ``<out>/run``: the tokenizer first, then a folder of snapshots per stage. The finished checkpoint in
+``<out>`` is what plain transformers reads.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vivace.checkpoint.bpe import save_bpe, train_bpe
+from vivace.checkpoint.files import read_json, resolve, staged
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
+from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.files import write_text
+from vivace.prompts import Prompt
+from vivace.recipes.decoder import DecoderRecipe, Stage, WholeRecipe
+from vivace.recipes.scratch import deepen, start_decoder
+from vivace.train.batches import DataSplit
+from vivace.train.config import TrainConfig
+from vivace.train.data import Batches, Rows, TokenBatch, collate, grouped, pairs_of
+from vivace.train.loop import TrainResult, fit
+from vivace.train.memory import estimate_memory, require_memory
+from vivace.train.next_token import NextToken
+from vivace.train.optim import Optimiser
+from vivace.train.report import Report
+from vivace.train.variation import Pair, Variation, copying_exercises
+
+_DEFAULTS = "generation_config.json"
+
+
+def train_whole(
+    recipe: WholeRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+) -> TrainResult:
+    """Train and save a decoder.
+
+    Args:
+        recipe: what to train and how.
+        prompts: rows with references.
+        out: folder of the checkpoint; a run that was killed there goes on.
+        report: hears about it.
+        base: checkpoint to fine-tune, when the recipe has no shape.
+
+    Returns:
+        How the last stage ended.
+
+    Raises:
+        ConfigError: too few rows, neither or both of a shape and a base, or ``out`` is the base.
+        CapacityError: not enough memory.
+        MismatchError: ``out`` holds a run with another recipe or data.
+    """
+    decoder = recipe.decoder_recipe()
+    if (decoder.shape is None) == (base is None):
+        raise ConfigError("train a decoder from a shape in the recipe or from a base (--model), one of the two")
+    if base is not None and resolve(base).resolve() == out.resolve():
+        raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
+    pairs, tasks = _pairs(decoder, prompts)
+    tokenizer, source = _tokenizer(decoder, pairs, out, base)
+    held_back = _held_back(decoder, tokenizer, pairs)
+    plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
+    model = _first_model(decoder, tokenizer, base)
+    for number, stage in enumerate(decoder.stages):
+        if stage.places:
+            depth = stage.depth or (decoder.shape.num_layers if decoder.shape else model.config.num_layers)
+            model = deepen(model, depth, stage.places, decoder.seed + number)
+        batches = _batches(decoder, tokenizer, pairs[decoder.held_back :], tasks, number)
+        config = TrainConfig(stage.loop, stage.optimiser, decoder.seed + number, plan)
+        objective = recipe.objective(model)
+        _check_memory(decoder, model, objective, stage, report)
+        report.note(f"stage {number + 1} of {len(decoder.stages)}: {model.config.num_layers} layers")
+        folder = out / "run" / f"stage-{number + 1}"
+        result = fit(model, objective, DataSplit(batches, held_back), config, folder=folder, report=report)
+    _save(model, decoder, source, out)
+    report.note(f"saved {sum(p.numel() for p in model.parameters()):,} weights to {out}")
+    recipe.finish(objective, out, prompts, report)
+    return result
+
+
+def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair], dict[Pair, str]]:
+    """All rows in a drawn order, those to be held back first, and the task that each belongs to."""
+    pairs = pairs_of(prompts)
+    tasks = dict(zip(pairs, (prompt.task or "" for prompt in prompts for _ in prompt.references), strict=True))
+    _require_tasks(recipe, set(tasks.values()))
+    random.Random(recipe.seed).shuffle(pairs)
+    if len(pairs) <= recipe.held_back:
+        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
+    variation = Variation(recipe.variation, pairs)
+    respelled = [variation.respelled(pair) for pair in pairs]
+    return respelled, {new: tasks[pair] for new, pair in zip(respelled, pairs, strict=True)}
+
+
+def _tokenizer(
+    recipe: DecoderRecipe, pairs: Sequence[Pair], out: Path, base: str | Path | None
+) -> tuple[Tokenizer, Path]:
+    """The base's tokenizer, or one learnt from the pairs (once: a resumed run finds it), and its folder."""
+    if base is not None:
+        return load_tokenizer(base), resolve(base)
+    assert recipe.shape is not None
+    folder = out / "run" / "tokenizer"
+    if not (folder / "config.json").exists():
+        texts = dict.fromkeys(prompt for prompt, _ in pairs)
+        pieces = train_bpe([*texts, *(answer for _, answer in pairs)], recipe.shape.vocab_size)
+        save_bpe(pieces, folder, recipe.shape.max_positions)
+        write_text(folder / "config.json", json.dumps(recipe.shape.hf_config(), indent=2) + "\n")
+    return load_tokenizer(folder), folder
+
+
+def _first_model(recipe: DecoderRecipe, tokenizer: Tokenizer, base: str | Path | None) -> Decoder:
+    if recipe.shape is None:
+        assert base is not None
+        return _own(load_decoder(base))
+    spelled = tokenizer.pieces()
+    pieces = [spelled.get(index, "") for index in range(recipe.shape.vocab_size)]
+    depth = recipe.stages[0].depth or recipe.shape.num_layers
+    return start_decoder(recipe.shape, depth, pieces, recipe.seed).to(torch.bfloat16)
+
+
+def _own(model: Decoder) -> Decoder:
+    """Parameters in memory of their own: loaded ones are views of the checkpoint's file."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.requires_grad_(True)
+
+
+def _held_back(recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[TokenBatch]:
+    rows = Rows(tokenizer, recipe.longest).encode(pairs[: recipe.held_back])
+    return [collate(group) for group in grouped(rows, recipe.tokens_per_batch)]
+
+
+def _batches(
+    recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair], tasks: Mapping[Pair, str], number: int
+) -> Batches:
+    stage = recipe.stages[number]
+    config = recipe.variation if stage.invent is None else replace(recipe.variation, invent=stage.invent)
+    variation = Variation(config, pairs)
+
+    def draw(rng: random.Random, epoch: int) -> list[Pair]:
+        chosen = [pair for pair in pairs if rng.random() < stage.shares.get(tasks[pair], 1.0)]
+        drawn = [variation.drawn(pair, rng) for pair in chosen]
+        if number == 0 and epoch == 0:
+            drawn += copying_exercises(pairs, recipe.exercises, variation, rng)
+        return drawn
+
+    rows = Rows(tokenizer, recipe.longest)
+    return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed + number)
+
+
+def _require_tasks(recipe: DecoderRecipe, tasks: set[str]) -> None:
+    """Refuse a share of a task that no row belongs to."""
+    for stage in recipe.stages:
+        for name in stage.shares:
+            if name not in tasks:
+                raise ConfigError(f"stages.shares names the task {name!r}, of which there are no rows")
+
+
+def _check_memory(recipe: DecoderRecipe, model: Decoder, objective: NextToken, stage: Stage, report: Report) -> None:
+    weights = list(model.parameters())
+    held = Optimiser(objective.groups(), stage.optimiser).num_bytes()
+    need = estimate_memory(model.config, weights, weights, held, recipe.tokens_per_batch, recompute=recipe.recompute)
+    report.note(f"memory: {need}")
+    require_memory(need, model.device)
+
+
+def _save(model: Decoder, recipe: DecoderRecipe, source: Path, out: Path) -> None:
+    """Weights, configuration and the files beside them, all or nothing."""
+    config: dict[str, Any] = read_json(source / "config.json")
+    with staged(out) as folder:
+        write_decoder(model, folder, config)
+        copy_text_files(source, folder)
+        if not (folder / _DEFAULTS).exists():
+            ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            text = json.dumps(ends | {"do_sample": False}, indent=2) + "\n"
+            (folder / _DEFAULTS).write_text(text, encoding="utf-8")
+    forget_shards(out)

@@ -1,0 +1,54 @@
+"""Recipes as files: found by name or path, changed on the command line, and every one that ships can be followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vivace.errors import ConfigError, CorruptError, NotFoundError
+from vivace.recipes import kinds
+from vivace.recipes.kinds import recipe_of
+from vivace.recipes.reading import RECIPES, override, read_recipe
+
+
+def test_changes_on_the_command_line() -> None:
+    values = {"kind": "a", "inner": {"width": 1}}
+    assert override(values, ["inner.rate=2.5", "sizes=[4,5]"]) == {
+        "kind": "a",
+        "inner": {"width": 1, "rate": 2.5},
+        "sizes": [4, 5],
+    }
+    assert values == {"kind": "a", "inner": {"width": 1}}
+    for change in ("inner.rate", "=3", "kind.x=1"):
+        with pytest.raises(ConfigError):
+            override(values, [change])
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="the recipes that come with vivace are base, calm, deed"):
+        read_recipe(tmp_path / "none.yaml")
+    assert read_recipe("multirate") == read_recipe(RECIPES / "multirate.yaml")
+    for name, text in (("a.yaml", "kind: [a"), ("b.json", "{"), ("c.yaml", "- 1")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(CorruptError, match=name):
+            read_recipe(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_that_ships_can_be_followed(path: Path) -> None:
+    values = read_recipe(path)
+    recipe = recipe_of(values)
+    assert getattr(recipe, "kind") == values["kind"]  # noqa: B009 - every recipe has one, whatever its class
+    assert isinstance(recipe, kinds.RECIPES[values["kind"]])
+
+
+def test_every_kind_has_a_recipe_that_ships() -> None:
+    assert {read_recipe(path)["kind"] for path in RECIPES.glob("*.yaml")} == set(kinds.kinds())
+    assert set(kinds.RECIPES) == set(kinds.kinds())
+
+
+@pytest.mark.parametrize("kind", ["medussa", None, ["medusa"]])
+def test_an_unknown_kind_is_refused_with_those_that_are(kind: object) -> None:
+    with pytest.raises(ConfigError, match=r"a recipe's kind is one of decoder, supervised, .*, mod, found"):
+        recipe_of({"kind": kind})
