@@ -128,14 +128,15 @@ def _first_line(function: Any) -> str:
 
 
 def fields_table(kind: type[Any]) -> str:
-    """Fields of a configuration with defaults and the docstrings below them."""
-    tree = ast.parse(inspect.getsource(kind)).body[0]
-    assert isinstance(tree, ast.ClassDef)
+    """Fields of a configuration, inherited ones too, with defaults and the docstrings below them."""
     docs: dict[str, str] = {}
-    for pair in pairwise(tree.body):
-        match pair:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.replace("``", "`").split())
+    for owner in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        tree = ast.parse(inspect.getsource(owner)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for pair in pairwise(tree.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.replace("``", "`").split())
     rows = [(f"`{f.name}`", f"`{f.default}`", docs.get(f.name, "")) for f in dataclasses.fields(kind)]
     return table(("field", "default", "meaning"), rows)
 
