@@ -6,11 +6,41 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import captions
+from tools.blocks import table
+
 COLUMNS = (
-    *("policy", "ms a token", "beside LRU", "of the oracle", "beside no cache", "bound beside LRU"),
-    *("loads a token", "wasted", "device bytes beside loads"),
+    *("policy", "ms a token", "simulator", "simulator beside it", "beside LRU", "of the oracle", "beside no cache"),
+    *("bound beside LRU", "loads a token", "wasted", "loaded at", "device bytes beside loads"),
 )
-HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
+
+
+def headline(path: Path) -> str:
+    """What loading ahead gives at the equal point, and what the accelerated residual itself gives there."""
+    if not path.is_file():
+        return "No run is committed yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    runs = [{row["policy"]: row for row in run["policies"]} for run in report["runs"]]
+    shares = " and ".join(f"{run['share']:.0%}" for run in report["runs"])
+
+    def gains(policy: str, key: str = "over_lru") -> str:
+        return " and ".join(f"{rows[policy][key]:.2f}x" for rows in runs)
+
+    return (
+        f"On a stand-in device whose loads only take time (`benchmarks/paced_device.py`), with {shares} of the "
+        "experts in "
+        f"memory, `ahead` is {gains('ahead')} as fast as LRU; it has no accelerated residual in it (`rate: null`), "
+        "and the "
+        f"accelerated residual itself gives {gains('accelerated')}. Beside no cache these are "
+        f"{gains('ahead', 'over_on_demand')} and {gains('accelerated', 'over_on_demand')}, beside the oracle "
+        f"{_of_oracle(runs, 'ahead')} and {_of_oracle(runs, 'accelerated')}; 1.25 beside LRU, 2.5 beside no cache "
+        "and .85 of "
+        f"the oracle were asked for. Measured {captions.tree(report['provenance'])}."
+    )
+
+
+def _of_oracle(runs: list[dict[str, dict[str, Any]]], policy: str) -> str:
+    return " and ".join(f"{rows[policy]['over_oracle']:.2f}" for rows in runs)
 
 
 def tables(folder: Path) -> str:
@@ -18,28 +48,51 @@ def tables(folder: Path) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
-        p, settings = report["provenance"], report["settings"]
+        settings, p = report["settings"], report["provenance"]
+        machine = f"{p['cpu']}, {settings['threads']} thread(s), {captions.tree(p)}"
         parts.append(
             f"**{path.stem}**: {report['num_experts']} experts of {report['expert_bytes'] / 1e6:.2f} MB, "
             f"{_device(report)}, "
             f"{2 * settings['prompts'] - 1} answers of {settings['tokens']} tokens at most; "
-            f"{'; '.join(f'{name}: {_seen(found)}' for name, found in report['foresight'].items())}; {p['cpu']}, "
-            f"{settings['threads']} thread(s), commit {p['commit'] or 'unknown'}."
+            f"{'; '.join(f'{name}: {_seen(found)}' for name, found in report['foresight'].items())}; {machine}. "
+            "Times are "
+            f"those of decoded tokens, prompts left out.{_warning(report)}"
         )
-        parts += [_of_share(run) for run in report["runs"]]
+        parts += [_of_share(run, report) for run in report["runs"]]
     return "\n\n".join(parts) or "No run is committed yet."
 
 
 def _device(report: dict[str, Any]) -> str:
     if report["is_paced"]:
-        return "a device that is not here and takes no processor's time"
-    return f"{report['settings']['reader']} reads from a disk of {report['device_gb_per_s']:.2f} GB/s"
+        return "**a stand-in device**: experts lie in memory, a load only waits and takes no processor's time"
+    return (
+        f"{report['settings']['reader']} reads of a file on a virtual disk, **served by the host's cache**: a probe "
+        f"before the run read {report['device_gb_per_s']:.2f} GB/s"
+    )
+
+
+def _warning(report: dict[str, Any]) -> str:
+    """What the rows of a real run cannot be used for, counted from the rows themselves."""
+    if report["is_paced"]:
+        return ""
+    rows = [(run, row) for run in report["runs"] for row in run["policies"]]
+    on_demand = [row["ms_per_token"] for _, row in rows if row["policy"] == "on_demand"]
+    beyond = [
+        f"{row['policy'].replace('_', ' ')} at {run['share']:.0%}"
+        for run, row in rows
+        if row["over_lru"] > row["bound_over_lru"] and row["policy"] not in ("lru", "on_demand")
+    ]
+    return (
+        f" Few answers, and reads faster than the probe: on demand, which keeps nothing, takes "
+        f"{' and '.join(f'{each:.1f}' for each in on_demand)} ms depending on a cache that it does not have, and "
+        f"{len(beyond)} gains are above their own bound ({', '.join(beyond)})."
+    )
 
 
 def _seen(found: dict[str, Any]) -> str:
     """What an adapter sees with."""
     rate, taught, leads = found["config"]["rate"], found["config"]["leads"], found["plan"]["leads"]
-    parts = [f"the accelerated residual at rate {rate:g}"] if rate else []
+    parts = [f"the accelerated residual at rate {rate:g}"] if rate else ["no accelerated residual (`rate: null`)"]
     parts += ["a forecast"] if found["config"]["forecast"] else []
     for kind, asked in (
         ("taught routers", [lead for lead in leads if lead in taught]),
@@ -49,58 +102,91 @@ def _seen(found: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _of_share(run: dict[str, Any]) -> str:
+def _of_share(run: dict[str, Any], report: dict[str, Any]) -> str:
     lru = next(row for row in run["policies"] if row["policy"] == "lru")
     load, compute = lru["load_ms_per_token"], lru["compute_ms_per_token"]
-    paced = "" if run["pace_gb_per_s"] is None else f" at a stated {run['gb_per_s']:.2f} GB/s"
+    off = [row["simulated_ms_per_token"] / row["ms_per_token"] - 1 for row in run["policies"]]
+    if report["is_paced"]:
+        where = f"stand-in device, loads at a stated {run['gb_per_s']:.2f} GB/s"
+    else:
+        where = "reads as fast as the host's cache gives them"
     head = (
-        f"{run['share']:.0%} of the experts in memory, reads{paced or ' as fast as they are'}; "
-        f"LRU loads for {load:.1f} ms a token and computes for {compute:.1f}."
+        f"{run['share']:.0%} of the experts in memory, {where}; LRU loads for {load:.1f} ms a token and computes for "
+        f"{compute:.1f}. The simulator is {min(off):+.0%} to {max(off):+.0%} off these rows."
     )
-    return "\n".join([head, "", HEADER, *(_row(row, is_read=not paced) for row in run["policies"])])
+    rows = [_row(row, report) for row in run["policies"]]
+    return f"{head}\n\n{table(COLUMNS, rows)}"
 
 
-def _row(row: dict[str, Any], *, is_read: bool) -> str:
+def _row(row: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
     low, high = row["over_lru_range"]
+    simulated = row["simulated_ms_per_token"]
     told = row["device_bytes"] / row["loaded_bytes"] if row["loaded_bytes"] else 1.0
-    cells = (
+    read = row["loads_per_token"] * report["expert_bytes"] / row["ms_per_token"] / 1e6
+    return (
         row["policy"].replace("_", " "),
         f"{row['ms_per_token']:.1f}",
+        f"{simulated:.1f}",
+        f"{simulated / row['ms_per_token'] - 1:+.0%}",
         f"{row['over_lru']:.2f}x ({low:.2f} to {high:.2f})",
         f"{row['over_oracle']:.2f}",
         f"{row['over_on_demand']:.2f}x",
         f"{row['bound_over_lru']:.2f}x",
         f"{row['loads_per_token']:.1f}",
         f"{row['wasted'] / max(1, row['loads']):.0%}",
-        f"{told:.3f}" if is_read else "-",
+        *(("-", "-") if report["is_paced"] else (f"{read:.2f} GB/s", f"{told:.3f}")),
     )
-    return f"| {' | '.join(cells)} |"
 
 
-def sweep(path: Path) -> str:
-    """What ``benchmarks.expert_sweep`` found: a row for each cache, a column for each bandwidth."""
+def sweep(path: Path, runs: Path) -> str:
+    """What ``benchmarks.expert_sweep`` found: a row for each cache, a column for each bandwidth.
+
+    Args:
+        path: its file.
+        runs: the folder of measured runs, which say how far the simulator is off.
+    """
     if not path.is_file():
         return "No sweep is committed yet."
     report = json.loads(path.read_text(encoding="utf-8"))
     rows = report["rows"]
     speeds = sorted({row["gb_per_s"] for row in rows})
-    lines = [f"| experts in memory | {' | '.join(f'{speed:g} GB/s' for speed in speeds)} |"]
-    lines.append(f"|{' --- |' * (len(speeds) + 1)}")
+    cells = []
     for share in sorted({row["share"] for row in rows}):
         of = {row["gb_per_s"]: row for row in rows if row["share"] == share}
-        cells = (f"{of[s]['over_on_demand']:.1f}x, {of[s]['over_lru']:.2f}x, {of[s]['of_oracle']:.2f}" for s in speeds)
-        lines.append(f"| {share:.0%} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *_rates(report.get("rates", []), speeds)])
+        shown = (f"{of[s]['over_on_demand']:.1f}x, {of[s]['over_lru']:.2f}x, {of[s]['of_oracle']:.2f}" for s in speeds)
+        cells.append((f"{share:.0%}", *shown))
+    found = [
+        f"**Simulated**, nothing here was measured; the file names no machine and no commit. {_errors(runs)}",
+        table(("experts in memory", *_speeds(speeds)), cells),
+        *_rates(report.get("rates", []), speeds),
+    ]
+    return "\n\n".join(found)
+
+
+def _errors(folder: Path) -> str:
+    """How far the simulator is off each measured run."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        off = [
+            row["simulated_ms_per_token"] / row["ms_per_token"] - 1 for run in report["runs"] for row in run["policies"]
+        ]
+        what = "the stand-in device" if report["is_paced"] else "reads that the host's cache serves"
+        parts.append(f"{min(off):+.0%} to {max(off):+.0%} on {what}")
+    return f"Milliseconds that the simulator says are off the measured ones by {', by '.join(parts)}."
+
+
+def _speeds(speeds: list[float]) -> tuple[str, ...]:
+    return tuple(f"{speed:g} GB/s" for speed in speeds)
 
 
 def _rates(rows: list[dict[str, Any]], speeds: list[float]) -> list[str]:
     """Beside no cache and beside LRU for each rate and number of expected experts."""
     if not rows:
         return []
-    lines = ["", f"| R, k', half in memory | {' | '.join(f'{speed:g} GB/s' for speed in speeds)} |"]
-    lines.append(f"|{' --- |' * (len(speeds) + 1)}")
-    for name in dict.fromkeys((row["rate"], row["count"]) for row in rows):
-        of = {row["gb_per_s"]: row for row in rows if (row["rate"], row["count"]) == name}
-        cells = (f"{of[s]['over_on_demand']:.2f}x, {of[s]['over_lru']:.2f}x" for s in speeds)
-        lines.append(f"| {name[0]}, {name[1]} | {' | '.join(cells)} |")
-    return lines
+    cells = []
+    for rate, count in dict.fromkeys((row["rate"], row["count"]) for row in rows):
+        of = {row["gb_per_s"]: row for row in rows if (row["rate"], row["count"]) == (rate, count)}
+        shown = (f"{of[s]['over_on_demand']:.2f}x, {of[s]['over_lru']:.2f}x" for s in speeds)
+        cells.append((f"{rate}, {count}", *shown))
+    return [table(("R, k', half in memory", *_speeds(speeds)), cells)]

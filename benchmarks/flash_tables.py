@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.flash import Row, table
+from benchmarks import captions
+from benchmarks.flash import Row, equal_ms, fastest_like, table
 
 
 def tables(folder: Path) -> str:
@@ -19,7 +20,22 @@ def tables(folder: Path) -> str:
             f"**{path.stem}**: {model['bytes'] / 1e9:.2f} GB on disk, {model['share']:.0%} of it as memory, "
             f"{model['new_tokens']} tokens, {times} run{'s' * (times > 1)} of each row; {p['cpu']}, "
             f"{report['threads'] or p['num_threads']} thread(s), a disk of {report['device_gb_per_s']:.2f} GB/s, "
-            f"commit {p['commit'] or 'unknown'}."
+            f"{captions.tree(p)}. Times are those of decoded tokens, the prompt left out."
         )
-        parts.append(table([Row(**row) for row in report["rows"]]))
+        rows = [Row(**row) for row in report["rows"]]
+        parts += [_equal(rows), table(rows)]
     return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _equal(rows: list[Row]) -> str:
+    """What of the last rows' speed is left when the first reads as fast as the second did."""
+    first, fastest = rows[0], fastest_like(rows)
+    gains = [equal_ms(first, fastest) / row.ms for row in rows if "bundling" in row.name or "native" in row.name]
+    return (
+        f"`{first.name}` read at {first.gb_per_s:.2f} GB/s where `{fastest.name}` read at {fastest.gb_per_s:.2f} "
+        "from the same "
+        f"disk. Had it read as fast, the last rows would be {min(gains):.1f} to {max(gains):.1f} times as fast as "
+        "it, not "
+        f"{min(first.ms / row.ms for row in rows if 'bundling' in row.name):.1f} to "
+        f"{max(first.ms / row.ms for row in rows):.1f} times."
+    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import captions
 from tools.blocks import table
 
 MORE_ROWS = ("2", "4", "8", "16")
@@ -46,7 +47,7 @@ def costs(report: Mapping[str, Any]) -> str:
         "of reading",
         *(f"{k} rows" for k in MORE_ROWS),
     )
-    title = f"### Passes: {_machine(report)}, kernels {report['kernels']}"
+    title = f"### Passes: {_machine(report)}, {captions.kernels(report['provenance'], report['kernels'])}"
     measure = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in reads.items())
     about = f"Medians; reading memory in turns with them: {measure}. Passes over more rows are in passes over one. "
     about += (
@@ -60,13 +61,14 @@ def engines(report: Mapping[str, Any]) -> str:
     parts = [f"### Other engines: {_machine(report)}"]
     for model, found in report["models"].items():
         passes = found["passes"]
-        other = next(run["tokens_per_s"] for run in found["runs"] if run["method"] == "transformers")
+        other = next(run for run in found["runs"] if run["method"] == "transformers")
         rows = [
             (
                 run["method"],
                 f"{run['tokens_per_s']:.1f}",
                 "{:.1f} to {:.1f}".format(*run["tokens_per_s_spread"]),
-                f"{run['tokens_per_s'] / other:.2f}x",
+                f"{run['tokens_per_s'] / other['tokens_per_s']:.2f}x",
+                f"{captions.whole_answers(run, other):.2f}x",
                 *(_pass(passes.get(run["method"]), rows) for rows in ("1", "8")),
             )
             for run in found["runs"]
@@ -74,8 +76,10 @@ def engines(report: Mapping[str, Any]) -> str:
         heat = found["heat"]
         dtype = f"; transformers runs in {heat['dtype']}, its faster type here" if heat else ""
         weights = f"{found['weight_bytes'] / 1e6:.0f} MB of bfloat16 weights a pass"
-        header = ("engine", "tokens/s", "lowest to highest", "beside transformers", "one row", "eight rows")
-        parts += [f"**{model}**: {weights}, kernels {found['kernels']}{dtype}.", table(header, rows)]
+        speeds = ("tokens/s", "lowest to highest", "beside transformers", "whole answers")
+        header = ("engine", *speeds, "one row", "eight rows")
+        kernels = captions.kernels(report["provenance"], found["kernels"])
+        parts += [f"**{model}**: {weights}, {kernels}{dtype}.", table(header, rows)]
     return "\n\n".join(parts)
 
 
@@ -97,4 +101,4 @@ def _weights(name: str) -> str:
 
 def _machine(report: Mapping[str, Any]) -> str:
     p = report["provenance"]
-    return f"{p['cpu']}, {p['num_threads']} threads, commit {p['commit'] or 'unknown'}"
+    return f"{p['cpu']}, {p['num_threads']} threads, {captions.tree(p)}"

@@ -30,8 +30,10 @@ from vivace.evaluate.contest import Question, Record, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
+from vivace.evaluate.step_layers import layers_of_step
 from vivace.methods.composition import plan_of
 from vivace.methods.table import METHODS
+from vivace.multirate.dynamic import DynamicDepth
 from vivace.prompts import Prompt
 from vivace.train.resume import read_state
 from vivace.tuning import candidates_of, keep_plan, planned, search, tuned_methods
@@ -259,8 +261,12 @@ def _facts(engine: Engine, name: str, folder: Path | None) -> dict[str, Any]:
     if isinstance(drafter, DraftModel):
         plan = DraftPlan.chain(drafter.config.num_draft_tokens)
     weights = [] if folder is None else folder.glob("*.safetensors")
+    kept = METHODS[method].lossless and method != "auto"
+    layers = layers_of_step(drafter, engine.model.config.num_layers) if kept else None
     return {
         "extra_bytes": sum(path.stat().st_size for path in weights),
+        "layers_per_step": None if layers is None else {"verify": layers.verify, "draft": layers.draft},
+        "router": drafter.weights.config.router.kind if isinstance(drafter, DynamicDepth) else None,
         "training": None if folder is None else training_facts(folder),
         "plan": getattr(plan, "label", None),
     }

@@ -1,4 +1,4 @@
-"""What ``benchmarks.rivals measure`` found, as one Markdown table for each model and kernels."""
+"""What ``benchmarks.rivals measure`` found, as one Markdown table for each model, processor and kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import captions
+from benchmarks.trainings import training
 from tools.blocks import table
 
 NONE_YET = "No results are committed yet."
 QUALITIES = {"exact_match": "exact match", "bleu": "BLEU"}
 """Metrics that stand in the table; the others are in the file."""
+PYTHON = ("medusa", "eagle", "uno", "draft", "lookahead")
+"""Methods that come back to Python in every step."""
+INSERTION, LAYERS = 12, 24
+"""Of the streams in these files. They name the plan only; every model in them has 24 layers, and the size of the
+streams' weights is that of streams from layer 12."""
+STREAMS_BYTES = (3656696, 24035168)
+"""Of such streams beside the model and beside its wide twin of four times the width."""
+ROUTERS = {"arla": "the paper's latent attention (ARLA)", "mlp": "one hidden layer (MLP), not the paper's ARLA"}
+"""Kinds that opened the gates of ``dynamic``, as captions say them."""
+FORMER_ROUTERS = {"vivace-14m": "mlp", "vivace-14m-x4": "mlp"}
+"""Of the adapters that ship, for files that do not say."""
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
@@ -33,62 +46,104 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
-def titled_runs(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Every run by model, prompts and kernels."""
-    return [
-        (", ".join(str(report["setting"][key]) for key in ("model", "prompts", "kernels")), run)
-        for report in reports
-        for run in report["runs"]
-    ]
+def stream_layers(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Layers that a step of ``multistream`` runs, to verify and for the streams; None for every other method.
+
+    Raises:
+        ValueError: streams of which the files do not say where they are inserted.
+    """
+    if row["method"] != "multistream":
+        return None
+    if row.get("layers_per_step"):
+        return row["layers_per_step"]["verify"], row["layers_per_step"]["draft"]
+    if "kept" not in row["plan"]:
+        return LAYERS, 0
+    if row["extra_bytes"] not in STREAMS_BYTES:
+        raise ValueError(f"it is not known where streams of {row['extra_bytes']} bytes are inserted")
+    return LAYERS, LAYERS - INSERTION
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
-    """All reports: those of one model and kernels side by side, a column for each prompt set."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for report in reports:
-        groups.setdefault((report["setting"]["model"], report["setting"]["kernels"]), []).append(report)
-    return "\n\n".join(_group(*key, own) for key, own in groups.items()) or NONE_YET
+    """All reports: those of one model, processor and kernels side by side, a column for each prompt set."""
+    groups = captions.by_kind(
+        reports, lambda report: (report["setting"]["model"], report["provenance"]["cpu"], report["setting"]["kernels"])
+    )
+    return "\n\n".join(_group(own) for own in groups.values()) or NONE_YET
 
 
-def _group(model: str, kernels: str, reports: Sequence[Mapping[str, Any]]) -> str:
+def _group(reports: Sequence[Mapping[str, Any]]) -> str:
     by_set = {str(report["setting"]["prompts"]): report for report in reports}
     found = [{row["method"]: row for row in report["runs"]} for report in reports]
     names = list(dict.fromkeys(name for rows in found for name in rows))
-    s, p = reports[0]["setting"], reports[0]["provenance"]
+    s = reports[0]["setting"]
     sets = ", ".join(f"{name}: {report['setting']['num_prompts']} prompts" for name, report in by_set.items())
+    machines = dict.fromkeys(captions.machine(report["provenance"], s["kernels"]) for report in reports)
     line = (
-        f"**{model}**, kernels {kernels}, {p['cpu']}, {p['num_threads']} threads, batch 1, greedy; {sets}, at most "
-        f"{s['max_new_tokens']} new tokens, {s['repeats']} repeats in turns; commit {p['commit'] or 'unknown'}."
+        f"**{s['model']}**, {'; '.join(machines)}; batch 1, greedy; {sets}, at most "
+        f"{s['max_new_tokens']} new tokens, {s['repeats']} repeats in turns. {_notes(s['model'], found)}"
     )
     rows = []
     for name in names:
         known = next(rows[name] for rows in found if name in rows)
-        cells = [_cell(rows.get(name)) for rows in found]
-        speeds = [rows[name]["speedup"] for rows in found if name in rows]
-        mean = math.prod(speeds) ** (1 / len(speeds)) if len(speeds) == len(found) else None
-        shown = "-" if mean is None else f"{mean:.2f}x"
-        rows.append((name, _size(known), _training(known), known.get("plan") or "-", *cells, shown))
-    header = ("method", "extra MB", "training", "draft", *by_set, "mean")
+        cells = [_cell(rows.get(name), rows["plain"]) for rows in found]
+        means = [_mean(found, name, whole=whole) for whole in (False, True)]
+        learnt = training(s["model"], name, known.get("training"))
+        rows.append((name, _size(known), learnt, known.get("plan") or "-", *cells, ", ".join(means)))
+    header = ("method", "extra MB", "training", "draft", *by_set, "mean, of whole answers")
     return f"{line}\n\n{table(header, rows)}"
+
+
+def _notes(model: str, found: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
+    """What the figures of some rows rest on."""
+    names = {name for rows in found for name in rows}
+    notes = ["Speeds are those of decoding, then of whole answers with their prompts; both beside plain decoding."]
+    python = [f"`{name}`" for name in PYTHON if name in names]
+    if python:
+        notes.append(
+            f"{', '.join(python)} go through Python in every step, and the widths of their drafts were searched on "
+            "such "
+            "steps; the others were timed, and searched, in native calls of several steps."
+        )
+    row = next((rows["multistream"] for rows in found if "multistream" in rows), None)
+    layers = stream_layers(row) if row is not None else None
+    if layers is not None and layers[1]:
+        notes.append(
+            f"`multistream` runs `attach: kept`: a step has {layers[0]} layer passes to verify and {layers[1]} more "
+            "for its "
+            f"streams, which tokens a pass leave out; beside them stand tokens for every {layers[0]} layer passes."
+        )
+    if "dynamic" in names:
+        row = next(rows["dynamic"] for rows in found if "dynamic" in rows)
+        kind = row.get("router") or FORMER_ROUTERS.get(model)
+        notes.append(f"The router of `dynamic` is {ROUTERS.get(kind, captions.NOT_RECORDED)}.")
+    if model.endswith("-x4") and "draft" in names:
+        notes.append("The draft model was widened with its target, to 22.6 MB; the README has the one of 1.9 MB.")
+    return " ".join(notes)
+
+
+def _mean(found: Sequence[Mapping[str, Mapping[str, Any]]], name: str, *, whole: bool) -> str:
+    """Geometric mean over prompt sets, of a method that played on all of them."""
+    if any(name not in rows for rows in found):
+        return "-"
+    gains = [captions.whole_answers(rows[name], rows["plain"]) if whole else rows[name]["speedup"] for rows in found]
+    return f"{math.prod(gains) ** (1 / len(gains)):.2f}x"
 
 
 def _size(row: Mapping[str, Any]) -> str:
     return f"{row['extra_bytes'] / 1e6:.1f}" if row["extra_bytes"] else "0"
 
 
-def _training(row: Mapping[str, Any]) -> str:
-    facts = row.get("training")
-    return "-" if facts is None else f"{facts['steps']} steps, {facts['minutes']:.0f} min"
-
-
-def _cell(row: Mapping[str, Any] | None) -> str:
-    """Speed beside the base's plain decoding with its interval, tokens a pass, layers a token, and how the text is."""
+def _cell(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
+    """Speeds beside the base's plain decoding, tokens a pass, layers a token, and how the text is."""
     if row is None:
         return "-"
     low, high = row["speedup_interval"]
-    parts = [f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})"]
+    parts = [f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})", f"{captions.whole_answers(row, plain):.2f}x whole"]
     if row["tokens_per_target_pass"]:
         parts.append(f"{row['tokens_per_target_pass']:.2f} a pass")
+    layers = stream_layers(row)
+    if layers is not None and layers[1]:
+        parts.append(f"{row['tokens_per_target_pass'] * layers[0] / sum(layers):.2f} for {layers[0]} layers")
     if row["mean_exit_layer"] is not None:
         parts.append(f"{row['mean_exit_layer']:.1f} layers")
     scores = [

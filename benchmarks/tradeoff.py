@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import exit_plots
+from benchmarks import captions, exit_plots
 from benchmarks.rivals import ADAPTERS, WHOLE, Named
+from benchmarks.rivals_table import ROUTERS
 from vivace.cli.asking import questions_of, read_prompts
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -41,6 +42,9 @@ from vivace.prompts import Prompt
 
 READS = {"bf16": (1.0, 1.0), "int8": (0.52, 0.52), "q4": (0.28, 0.52), "lut4": (0.28, 0.52)}
 """Shares of a layer's and of the head's bytes that a draft in such weights reads, scales included."""
+
+FORMER_ROUTER = "mlp"
+"""Of the adapter that ships, with which files that do not say were measured."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,16 @@ def reading_of(engine: Engine) -> Reading:
     return Reading(c.num_layers, (pass_bytes(engine.model) - head) / c.num_layers, head)
 
 
+def router_of(engine: Engine) -> str | None:
+    """The kind of the router of ``dynamic``; None where there is none."""
+    if "dynamic" not in engine.methods.ready():
+        return None
+    folder = engine.methods.adapter_folder("dynamic")
+    assert folder is not None
+    kind: str = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]["router"]["kind"]
+    return kind
+
+
 def guessing_of(player: Player) -> Guessing | None:
     """How a method drafts below a gate; None for all others."""
     name = player.named.entrant.name.partition("@")[0]
@@ -173,7 +187,7 @@ def guessing_of(player: Player) -> Guessing | None:
 def table(report: Mapping[str, Any]) -> str:
     """The report in Markdown."""
     lines = [
-        "| method | quality | change | nll | agreement | layer passes | bytes read | speed | answers that differ |",
+        "| method | quality | change | nll | agreement | rows x layers | bytes read | speed | answers that differ |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["points"]:
@@ -188,16 +202,24 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def tables(folder: Path) -> str:
-    """Every report in a folder."""
+    """Every report in a folder.
+
+    Raises:
+        ValueError: a report's speeds are of another processor than its answers.
+    """
     parts = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         p = report.get("timed", report["provenance"])
+        if p["cpu"] != report["provenance"]["cpu"]:
+            raise ValueError(f"{path.name}: answers of {report['provenance']['cpu']} beside speeds of {p['cpu']}")
         timed = f", speeds from {report['num_timed']} of them" if "num_timed" in report else ""
         parts.append(
             f"**{report['model']}, {report['prompts']}**: {report['num_prompts']:,} prompts{timed}, greedy, batch 1, "
-            f"kernels {report['kernels']}, {p['cpu']}, {p['num_threads']} threads, commit {p['commit'] or 'unknown'}. "
-            "A star marks what nothing beats in both quality and bytes read."
+            f"{captions.machine(p, report['kernels'])}. The router of `dynamic` is "
+            f"{ROUTERS.get(report.get('router', FORMER_ROUTER), captions.NOT_RECORDED)}. "
+            "Speed is that of decoding; of whole answers it was not recorded. A star marks what nothing beats in both "
+            "quality and bytes read."
         )
         parts.append(table(report))
     return "\n\n".join(parts) or "No run is committed yet."
@@ -251,6 +273,7 @@ def main() -> None:
         "model": engine.folder.name,
         "prompts": Path(given.prompts).stem,
         "num_prompts": len(prompts),
+        "router": router_of(engine),
         "left_out": missing,
         "envelope": envelope(points),
         "points": [asdict(one) for one in points],

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import plots, report
+from benchmarks import captions, plots, report
 from tests.parity.families import CONFIGS
 from tests.tiny_checkpoints import make_checkpoint
 from tools import blocks, write_docs
@@ -165,7 +165,7 @@ def test_parts_written_from_the_code_are_current() -> None:
 
 
 def test_parts_written_from_results_are_current() -> None:
-    results = report.read_results(report.RESULTS)
+    results = report.read_results(report.DECODE)
     stale = blocks.settle(report.wanted(results), check=True)
     assert not stale, f"run python -m benchmarks.report: {[path.name for path in stale]}"
     pictures = [name for name in (plots.ACCEPTANCE, plots.TIME) if (report.IMAGES / name).is_file()]
@@ -252,37 +252,118 @@ def write_result(path: Path, **changes: Any) -> None:
 
 
 def test_report_of_a_result(tmp_path: Path) -> None:
-    write_result(tmp_path / "b.json")
-    write_result(tmp_path / "a.json", quality=None, peers=None)
+    clean = machine_of(tmp_path, commit="abc")
+    held = {"plain": {"weights": 28 << 20, "cache": 1 << 20, "drafter": 0}}
+    write_result(tmp_path / "b.json", provenance=clean, memory={"libraries": 200 << 20, "held": held})
+    write_result(tmp_path / "a.json", provenance=clean, quality=None, peers=None)
     results = report.read_results(tmp_path)
     assert [result.name for result in results] == ["a", "b"]
     summary, details = report.summary(results), report.details(results)
     measured = report.technique(results, "multirate")
-    assert "| `plain` | `multirate+lookup` | tokens a pass |" in summary
-    assert summary.count("| some-model | e2e | torch | 100 tok/s | 1.50x* | - |") == 2
+    assert "| method | training | some-model, e2e | some-model, e2e |" in summary
+    assert "| `plain` | none | 100, 50 tok/s | 100, 50 tok/s |" in summary
+    assert "| `multirate+lookup` | not recorded | 1.50x*, 1.50x, 2.5 | 1.50x*, 1.50x, 2.5 |" in summary
+    assert "**A CPU, kernels torch**, 2 threads, batch 1" in summary
     assert "wide twin" not in summary
-    assert details.count("| 1.50x (1.40 to 1.60) |") == 2
+    assert details.count("| 1.50x (1.40 to 1.60) | 75.0, 1.50x |") == 2
     assert details.count("| no (1 differ) |") == measured.count("| no (1 differ) |") == 2
-    assert details.count("7 prompts, at most 64 new tokens, batch 1, 3 repeats, bfloat16, kernels torch") == 2
+    assert (
+        details.count("7 prompts, at most 64 new tokens, batch 1, 3 repeats, bfloat16, kernels torch, commit abc") == 2
+    )
     assert details.count("reads 20.0 GB/s of weights (29.0 MB a pass); the machine reads 40.0 GB/s") == 2
     assert "1: 1.00, 2: 1.10, 4: 1.30, 8: 1.70, 16: 2.50" in details
     assert details.count("quality of the plain answers, e2e: bleu 61.25") == 1
     assert details.count("transformers runs in float32, its fastest dtype here") == 1
+    assert details.count("3 MiB at its peak, all methods and engines together; 200 MiB were libraries") == 1
+    assert details.count("what each of them held was not counted yet") == 1
+    assert details.count("| 28.0 MiB | 1.0 MiB | 0 | yes |") == 1
     assert measured.count("| 0.90 0.50 |") == 2
     assert "`plain`" not in measured
     assert report.technique(results, "medusa") == report.summary([]) == report.NONE_YET
 
 
-def test_the_lead_is_the_twins(tmp_path: Path) -> None:
-    """A ratio of drafting on a twin with native kernels leads; one whose text differs does not."""
-    native = {"num_prompts": 7, "prompts": "e2e.jsonl", "kernels": "avx2", "model": "some-x4"}
-    runs = [bench_run("plain", 100), bench_run("multirate", 150, accepted=(0.9, 0.5))]
-    write_result(tmp_path / "a.json", runs=runs)
-    write_result(tmp_path / "b.json", runs=runs, setting=setting_of(tmp_path / "a.json") | native)
+def machine_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Where a result comes from, with changes."""
+    write_result(folder / "some.json")
+    found: dict[str, Any] = json.loads((folder / "some.json").read_text())["provenance"]
+    (folder / "some.json").unlink()
+    return found | changes
+
+
+def test_only_clean_commits_of_one_processor_go_into_the_readme(tmp_path: Path) -> None:
+    clean = machine_of(tmp_path, commit="abc")
+    for changes, complaint in (
+        ({"commit": "abc+changes"}, "uncommitted changes do not go into the README: b"),
+        ({"commit": None}, "uncommitted changes do not go into the README: b"),
+        ({"cpu": "Another CPU"}, "several processors: A CPU, Another CPU"),
+    ):
+        write_result(tmp_path / "a.json", provenance=clean)
+        write_result(tmp_path / "b.json", provenance=clean | changes)
+        with pytest.raises(ValueError, match=complaint):
+            report.summary(report.read_results(tmp_path))
+
+
+def test_the_readmes_results_are_of_clean_commits_and_of_both_kernels() -> None:
+    results = report.read_results(report.DECODE)
+    measured = {(r.is_twin, r.setting["prompts"], r.setting["kernels"]) for r in results}
+    every = {
+        (twin, prompts, kernels) for twin in (0, 1) for prompts in ("e2e", "sql") for kernels in ("avx2", "avx512")
+    }
+    assert every - measured <= {(True, "sql", "avx2")}, "only this one was not measured"
+    assert all(captions.is_clean(result.provenance) for result in results)
+    assert {result.setting["kernels"] for result in results} == {"avx2", "avx512"}
+    assert len({result.provenance["cpu"] for result in results}) == 1
+    assert all(result.setting["repeats"] >= 3 for result in results)
+    assert all(result.memory is not None for result in results)
+    twins = [result for result in results if result.is_twin]
+    drafts = [result.memory["held"]["draft"]["drafter"] for result in twins if result.memory is not None]
+    assert drafts
+    assert max(drafts) < 4e6, "the twin's draft model is the one that ships, not a widened one"
+
+
+def test_kernels_are_tables_of_their_own(tmp_path: Path) -> None:
+    able = machine_of(tmp_path, commit="abc", best_kernels="avx512")
+    for name, kernels in (("a", "avx2"), ("b", "avx512")):
+        write_result(tmp_path / f"{name}.json", provenance=able)
+        write_result(
+            tmp_path / f"{name}.json",
+            provenance=able,
+            setting=setting_of(tmp_path / f"{name}.json") | {"kernels": kernels},
+        )
+    results = report.read_results(tmp_path)
+    assert report.summary(results).index("kernels avx512**") < report.summary(results).index("kernels avx2 (")
+    for text in (report.summary(results), report.technique(results, "multirate")):
+        assert "**A CPU, kernels avx2 (this processor runs avx512 as well)**" in text
+        assert "**A CPU, kernels avx512**" in text
+        assert text.count("`multirate+lookup`") == 2
+        assert text.count("\n| --- |") == 2
+
+
+def test_a_step_of_streams_is_said_to_run_more_layers(tmp_path: Path) -> None:
+    run = bench_run("multistream", 150, accepted=(0.9,)) | {"layers_per_step": {"verify": 24, "draft": 12}}
+    write_result(
+        tmp_path / "a.json", runs=[bench_run("plain", 100), run], provenance=machine_of(tmp_path, commit="abc")
+    )
+    results = report.read_results(tmp_path)
+    for text in (report.summary(results), report.details(results)):
+        assert "`attach: kept`: beside the 24 layers of a target pass, 12 more for its streams, 36 a step" in text
+    assert "| 24 + 12 |" in report.details(results)
+
+
+def test_the_lead_is_decoding_and_whole_answers_of_every_model(tmp_path: Path) -> None:
+    """Drafting with native kernels leads; a run whose text differs does not."""
+    able = machine_of(tmp_path, commit="abc")
+    native = {"num_prompts": 7, "prompts": "e2e.jsonl", "kernels": "avx512", "model": "some-x4"}
+    runs = [bench_run("plain", 100), bench_run("multirate", 150, accepted=(0.9, 0.5)) | {"end_to_end_tokens_per_s": 60}]
+    write_result(tmp_path / "a.json", runs=runs, provenance=able)
+    write_result(tmp_path / "a.json", runs=runs, provenance=able, setting=setting_of(tmp_path / "a.json") | native)
     summary = report.summary(report.read_results(tmp_path))
-    assert "wide twin some-x4 (29 MB of weights a pass): **1.50x on e2e (2.50 tokens a pass)**" in summary
+    assert summary.startswith(
+        "`multirate` beside plain decoding, the same text, on A CPU with avx512 kernels: on the wide twin"
+    )
+    assert "some-x4 (29 MB of weights a pass) **1.50x while decoding and 1.20x for whole answers on e2e**." in summary
     runs[1] = bench_run("multirate", 150, accepted=(0.9, 0.5), same=False)
-    write_result(tmp_path / "b.json", runs=runs, setting=setting_of(tmp_path / "b.json"))
+    write_result(tmp_path / "a.json", runs=runs, provenance=able, setting=setting_of(tmp_path / "a.json"))
     assert "wide twin" not in report.summary(report.read_results(tmp_path))
 
 

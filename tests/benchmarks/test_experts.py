@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.expert_tables import tables
+from benchmarks.expert_tables import headline, tables
 from benchmarks.experts import named, pace, with_gains
 
 SIZE = 1_000_000
@@ -39,6 +39,7 @@ def policy(name: str, times: list[float]) -> dict[str, Any]:
         "compute_ms_per_token": 10.0,
         "load_ms_per_token": 30.0 if name == "lru" else 20.0,
         "loads_per_token": 12.5,
+        "simulated_ms_per_token": 1.5 * sum(times) / len(times) if name == "lru" else 30.0,
         **counts,
     }
 
@@ -70,18 +71,43 @@ def test_gains_are_of_all_answers_and_range_over_them(tmp_path: Path) -> None:
     assert tables(tmp_path) == "No run is committed yet."
     (tmp_path / "some.json").write_text(json.dumps(report))
     text = tables(tmp_path)
+    assert "**some**: 384 experts of 1.00 MB, direct reads of a file on a virtual disk" in text
     assert (
-        "**some**: 384 experts of 1.00 MB, direct reads from a disk of 1.50 GB/s, 3 answers of 8 tokens at most" in text
+        "**served by the host's cache**: a probe before the run read 1.50 GB/s, 3 answers of 8 tokens at most" in text
     )
     assert (
-        "; ahead: a forecast, taught routers 2 and 3 layer(s) early, routers as they are 1 layer(s) early; "
-        "far: the accelerated residual at rate 1.5;" in text
+        "; ahead: no accelerated residual (`rate: null`), a forecast, taught routers 2 and 3 layer(s) early, routers "
+        "as they are 1 layer(s) early; far: the accelerated residual at rate 1.5;" in text
     )
-    assert "reads as fast as they are; LRU loads for 30.0 ms a token and computes for 10.0." in text
-    assert "| ahead | 24.0 | 1.94x (1.00 to 2.50) | 0.64 | 3.47x | 2.00x | 12.5 | 25% | 1.010 |" in text
+    assert "LRU loads for 30.0 ms a token and computes for 10.0." in text
+    assert "The simulator is -64% to +96% off these rows." in text
+    row = (
+        "| ahead | 24.0 | 30.0 | +25% | 1.94x (1.00 to 2.50) | 0.64 | 3.47x | 2.00x | 12.5 | 25% | 0.52 GB/s | 1.010 |"
+    )
+    assert row in text
+    assert "takes 83.3 ms depending on a cache that it does not have" in text
+    assert "1 gains are above their own bound (oracle at 25%)" in text
     paced = report | {"is_paced": True, "runs": [run | {"pace_gb_per_s": 0.5, "gb_per_s": 0.5}]}
     (tmp_path / "some.json").write_text(json.dumps(paced))
     text = tables(tmp_path)
-    assert "384 experts of 1.00 MB, a device that is not here and takes no processor's time" in text
-    assert "reads at a stated 0.50 GB/s; LRU loads" in text
-    assert text.endswith("| 12.5 | 25% | - |"), "nothing is read"
+    assert "384 experts of 1.00 MB, **a stand-in device**: experts lie in memory, a load only waits" in text
+    assert "stand-in device, loads at a stated 0.50 GB/s; LRU loads" in text
+    assert "above their own bound" not in text
+    assert text.endswith("| 12.5 | 25% | - | - |"), "nothing is read"
+
+
+def test_the_headline_has_the_residuals_own_gain_in_the_same_sentence(tmp_path: Path) -> None:
+    names = {"ahead": (1.45, 3.8, 0.77), "accelerated": (1.33, 3.5, 0.71)}
+    rows = [
+        {"policy": name, "over_lru": lru, "over_on_demand": cold, "over_oracle": best}
+        for name, (lru, cold, best) in names.items()
+    ]
+    path = tmp_path / "paced.json"
+    assert headline(path) == "No run is committed yet."
+    report = {"runs": [{"share": 0.5, "policies": rows}], "provenance": {"commit": "abc+changes"}}
+    path.write_text(json.dumps(report))
+    sentence = headline(path).split(". ")[0]
+    assert sentence.startswith("On a stand-in device")
+    assert "`ahead` is 1.45x as fast as LRU" in sentence
+    assert "no accelerated residual in it (`rate: null`), and the accelerated residual itself gives 1.33x" in sentence
+    assert "from a tree with uncommitted changes" in headline(path)

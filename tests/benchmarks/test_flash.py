@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.flash import _same
+from benchmarks.flash import Row, _same, equal_ms, fastest_like, table
 from benchmarks.flash_models import ApartReader, split
 from vivace.errors import UnsupportedError
 from vivace.storage.convert import write_store
@@ -42,3 +42,27 @@ def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
 
 def test_until_texts_part() -> None:
     assert [_same([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [2, 2, 3])] == [3, 1, 0]
+
+
+def row(name: str, ms: float, read_ms: float, gb_per_s: float, asked: float | None = None) -> Row:
+    rest = {"tokens_per_s": 1e3 / ms, "manage_ms": 0.0, "compute_ms": ms - read_ms, "gb_read": 1.0}
+    memory = {"gb_from_device": 1.0, "planned_gb": 1.0, "anonymous_gb": 1.0}
+    return Row(
+        name=name, ms=ms, read_ms=read_ms, gb_per_s=gb_per_s, asked=asked, found=None, tokens=[1], **rest, **memory
+    )
+
+
+def test_speed_is_told_at_equal_reading_speed_too() -> None:
+    """A first row that waits 1000 of 1200 ms at 1 GB/s would wait 500 at the 2 GB/s of a row that reads as it does."""
+    rows = [
+        row("naive", 1200, 1000, 1.0),
+        row("hybrid", 400, 300, 2.0),
+        row("hybrid, read ahead", 300, 100, 3.0),
+        row("+ bundling", 100, 50, 4.0, asked=0.2),
+    ]
+    assert fastest_like(rows).name == "hybrid", "neurons and reads ahead are other ways to read"
+    assert equal_ms(rows[0], rows[1]) == 700
+    text = table(rows)
+    assert "speed, had naive read at 2.00 GB/s" in text
+    assert "| 12.0x | 7.0x | 1 of 1 |" in text
+    assert "| 1.0x | 0.6x | 1 of 1 |" in text

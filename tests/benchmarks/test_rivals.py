@@ -67,6 +67,7 @@ def test_what_was_trained_and_tuned_is_measured(given: argparse.Namespace, monke
     assert rows["deed"]["training"]["steps"] > 0
     assert rows["deed"]["plan"] in ("chain 1", "tree 2-1")
     assert rows["layerskip"]["training"] is None
+    assert {"verify", "draft"} == set(rows["deed"]["layers_per_step"])
     lines = rivals.tables([report]).splitlines()
     assert len(lines) == 4 + len(rows)
     assert all("same text" in line for line in lines[4:])
@@ -98,31 +99,61 @@ def test_facts_of_a_training_are_its_snapshots(tmp_path: Path) -> None:
     assert rivals.training_facts(tmp_path) == {"steps": 42, "minutes": 2.5}
 
 
+def played(method: str, speedup: float, rate: float, **more: object) -> dict[str, object]:
+    return {
+        **{"method": method, "speedup": speedup, "speedup_interval": (speedup, speedup), "identical": True},
+        **{"num_different": 0, "tokens_per_target_pass": None, "mean_exit_layer": None, "quality": None},
+        **{"extra_bytes": 0, "training": None, "plan": None, "end_to_end_tokens_per_s": rate},
+        **more,
+    }
+
+
+def reported(prompts: str, *runs: dict[str, object], model: str = "m", cpu: str = "c") -> dict[str, object]:
+    limits = {"num_prompts": 5, "max_new_tokens": 6, "repeats": 3}
+    setting = {"model": model, "kernels": "k", "prompts": prompts, **limits}
+    provenance = {"cpu": cpu, "num_threads": 2, "commit": None}
+    return {"setting": setting, "provenance": provenance, "runs": [played("plain", 1.0, 10.0), *runs]}
+
+
 def test_one_table_for_several_prompt_sets() -> None:
     def report(prompts: str, speedup: float, quality: dict[str, float]) -> dict[str, object]:
-        run = {
-            **{"method": "mod", "speedup": speedup, "speedup_interval": (speedup, speedup), "identical": False},
-            **{"num_different": 3, "tokens_per_target_pass": None, "mean_exit_layer": 18.25},
-            **{"extra_bytes": 2_500_000, "training": {"steps": 9, "minutes": 1.0}, "plan": None},
-        }
-        setting = {
-            "model": "m",
-            "kernels": "k",
-            "prompts": prompts,
-            "num_prompts": 5,
-            "max_new_tokens": 6,
-            "repeats": 3,
-        }
-        provenance = {"cpu": "c", "num_threads": 2, "commit": None}
-        return {"setting": setting, "provenance": provenance, "runs": [run | {"quality": {prompts: quality}}]}
+        more = {"extra_bytes": 2_500_000, "training": {"steps": 9, "minutes": 1.0}, "mean_exit_layer": 18.25}
+        text = {"identical": False, "num_different": 3, "quality": {prompts: quality}}
+        return reported(prompts, played("mod", speedup, 15.0, **more, **text))
 
     text = tables([report("sql", 2.0, {"exact_match": 0.5}), report("e2e", 0.5, {"bleu": 40.123})])
     assert "sql: 5 prompts, e2e: 5 prompts" in text
+    assert "whole answers" in text
     assert text.splitlines()[-1] == (
-        "| mod | 2.5 | 9 steps, 1 min | - | 2.00x (2.00 to 2.00), 18.2 layers, 3 texts differ, exact match 0.5 | "
-        "0.50x (0.50 to 0.50), 18.2 layers, 3 texts differ, BLEU 40.1 | 1.00x |"
+        "| mod | 2.5 | 9 steps, 1 min | - | "
+        "2.00x (2.00 to 2.00), 1.50x whole, 18.2 layers, 3 texts differ, exact match 0.5 | "
+        "0.50x (0.50 to 0.50), 1.50x whole, 18.2 layers, 3 texts differ, BLEU 40.1 | 1.00x, 1.50x |"
     )
     assert tables([]) == NONE_YET
+
+
+def test_another_processor_is_another_table() -> None:
+    text = tables([reported("e2e"), reported("sql"), reported("sql", cpu="other")])
+    assert text.count("| method |") == 2
+    assert "| method | extra MB | training | draft | e2e | sql |" in text
+    assert "| method | extra MB | training | draft | sql |" in text
+
+
+def test_captions_say_what_rows_rest_on() -> None:
+    streams = played("multistream", 2.0, 20.0, plan="chain 3 from kept node", extra_bytes=3656696)
+    streams["tokens_per_target_pass"] = 3.0
+    rows = (streams, played("medusa", 1.5, 12.0), played("dynamic", 0.5, 5.0), played("draft", 1.2, 12.0))
+    text = tables([reported("e2e", *rows, model="vivace-14m-x4")])
+    assert "`medusa`, `draft` go through Python in every step" in text
+    assert "`multistream` runs `attach: kept`: a step has 24 layer passes to verify and 12 more" in text
+    assert "3.00 a pass, 2.00 for 24 layers" in text
+    assert "The router of `dynamic` is one hidden layer (MLP), not the paper's ARLA." in text
+    assert "The draft model was widened with its target" in text
+    assert "256 + 351 + 255 + 621" in text
+    told = {"layers_per_step": {"verify": 4, "draft": 1}, "extra_bytes": 5}
+    assert "4 layer passes to verify and 1 more" in tables([reported("e2e", streams | told)])
+    with pytest.raises(ValueError, match="not known where streams of 5 bytes"):
+        tables([reported("e2e", streams | {"extra_bytes": 5})])
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
