@@ -31,8 +31,8 @@ from vivace.multirate.router import RouterConfig
 from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.objective import MultistreamLoss
 from vivace.multistream.shared import SharedLoss
-from vivace.serve import bodies, figures, foreign, meters
 from vivace.recipes.reading import RECIPES
+from vivace.serve import bodies, figures, foreign, meters
 from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
