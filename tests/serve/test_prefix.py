@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.engine import Engine
-from vivace.serve.prefix import PrefixCache
+from vivace.serve.prefix import PrefixCache, Salted
 
 CHUNK = 8
 
@@ -30,10 +31,28 @@ def filled(engine: Engine, length: int) -> KVCache:
     return cache
 
 
+def tops(tokens: list[int]) -> Tensor:
+    """Residuals that tell by their number which token they are of, and behind which others, (tokens, 3)."""
+    numbers = [hash(tuple(tokens[: place + 1])) % 4093 for place in range(len(tokens))]
+    return torch.tensor(numbers).view(-1, 1).expand(-1, 3)
+
+
+def keep(part: Salted, tokens: list[int], cache: KVCache) -> None:
+    part.keep(tokens, 0, cache, tops(tokens))
+
+
+def attach(part: Salted, tokens: list[int], slot: int, cache: KVCache) -> int:
+    """How many tokens are there now; their residuals are those that were kept."""
+    found = part.attach(tokens, slot, cache)
+    known = sum(map(len, found))
+    assert torch.equal(torch.cat([tops([]), *found]), tops(tokens[:known]))
+    return known
+
+
 def test_entries_come_back_as_they_were(engine: Engine, prefix: PrefixCache) -> None:
     tokens, cache = list(range(20)), filled(engine, 20)
-    prefix.salted(None).keep(tokens, 0, cache)
-    assert prefix.salted(None).attach(tokens, 1, cache) == 20
+    keep(prefix.salted(None), tokens, cache)
+    assert attach(prefix.salted(None), tokens, 1, cache) == 20
     assert cache.lengths == [20, 20]
     for layer in range(engine.model.config.num_layers):
         for own, other in zip(cache.span(layer, 0, 0, 20), cache.span(layer, 1, 0, 20), strict=True):
@@ -56,32 +75,32 @@ def test_entries_come_back_as_they_were(engine: Engine, prefix: PrefixCache) -> 
 )
 def test_only_what_prefill_would_write(engine: Engine, prefix: PrefixCache, tokens: list[int], known: int) -> None:
     cache = filled(engine, 20)
-    prefix.salted(None).keep(list(range(20)), 0, cache)
-    assert prefix.salted(None).attach(tokens, 1, cache) == known
+    keep(prefix.salted(None), list(range(20)), cache)
+    assert attach(prefix.salted(None), tokens, 1, cache) == known
     assert (prefix.num_queries, prefix.num_hits) == (len(tokens), known)
 
 
 def test_another_salt_finds_nothing(engine: Engine, prefix: PrefixCache) -> None:
     cache = filled(engine, 20)
-    prefix.salted("a").keep(list(range(20)), 0, cache)
-    assert prefix.salted("b").attach(list(range(20)), 1, cache) == 0
-    assert prefix.salted(None).attach(list(range(20)), 1, cache) == 0
+    keep(prefix.salted("a"), list(range(20)), cache)
+    assert attach(prefix.salted("b"), list(range(20)), 1, cache) == 0
+    assert attach(prefix.salted(None), list(range(20)), 1, cache) == 0
 
 
 def test_the_least_recently_used_leave_first(engine: Engine) -> None:
     cache = filled(engine, CHUNK)
     one = PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=1 << 20)
-    one.salted(None).keep([0] * CHUNK, 0, cache)
+    keep(one.salted(None), [0] * CHUNK, cache)
     small = PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=2 * one.nbytes)
     for token in (1, 2):
-        small.salted(None).keep([token] * CHUNK, 0, cache)
-    small.salted(None).attach([1] * CHUNK, 1, cache)
+        keep(small.salted(None), [token] * CHUNK, cache)
+    attach(small.salted(None), [1] * CHUNK, 1, cache)
     cache.release([1])
-    small.salted(None).keep([3] * CHUNK, 0, cache)
+    keep(small.salted(None), [3] * CHUNK, cache)
     assert small.nbytes == 2 * one.nbytes
     found = {}
     for token in (1, 2, 3):
-        found[token] = small.salted(None).attach([token] * CHUNK, 1, cache)
+        found[token] = attach(small.salted(None), [token] * CHUNK, 1, cache)
         cache.release([1])
     assert found == {1: CHUNK, 2: 0, 3: CHUNK}
 
@@ -90,21 +109,21 @@ def test_no_salt_can_spell_the_tokens_of_another_prompt(engine: Engine, prefix: 
     """A salt of "\\0" and the first seven bytes of token 40 once gave the key of a prompt that begins with it."""
     cache = filled(engine, 20)
     salt = b"\0(\0\0\0\0\0\0".decode()
-    prefix.salted(salt).keep([41, 42], 0, cache)
-    assert prefix.salted(None).attach([40, 41, 42], 1, cache) == 0
-    prefix.salted(None).keep([40, 41, 42], 0, cache)
-    assert prefix.salted(None).attach([40, 41, 42], 1, cache) == 3
+    keep(prefix.salted(salt), [41, 42], cache)
+    assert attach(prefix.salted(None), [40, 41, 42], 1, cache) == 0
+    keep(prefix.salted(None), [40, 41, 42], cache)
+    assert attach(prefix.salted(None), [40, 41, 42], 1, cache) == 3
 
 
 def test_the_beginning_of_a_prompt_leaves_last(engine: Engine) -> None:
     """Without it nothing behind it is found."""
     cache = filled(engine, 2 * CHUNK)
     one = PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=1 << 20)
-    one.salted(None).keep([0] * CHUNK, 0, cache)
+    keep(one.salted(None), [0] * CHUNK, cache)
     small = PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=2 * one.nbytes)
-    small.salted(None).keep([1] * CHUNK + [2] * CHUNK, 0, cache)
-    small.salted(None).keep([3] * CHUNK, 0, cache)
-    assert small.salted(None).attach([1] * CHUNK + [2] * CHUNK, 1, cache) == CHUNK
+    keep(small.salted(None), [1] * CHUNK + [2] * CHUNK, cache)
+    keep(small.salted(None), [3] * CHUNK, cache)
+    assert attach(small.salted(None), [1] * CHUNK + [2] * CHUNK, 1, cache) == CHUNK
     assert len(small) == 2
 
 
@@ -130,10 +149,10 @@ def test_whatever_is_asked_only_its_own_entries_come_back(
     for owner, salt, tokens in asked:
         wanted, found = engine.model.new_cache(1, 8), engine.model.new_cache(1, 8)
         write(wanted, (owner, salt), tokens)
-        known = prefix.salted(salt, owner).attach(tokens, 0, found)
+        known = attach(prefix.salted(salt, owner), tokens, 0, found)
         assert known in (0, 3, 6, len(tokens))
         for layer in range(2):
             for ours, theirs in zip(wanted.span(layer, 0, 0, known), found.span(layer, 0, 0, known), strict=True):
                 assert torch.equal(ours, theirs)
-        prefix.salted(salt, owner).keep(tokens, 0, wanted)
+        keep(prefix.salted(salt, owner), tokens, wanted)
         assert prefix.nbytes <= max_bytes

@@ -317,17 +317,24 @@ class Stateful(Protocol):
 
 
 class Prefix(Protocol):
-    """Entries of prompts that need not be computed again. A drafter may therefore not have seen all of a prompt."""
+    """Entries of prompts that need not be computed again, and the residuals that came out at the top beside them.
 
-    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> int:
-        """Put what is known of these prompt tokens into an empty slot; returns how many are stored now.
+    The session shows those to the drafter, so it knows of a prompt what it would know had the prompt been read: the
+    guesses, and with them a sampled text, are the same with and without cached entries.
+    """
+
+    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> Sequence[Tensor]:
+        """Put what is known of these prompt tokens into an empty slot.
 
         The bits must be those that prefill would write: whole chunks, or all of ``tokens``.
+
+        Returns:
+            Residuals at the top of the tokens that are stored now, in order, (n, E) for each chunk.
         """
         ...
 
-    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache) -> None:
-        """Remember the entries of a prompt that is wholly stored."""
+    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, hidden: Tensor) -> None:
+        """Remember the entries of a prompt that is wholly stored, and its residuals at the top, (tokens, E)."""
         ...
 
 

@@ -31,6 +31,8 @@ class Sequence:
     first_at: float = 0.0
     chunks: deque[tuple[int, int]] = field(default_factory=deque)
     """Prompt spans not yet prefilled."""
+    shown: list[Tensor] = field(default_factory=list)
+    """Residuals at the top of the prompt so far, (n, E) each, where a prefix cache is to keep them."""
     num_passes: int = 0
     """Passes it has come through, of its prompt and of its answer."""
 

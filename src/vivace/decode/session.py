@@ -229,11 +229,25 @@ class Session:
     def _find_prefix(self, sequence: Sequence) -> None:
         """Take up what is known of a prompt, and note what has to be read."""
         request, last = sequence.request, len(sequence.request.tokens) - 1
-        known = request.prefix.attach(request.tokens[:last], sequence.slot, self.cache) if request.prefix else 0
+        known = self._attach(sequence) if request.prefix else 0
         assert known == last or known % self.chunk == 0, "a known prefix ends where a chunk does"
-        sequence.stats.num_cached_tokens = known
         sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(known, last, self.chunk))
         self._to_prefill += last - known
+
+    def _attach(self, sequence: Sequence) -> int:
+        """Take over what is known of a prompt, and show its drafter what prefill would have; tokens stored now."""
+        request, slot, drafting = sequence.request, sequence.slot, sequence.drafting
+        assert request.prefix is not None
+        sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self.cache)
+        known = sequence.stats.num_cached_tokens = sum(map(len, sequence.shown))
+        if known:
+            draft = Draft.given_only({slot: request.tokens[:known]}, is_prompt=True)
+            drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
+            for state in (*self._owned, drafting):
+                state.commit([slot], [range(known)])
+        if known == len(request.tokens) - 1:  # nothing is left to be kept
+            sequence.shown.clear()
+        return known
 
     def _next_chunks(self) -> list[Sequence]:
         """Sequences whose next prompt chunks share a pass: of one kind, as many as the budget allows."""
@@ -273,6 +287,8 @@ class Session:
             self._prefilled += len(kept[sequence.slot])
             sequence.num_passes += 1
             sequence.stats.prefill_s += elapsed
+            if sequence.request.prefix is not None:
+                sequence.shown.append(_part(draft, passed, [sequence.slot])[1].hidden)
             try:
                 self._keep_prefix(sequence)
             except RequestFailed as failure:
@@ -284,7 +300,8 @@ class Session:
         request = sequence.request
         if request.prefix and not sequence.chunks:
             with blaming(sequence.slot, "keeping its prompt for others"):
-                request.prefix.keep(request.tokens[:-1], sequence.slot, self.cache)
+                request.prefix.keep(request.tokens[:-1], sequence.slot, self.cache, torch.cat(sequence.shown))
+                sequence.shown.clear()
 
     def _goes_as_rows(self, sequence: Sequence) -> bool:
         """Whether the next chunk of its prompt goes up row by row, as while decoding."""

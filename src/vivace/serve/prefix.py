@@ -1,8 +1,10 @@
 """Entries of prompts seen before, so that a shared beginning is read once.
 
 Only bits that prefill itself would write are reused: whole chunks at their fixed places, and the last, shorter chunk
-of a prompt that is repeated as a whole. An answer is therefore the same with and without this cache. Entries written
-while decoding are not kept.
+of a prompt that is repeated as a whole. With the entries of a token its residual at the top is kept, one row of the
+model's width, because some drafters begin from it (EAGLE from those of the whole prompt). An answer, and what is
+guessed for it, is therefore the same with and without this cache, whichever method sent the prompt before. Entries
+written while decoding are not kept.
 
 Chunks form a tree: a chunk is found by its tokens and by the chunk before it, the first one by whose request it was.
 Keys are compared in full, never by a digest alone, so no choice of salt or tokens leads to the entries of another text.
@@ -45,16 +47,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Copied entries of one chunk: keys and values of every layer, each (K, chunk, D)."""
+    """What one chunk left: keys and values of every layer, each (K, chunk, D), and residuals at the top (chunk, E)."""
 
     number: int
     """Names this chunk in the places of those that follow it; never used again."""
     layers: tuple[tuple[Tensor, Tensor], ...]
+    hidden: Tensor
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        return self.hidden.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers)
 
 
 class PrefixCache:
@@ -88,10 +91,10 @@ class PrefixCache:
         """The part of the cache that requests of this owner with this salt see."""
         return Salted(self, owner, salt or "")
 
-    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache, owner: bytes, salt: str) -> int:
-        """Copy known chunks into an empty slot; returns how many tokens are there now."""
+    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache, owner: bytes, salt: str) -> list[Tensor]:
+        """Copy known chunks into an empty slot; returns the residuals (n, E) of each of them."""
         above: Root | int = self._root(tokens, owner, salt)
-        known, found = 0, []
+        known, found, hidden = 0, [], []
         for start, stop in self._spans(tokens):
             place = _place(above, tokens[start:stop])
             piece = self._pieces.get(place)
@@ -104,15 +107,16 @@ class PrefixCache:
                 stored_values.copy_(values)
             above, known = piece.number, stop
             found.append(place)
+            hidden.append(piece.hidden)
         if known:
             cache.commit([slot], [range(known)])
         self._touch(found)
         self.num_queries += len(tokens)
         self.num_hits += known
-        return known
+        return hidden
 
-    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, owner: bytes, salt: str) -> None:
-        """Copy the chunks that are not there yet, and make room for them."""
+    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, hidden: Tensor, owner: bytes, salt: str) -> None:
+        """Copy the chunks that are not there yet, and make room for them; ``hidden`` (tokens, E) is the prompt's."""
         above: Root | int = self._root(tokens, owner, salt)
         kept = []
         for start, stop in self._spans(tokens):
@@ -121,7 +125,7 @@ class PrefixCache:
             if piece is None:
                 spans = (cache.span(layer, slot, start, stop) for layer in range(self._num_layers))
                 layers = tuple((keys.clone(), values.clone()) for keys, values in spans)
-                piece = self._pieces[place] = Piece(next(self._numbers), layers)
+                piece = self._pieces[place] = Piece(next(self._numbers), layers, hidden[start:stop].clone())
                 self.nbytes += _held(place, piece)
             above = piece.number
             kept.append(place)
@@ -159,10 +163,10 @@ class Salted:
     owner: bytes
     salt: str
 
-    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> int:
+    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> list[Tensor]:
         """See ``PrefixCache.attach``."""
         return self.cache.attach(tokens, slot, cache, self.owner, self.salt)
 
-    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache) -> None:
+    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, hidden: Tensor) -> None:
         """See ``PrefixCache.keep``."""
-        self.cache.keep(tokens, slot, cache, self.owner, self.salt)
+        self.cache.keep(tokens, slot, cache, hidden, self.owner, self.salt)

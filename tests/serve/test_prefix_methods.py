@@ -1,0 +1,122 @@
+"""Behind a cached prompt every method answers, and guesses, as if it had read the prompt itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vivace
+from tests.every_method import make_model
+from vivace.decode.plain import NoDrafts, Pace
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.engine import Engine, Options
+from vivace.recipe import METHODS
+from vivace.serve.prefix import PrefixCache
+
+CHUNK = 24
+PROMPT = "the quick fox and bob the aka fox the quick fox and bob the aka fox the quick fox and bob"
+LONGER = PROMPT + " and aka the fox"
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 11}
+COUNTED = ("num_spec_steps", "num_draft_tokens", "accepted_per_position", "drafted_per_position", "exit_layers")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What can be seen of one, whatever was cached."""
+
+    tokens: tuple[int, ...]
+    guesses: tuple[tuple[int, ...], ...]
+    counts: tuple[object, ...]
+
+
+@dataclass
+class Reader:
+    """An engine with a cache of prompts, whose sessions end with their requests."""
+
+    engine: Engine
+    prefix: PrefixCache
+
+    def request(self, prompt: str, method: str, *, uses_cache: bool, shows: bool, **options: Any) -> Request:
+        fields = {"max_new_tokens": 16, "ignore_eos": True, "logprobs": False, "raw": True, **options}
+        made = self.engine.request(prompt, Options.of({"method": method, **fields}))
+        return replace(made, shows_guesses=shows, prefix=self.prefix.salted(None) if uses_cache else None)
+
+    def answer(self, request: Request) -> tuple[Answer, int]:
+        """An answer, and how many prompt tokens were cached."""
+        session = Session(self.engine.model, num_slots=1, capacity=160, chunk=CHUNK)
+        session.admit(request)
+        emitted = list(session.drain())
+        stats = emitted[-1].stats
+        tokens = tuple(token for e in emitted for token in e.tokens)
+        guesses = tuple(each for e in emitted for each in e.guesses or ())
+        counts = () if stats.method == "auto" else tuple(getattr(stats, name) for name in COUNTED)
+        return Answer(tokens, guesses if counts else (), counts), stats.num_cached_tokens
+
+    def prime(self, prompt: str, drafter: str | None) -> None:
+        """Let somebody send a prompt, by a method or without any drafter."""
+        made = self.request(prompt, drafter or "plain", uses_cache=True, shows=False, max_new_tokens=1)
+        self.answer(made if drafter else replace(made, drafter=NoDrafts()))
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Native calls make three steps whatever the clock says, on one thread."""
+    monkeypatch.setattr(Pace, "count", lambda self, context, tokens=1.0: 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefix")
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def reader(request: pytest.FixtureRequest, place: Path) -> Callable[[str], Reader]:
+    """Of a method's model; bfloat16 runs on native kernels where there are some."""
+
+    def get(method: str) -> Reader:
+        engine = vivace.load(make_model(place, method), dtype=request.param)
+        return Reader(engine, PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=1 << 24))
+
+    return get
+
+
+@pytest.mark.parametrize("kind", ["greedy", "greedy, guesses shown", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_are_those_without_a_cache(reader: Callable[[str], Reader], method: str, kind: str) -> None:
+    """The whole prompt, or its first chunks, were sent before by somebody who drafts nothing or by this method."""
+    if method == "auto" and kind == "sampled":
+        pytest.skip("whether auto draws guesses follows the clock; a server decodes by lookup where a seed is given")
+    fields: dict[str, Any] = {"shows": kind != "greedy", **(SAMPLED if kind == "sampled" else GREEDY)}
+    made = reader(method)
+    asked = made.request(PROMPT, method, uses_cache=False, **fields)
+    wanted, known = made.answer(asked)
+    assert known == 0
+    for other, drafter in ((PROMPT, None), (LONGER, None), (LONGER, method)):
+        made.prefix = PrefixCache(made.engine.model.config, chunk=CHUNK, max_bytes=1 << 24)
+        made.prime(other, drafter)
+        found, known = made.answer(made.request(PROMPT, method, uses_cache=True, **fields))
+        assert known == (len(asked.tokens) - 1 if other == PROMPT else 3 * CHUNK)
+        assert found == wanted
+    _, known = made.answer(made.request(PROMPT, method, uses_cache=True, **fields))
+    assert known == len(asked.tokens) - 1, "what was read behind the first chunks is kept as well"
+
+
+def test_what_is_read_behind_a_cached_chunk_is_kept_with_its_residuals(reader: Callable[[str], Reader]) -> None:
+    """A prompt is completed by one request and used by a third, which begins from residuals of both."""
+    made = reader("eagle")
+    wanted, _ = made.answer(made.request(LONGER, "eagle", uses_cache=False, shows=True, **GREEDY))
+    for prompt in (PROMPT, LONGER):
+        made.prime(prompt, None)
+    asked = made.request(LONGER, "eagle", uses_cache=True, shows=True, **GREEDY)
+    assert made.answer(asked) == (wanted, len(asked.tokens) - 1)
