@@ -14,12 +14,12 @@ from tests.tiny_checkpoints import make_checkpoint
 from tools.write_docs import methods_table
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
 from vivace.cli.app import run
-from vivace.cli.train import kinds
 from vivace.decode.shallow import DraftPlan
 from vivace.evaluate.contest import Question
 from vivace.methods.composition import adapters_by_method, plan_of, twins
 from vivace.methods.table import METHODS
 from vivace.prompts import Prompt, save_prompts
+from vivace.recipes.kinds import kinds
 from vivace.serve.catalog import Catalog
 from vivace.tuning import candidates_of, keep_plan, search, tuned_methods
 

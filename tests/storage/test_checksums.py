@@ -156,7 +156,7 @@ def test_active_neurons_are_compared_as_well_as_whole_layers(case: Case, reading
                 list(storage.neurons.bring(layer, torch.tensor(active)))
             records = list(storage.neurons.bring(layer, torch.tensor(active)))
             assert sorted(n for r in records for n in r.neurons[r.first : r.stop].tolist()) == active
-            storage.neurons.release([0])
+            storage.neurons.caches[layer].forget()
 
 
 def test_every_page_is_compared(case: Case) -> None:
