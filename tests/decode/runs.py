@@ -38,6 +38,8 @@ def finish(session: Session, requests: Sequence[Request], *, every: int = 0) -> 
             if every:
                 break
         for emitted in session.step():
+            if emitted.error is not None:
+                raise emitted.error
             results[emitted.request_id].add(emitted)
         step += 1
     return [results[request_id] for request_id in sorted(results)]

@@ -24,6 +24,7 @@ from vivace.baselines.objectives import (
     StudentObjective,
     UnoObjective,
 )
+from vivace.baselines.supervised import SupervisedObjective, Supervision
 from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -38,7 +39,6 @@ from vivace.multistream.config import MultistreamConfig, StreamPlan
 from vivace.multistream.drafter import StreamDrafter
 from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.multistream.streams import Streams
-from vivace.training.whole import SupervisedObjective, Supervision
 
 LOSS = RivalLoss(noise=0.0, blocks=10_000)
 

@@ -126,11 +126,6 @@ def distance(row: Tensor, expected: Tensor) -> float:
 EXACTLY = {"relative": 1e-3, "logit": 1e-3}
 ROUNDED = {"relative": 0.06, "logit": 0.1}
 """bfloat16 through six layers leaves rows .01 to .05 away, and logits, which spread by 1.5, up to .05 short."""
-NOT_TOLD = {
-    name: pytest.mark.xfail(strict=False, reason="attaching a cached prefix does not tell drafters of the prompt yet")
-    for name in METHODS
-    if name.startswith(("eagle", "multirate knowing"))
-}
 
 
 @torch.no_grad()
@@ -151,7 +146,7 @@ def test_on_pytorch(ears: Ears, name: str, slots: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [16, 26], ids=["begun", "repeated"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_TOLD.get(name, ())) for name in METHODS])
+@pytest.mark.parametrize("name", METHODS)
 def test_behind_a_cached_prefix(ears: Ears, name: str, kept: int) -> None:
     """Of prompts that begin like earlier ones, and of whole prompts that were there before."""
     model = model_of(torch.float32)

@@ -148,6 +148,7 @@ def streaming(server: Local, found: list[list[int]]) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow  # its bound is a time, which other tests beside it on two cores take too
 def test_health_is_on_time_and_streams_are_the_same_beside_all_of_them(server: Local, engine: Engine) -> None:
     found: list[list[int]] = []
 

@@ -16,7 +16,7 @@ from vivace.decode.plain import NoDrafts, Pace
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
-from vivace.recipe import METHODS
+from vivace.methods.table import METHODS
 from vivace.serve.prefix import PrefixCache
 
 CHUNK = 24

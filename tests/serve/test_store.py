@@ -54,6 +54,6 @@ def test_a_disk_that_fails_is_told_and_the_next_answer_is_right(
         with failing(stored.storage.reader.reader, tmp_path):
             broken = server.http().post("/v1/completions", json=ASK)
         assert broken.status_code == 500
-        assert broken.json()["error"]["message"] == "decoding failed; the log says why"
+        assert broken.json()["error"]["message"] == "the server could not do this; its log says why"
         assert "Is a directory; check the disk" in caplog.text
         assert server.http().post("/v1/completions", json=ASK).json()["choices"][0]["text"] == plain

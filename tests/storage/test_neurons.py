@@ -356,7 +356,7 @@ def test_native_kernels_compute_with_neurons(neurons: Store, body: NativeBody, t
     assert logprobs[0].argmax() == logprobs[1].argmax()
 
 
-def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, tmp_path: Path) -> None:
+def test_a_failed_read_ends_its_sequence_and_the_next_one_reads_again(case: Case, tmp_path: Path) -> None:
     """Neurons that did not come are not taken for those that did."""
     calibrate(case.folder / "model", case.selected, TEXTS, 0.3)
     with opened(case.selected, 0.9) as (model, storage):
@@ -364,12 +364,17 @@ def test_a_failed_read_is_read_again_by_the_same_sequence(case: Case, tmp_path: 
         session = Session(model, num_slots=1, capacity=TOKENS, chunk=16)
         session.admit(Request(PROMPTS[0], 8, NoDrafts(), logprobs=True))
         with torch.inference_mode():
-            tokens = [token for _ in range(5) for token in _stepped(session)]
-            with broken(storage.reader.reader, tmp_path), pytest.raises(CheckpointError, match="Is a directory"):
-                tokens.extend(token for _ in range(3) for token in _stepped(session))
+            begun = [token for _ in range(5) for token in _stepped(session)]
+            with broken(storage.reader.reader, tmp_path):
+                ended = [emitted for _ in range(3) for emitted in session.step()][-1]
+            session.admit(Request(PROMPTS[0], 8, NoDrafts(), logprobs=True))
+            tokens = []
             while not session.is_idle:
                 tokens += _stepped(session)
     (case.selected.folder / thresholds.FILE).unlink()
+    assert isinstance(ended.error, CheckpointError)
+    assert "Is a directory" in str(ended.error)
+    assert plain.tokens[: len(begun)] == tuple(begun)
     assert tuple(tokens) == plain.tokens
 
 
