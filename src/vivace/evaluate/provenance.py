@@ -16,6 +16,7 @@ import torch
 from vivace.kernels.choice import choose
 
 PACKAGES = ("vivace", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python")
+_CPU_KEYS = ("model name", "cpu family", "model")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -62,10 +63,14 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the system gives it, with family and model, since hired machines hide the number."""
     info = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
-    return match[1].strip() if match else platform.processor() or "unknown"
+    lines = info.read_text() if info.is_file() else ""
+    found = {key: match[1].strip() for key in _CPU_KEYS if (match := re.search(rf"^{key}\s*:\s*(.+)$", lines, re.M))}
+    if "model name" not in found:
+        return platform.processor() or "unknown"
+    numbers = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in _CPU_KEYS[1:] if key in found)
+    return f"{found['model name']} ({numbers})" if numbers else found["model name"]
 
 
 def _cache_bytes() -> int | None:
