@@ -24,8 +24,8 @@ from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.exits import RouterTrial, compare_routers, velocities
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
-from vivace.multirate.dynamic import DynamicConfig, DynamicWeights
-from vivace.multirate.exits import RouterLesson, Trails, trails_of
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
+from vivace.methods.dynamic.objective import RouterLesson, Trails, trails_of
 from vivace.prompts import Prompt, load_prompts
 from vivace.train.data import Rows, collate, grouped, pairs_of
 

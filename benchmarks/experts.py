@@ -35,8 +35,8 @@ from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
 from vivace.methods.composition import read_adapter, trained
-from vivace.multirate.foreseeing import Foreseeing
-from vivace.multirate.foresight import Foresight, ForesightPlan
+from vivace.methods.foresight.drafter import Foreseeing
+from vivace.methods.foresight.weights import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts
 from vivace.storage.channel import CHUNK_BYTES
 from vivace.storage.experts import ExpertCache

@@ -22,9 +22,7 @@ from benchmarks.rivals_table import tables
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
 from vivace.cli.asking import questions_of, read_prompts
-from vivace.decode.draft_model import DraftModel
 from vivace.decode.shallow import DraftPlan
-from vivace.decode.spec import Plan
 from vivace.engine import Engine
 from vivace.evaluate.contest import Question, Record, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
@@ -32,8 +30,10 @@ from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.evaluate.step_layers import layers_of_step
 from vivace.methods.composition import plan_of
+from vivace.methods.draft.drafter import DraftModel
+from vivace.methods.dynamic.drafter import DynamicDepth
+from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
-from vivace.multirate.dynamic import DynamicDepth
 from vivace.prompts import Prompt
 from vivace.train.resume import read_state
 from vivace.tuning import candidates_of, keep_plan, planned, search, tuned_methods

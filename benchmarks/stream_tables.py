@@ -11,7 +11,7 @@ from benchmarks import captions
 from benchmarks.rivals_table import stream_layers
 from benchmarks.trainings import training
 from tools.blocks import table
-from vivace.multistream.config import MultistreamConfig
+from vivace.methods.multistream.config import MultistreamConfig
 
 PAPER = (
     ("E2E", "OPT-1.3b", 3.72, 2.45),

@@ -25,7 +25,7 @@ from vivace.engine import Engine
 from vivace.evaluate.contest import Question, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
-from vivace.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.tuning import planned
 
 COMMON = ("adapter.streams=3", "adapter.insertion=12", "adapter.feedback=true", "plan.attach=kept")

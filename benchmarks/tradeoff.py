@@ -35,9 +35,9 @@ from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes
 from vivace.evaluate.tradeoff import Guessing, Point, Reading, costs, envelope, judge_texts, point
+from vivace.methods.dynamic.drafter import AcceleratedExit, DynamicDepth
+from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.table import METHODS
-from vivace.multirate.dynamic import AcceleratedExit, DynamicDepth
-from vivace.multirate.thresholds import QualityPlan
 from vivace.prompts import Prompt
 
 READS = {"bf16": (1.0, 1.0), "int8": (0.52, 0.52), "q4": (0.28, 0.52), "lut4": (0.28, 0.52)}

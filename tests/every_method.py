@@ -12,26 +12,27 @@ from torch import Tensor
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.baselines.confidence import Confidence, ConfidenceConfig, ConfidencePlan, ConfidenceThresholds
-from vivace.baselines.eagle import EagleConfig, EagleLayer
-from vivace.baselines.exits import Exit, ExitConfig
-from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
-from vivace.baselines.mod import ModConfig, ModPlan, Routers
-from vivace.baselines.uno import UnoConfig, UnoTerms
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.checkpoint.upcycle import upcycle_checkpoint
 from vivace.decode.shallow import DraftPlan
+from vivace.decode.tree import TreePlan
+from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan, ConfidenceThresholds
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.gates import GateConfig, GatesConfig
+from vivace.methods.dynamic.router import RouterConfig
+from vivace.methods.dynamic.thresholds import QualityPlan
+from vivace.methods.eagle.drafter import EagleConfig, EagleLayer
+from vivace.methods.early_exit.drafter import Exit, ExitConfig
+from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightPlan
+from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
+from vivace.methods.mod.drafter import ModConfig, ModPlan, Routers
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.residual import Accelerator
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.streams import Streams
 from vivace.methods.table import METHODS
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
-from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
-from vivace.multirate.gates import GateConfig, GatesConfig
-from vivace.multirate.residual import Accelerator
-from vivace.multirate.router import RouterConfig
-from vivace.multirate.thresholds import QualityPlan
-from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.multistream.streams import Streams
+from vivace.methods.uno.drafter import UnoConfig, UnoTerms
 
 LAYERS = 6
 OF_MIXTURES = ("foresight",)
@@ -45,10 +46,10 @@ ADAPTERS: Mapping[str, tuple[Any, Any, Any, float]] = {
     "multirate": (Accelerator, MultirateConfig(2, rank=4, bottleneck=8, feedback=True), DraftPlan.chain(3), 0.02),
     "multistream": (Streams, _STREAMS, StreamPlan((1, 1, 1), "kept"), 0.02),
     "dynamic": (DynamicWeights, _GATES, DynamicPlan((QualityPlan(0.98, (0.5, 0.5)),)), 0.1),
-    "medusa": (MedusaHeads, MedusaConfig(3), MedusaPlan((2, 1, 1)), 0.02),
+    "medusa": (MedusaHeads, MedusaConfig(3), TreePlan((2, 1, 1)), 0.02),
     "eagle": (EagleLayer, EagleConfig(), DraftPlan.chain(3), 0.02),
     "deed": (Exit, ExitConfig(2, 8), DraftPlan.chain(3), 0.02),
-    "uno": (UnoTerms, UnoConfig(4, 4), MedusaPlan((1, 1, 1, 1)), 0.02),
+    "uno": (UnoTerms, UnoConfig(4, 4), TreePlan((1, 1, 1, 1)), 0.02),
     "calm": (Confidence, _LEAVING, _SURE, 0.0),
     "lite": (Confidence, ConfidenceConfig((2, 4), "probability"), _SURE, 0.0),
     "mod": (Routers, ModConfig(), ModPlan((0.0,) * (LAYERS // 2)), 0.3),

@@ -26,9 +26,7 @@ FLOORS: dict[str, int] = {
     "checkpoint": 3,
     "decode": 3,
     "train": 4,
-    "multirate": 5,
-    "multistream": 5,
-    "baselines": 5,
+    "methods": 5,
     "prefill": 5,
     "storage": 5,
     "palette": 5,
@@ -38,7 +36,6 @@ FLOORS: dict[str, int] = {
     "diffusion": 5,
     "speech": 5,
     "evaluate": 6,
-    "methods": 7,
     "engine": 8,
     "assistant": 9,
     "transformers_bridge": 9,
@@ -70,7 +67,7 @@ LAZY_EXCEPTIONS: set[tuple[str, str]] = {("evaluate", "transformers"), ("transfo
 
 # Rooms that load without torch, so that `vivace --help` and `import vivace` are quick.
 LIGHT = {"__init__", "__main__", "errors", "units", "files", "configuration", "prompts", "cli"}
-LIGHT_FILES = {"spec", "specs", "table"}
+LIGHT_FILES = {"spec", "table"}
 """Files that do so in any room: what lists of methods know about each of them."""
 HEAVY = {"torch", "transformers", "numpy"}
 
@@ -154,6 +151,21 @@ def test_imports_point_down() -> None:
     assert not wrong, "imports that go up, sideways or into another room's library:\n" + "\n".join(wrong)
 
 
+TECHNIQUES = sorted(path.name for path in (PACKAGE / "methods").iterdir() if (path / "spec.py").is_file())
+
+
+def test_techniques_do_not_know_one_another() -> None:
+    """A technique imports the floors below and what a spec is made of, neither its siblings nor their table."""
+    assert len(TECHNIQUES) > 10
+    wrong = []
+    for found in all_imports():
+        place = found.path.relative_to(PACKAGE).parts
+        target = found.module.split(".")[1:]
+        if place[0] == "methods" and place[1] in TECHNIQUES and target[:1] == ["methods"]:
+            wrong += [str(found)] if target[1:] != ["spec"] and target[1:2] != [place[1]] else []
+    assert not wrong, "techniques that lean on a sibling:\n" + "\n".join(wrong)
+
+
 def test_few_files_know_how_native_code_is_called() -> None:
     """``ctypes`` stays with the kernels, the backend that lays out their calls, file readers and the llama.cpp peer."""
     places = ("kernels/", "core/cpu/", "storage/", "evaluate/llamacpp.py")
@@ -215,7 +227,7 @@ def test_every_module_says_what_it_is_for() -> None:
         ("core/model.py", "from ..checkpoint import x", True),
         ("core/model.py", "def f():\n    from vivace import engine", True),
         ("core/model.py", "from vivace import load", True),
-        ("multirate/gate.py", "from vivace.multistream.tree import x", True),
+        ("methods/multirate/gates.py", "from vivace.engine import x", True),
         ("decode/loop.py", "import transformers", True),
         ("decode/loop.py", "def f():\n    import transformers", True),
         ("evaluate/peers.py", "def f():\n    import transformers", False),

@@ -18,10 +18,10 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.engine import Options
 from vivace.errors import ConfigError
-from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
-from vivace.multirate.gates import GateConfig, GatesConfig
-from vivace.multirate.router import RouterConfig
-from vivace.multirate.thresholds import QualityPlan
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.gates import GateConfig, GatesConfig
+from vivace.methods.dynamic.router import RouterConfig
+from vivace.methods.dynamic.thresholds import QualityPlan
 
 PROMPTS = ["abc abc abc abc", "the quick brown fox the quick brown fox"]
 PLAIN = {"method": "plain", "max_new_tokens": 24}

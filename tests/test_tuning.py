@@ -20,8 +20,8 @@ from vivace.decode.shallow import DraftPlan, draft_plans
 from vivace.errors import ConfigError
 from vivace.evaluate import contest
 from vivace.evaluate.contest import Question, Record, Take
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.residual import Accelerator
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.residual import Accelerator
 from vivace.tuning import candidates_of, search
 
 CHAIN_4 = {"widths": (1, 1, 1, 1), "min_confidence": 0.0}

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
 from vivace.decode.shallow import DraftPlan
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.residual import Accelerator
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.residual import Accelerator
 from vivace.prompts import packaged_prompts
 
 TEMPLATE = (

@@ -22,15 +22,15 @@ from vivace import errors
 from vivace.checkpoint import config_keys, families, rope_keys
 from vivace.cli import app
 from vivace.kernels import reference
+from vivace.methods.dynamic.gates import GatesConfig
+from vivace.methods.dynamic.objective import RouterLesson
+from vivace.methods.dynamic.router import RouterConfig
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.objective import MultirateLoss
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.objective import MultistreamLoss
+from vivace.methods.multistream.shared import SharedLoss
 from vivace.methods.table import METHODS
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.exits import RouterLesson
-from vivace.multirate.gates import GatesConfig
-from vivace.multirate.objective import MultirateLoss
-from vivace.multirate.router import RouterConfig
-from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.multistream.objective import MultistreamLoss
-from vivace.multistream.shared import SharedLoss
 from vivace.recipes.reading import RECIPES
 from vivace.serve import bodies, figures, foreign, meters
 from vivace.serve.config import ServeConfig

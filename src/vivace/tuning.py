@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, cast
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, replace_plan, save_adapter
-from vivace.decode.spec import Plan
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.contest import Question, Run, Take, hold, summarise
 from vivace.evaluate.entrants import Entrant
 from vivace.methods.composition import stored_of
+from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
 
 BASELINE = "plain"

@@ -12,9 +12,9 @@ import torch
 from benchmarks import rivals
 from benchmarks.rivals_table import NONE_YET, read_reports, tables
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.baselines.lookahead import LookaheadPlan
 from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
+from vivace.methods.lookahead.drafter import LookaheadPlan
 from vivace.prompts import Prompt
 from vivace.train.resume import write_state
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import streams
 from vivace.configuration import build
-from vivace.multistream.config import MultistreamConfig
+from vivace.methods.multistream.config import MultistreamConfig
 from vivace.recipes.multistream import MultistreamRecipe
 from vivace.recipes.reading import override, read_recipe
 

@@ -14,10 +14,10 @@ from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace import load
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
-from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
-from vivace.multirate.gates import GateConfig, GatesConfig
-from vivace.multirate.router import RouterConfig
-from vivace.multirate.thresholds import QualityPlan
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.gates import GateConfig, GatesConfig
+from vivace.methods.dynamic.router import RouterConfig
+from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.prompts import Prompt
 
 

@@ -13,13 +13,13 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Verdict
-from vivace.decode.adaptive import BORROWED, LONGEST, PROBE_EVERY, Adaptive, Measured
 from vivace.decode.climb import Climb
 from vivace.decode.laws import Laws
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import Stateless
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.methods.auto.drafter import BORROWED, LONGEST, PROBE_EVERY, Adaptive, Measured
 
 BF16 = torch.bfloat16
 

@@ -17,12 +17,12 @@ from vivace.core.config import RopeConfig
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, DraftState
-from vivace.decode.draft_model import CHUNK, DraftModel, DraftModelConfig
 from vivace.decode.laws import Laws
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
+from vivace.methods.draft.drafter import CHUNK, DraftModel, DraftModelConfig
 
 Models = Callable[..., Decoder]
 Plain = Callable[[torch.dtype], list[Text]]

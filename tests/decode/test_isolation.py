@@ -15,13 +15,13 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter
-from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.isolation import parts_of
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.errors import CapacityError, DecodingError, NoTokenError, UsageError
+from vivace.methods.draft.drafter import DraftModel, DraftModelConfig
 
 Models = Callable[..., Decoder]
 LENGTH = 14

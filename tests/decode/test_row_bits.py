@@ -14,11 +14,11 @@ from tests.decode.tiny_decoders import VOCAB, prompts
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter
-from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.methods.draft.drafter import DraftModel, DraftModelConfig
 
 Models = Callable[..., Decoder]
 Plain = Callable[[torch.dtype], list[Text]]

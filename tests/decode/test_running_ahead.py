@@ -11,12 +11,12 @@ from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
-from vivace.decode.adaptive import Adaptive
 from vivace.decode.plain import MOST, NoDrafts, RunsAhead
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.kernels.low_bit import Weights
 from vivace.kernels.native import NativeBody
+from vivace.methods.auto.drafter import Adaptive
 
 PROMPTS = prompts(6, seed=2)
 FIELDS = {"tied": {}, "own head, scaled": {"tied_head": False, "embedding_scale": 3.7, "norm_offset": 1.0}}

@@ -15,12 +15,12 @@ from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling, law
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.core.step import Step
-from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.laws import Laws
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.methods.draft.drafter import DraftModel, DraftModelConfig
 
 Models = Callable[..., Decoder]
 V = 7

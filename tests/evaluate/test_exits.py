@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.decode.tiny_decoders import build
-from tests.multirate.gated import GATES, make_weights, text_batch
+from tests.methods.dynamic.gated import GATES, make_weights, text_batch
 from vivace.errors import ConfigError
 from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.exits import RouterTrial, compare_routers, roc_auc, tradeoff, velocities
-from vivace.multirate.exits import RouterLesson, trails_of
-from vivace.multirate.router import RouterConfig
-from vivace.multirate.thresholds import Scores
+from vivace.methods.dynamic.objective import RouterLesson, trails_of
+from vivace.methods.dynamic.router import RouterConfig
+from vivace.methods.dynamic.thresholds import Scores
 from vivace.train.distillation import FrozenPass
 
 

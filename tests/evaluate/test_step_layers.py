@@ -7,7 +7,7 @@ import pytest
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import SHIPPED, Engine, load
 from vivace.evaluate.step_layers import StepLayers, layers_of_step
-from vivace.multistream.config import StreamPlan
+from vivace.methods.multistream.config import StreamPlan
 from vivace.tuning import planned
 
 PROMPT = "Describe: name[The Eagle], food[Chinese], area[riverside]"

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vivace.baselines.medusa import Medusa
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, Drafter
+from vivace.methods.medusa.drafter import Medusa
 
 
 @dataclass

@@ -13,34 +13,33 @@ from torch import nn
 from tests.decode.tiny_decoders import VOCAB, build
 from tests.guesses.listening import Ears, Listening
 from tests.guesses.trained import OfBlocks, OfFeatures, OfHeads, OfPaths, OfStreams, OfStudent, OfVerified, Trained
-from vivace.baselines.eagle import Eagle, EagleConfig, EagleLayer
-from vivace.baselines.exits import Exit, ExitConfig, exit_drafter
-from vivace.baselines.medusa import Medusa, MedusaConfig, MedusaHeads, MedusaPlan
-from vivace.baselines.objectives import (
-    EagleObjective,
-    ExitObjective,
-    MedusaObjective,
-    RivalLoss,
-    StudentObjective,
-    UnoObjective,
-)
-from vivace.baselines.supervised import SupervisedObjective, Supervision
-from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
-from vivace.decode.draft_model import DraftModel, DraftModelConfig
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.shallow import DraftPlan
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.drafter import self_speculation
-from vivace.multirate.objective import MultirateLoss, MultirateObjective
-from vivace.multirate.residual import Accelerator
-from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.multistream.drafter import StreamDrafter
-from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
-from vivace.multistream.streams import Streams
+from vivace.decode.tree import TreePlan
+from vivace.methods.draft.drafter import DraftModel, DraftModelConfig
+from vivace.methods.draft.objective import StudentObjective
+from vivace.methods.eagle.drafter import Eagle, EagleConfig, EagleLayer
+from vivace.methods.eagle.objective import EagleLoss, EagleObjective
+from vivace.methods.early_exit.drafter import Exit, ExitConfig, exit_drafter
+from vivace.methods.early_exit.objective import ExitObjective
+from vivace.methods.medusa.drafter import Medusa, MedusaConfig, MedusaHeads
+from vivace.methods.medusa.objective import MedusaLoss, MedusaObjective
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.drafter import self_speculation
+from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
+from vivace.methods.multirate.residual import Accelerator
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.drafter import StreamDrafter
+from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
+from vivace.methods.multistream.streams import Streams
+from vivace.methods.uno.drafter import Uno, UnoConfig, UnoTerms
+from vivace.methods.uno.objective import UnoLoss, UnoObjective
+from vivace.train.distillation import DistillationLoss
+from vivace.train.supervised import SupervisedObjective, Supervision
 
-LOSS = RivalLoss(noise=0.0, blocks=10_000)
+LOSS = DistillationLoss()
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def multistream(plan: StreamPlan, **fields: Any) -> Method:
     )
 
 
-def medusa(plan: MedusaPlan, **fields: Any) -> Method:
+def medusa(plan: TreePlan, **fields: Any) -> Method:
     def heads(model: Decoder) -> MedusaHeads:
         made = MedusaHeads(MedusaConfig(len(plan.widths), **fields), model.config)
         made.start_from(model)
@@ -101,7 +100,7 @@ def medusa(plan: MedusaPlan, **fields: Any) -> Method:
     return Method(
         heads,
         lambda model, weights: Medusa(model, weights, plan),
-        lambda model, weights, ears: OfHeads(model, MedusaObjective(weights, LOSS), ears),
+        lambda model, weights, ears: OfHeads(model, MedusaObjective(weights, MedusaLoss()), ears),
         by_level=True,
         noise=0.02,
     )
@@ -111,7 +110,7 @@ def eagle(plan: DraftPlan, **fields: Any) -> Method:
     return Method(
         lambda model: EagleLayer(EagleConfig(**fields), model.config),
         lambda model, weights: Eagle(model, weights, plan),
-        lambda model, weights, ears: OfFeatures(model, EagleObjective(weights, LOSS), ears, weights),
+        lambda model, weights, ears: OfFeatures(model, EagleObjective(weights, EagleLoss(noise=0.0)), ears, weights),
     )
 
 
@@ -131,11 +130,11 @@ def layerskip(plan: DraftPlan, gate: int = 3) -> Method:
     )
 
 
-def uno(plan: MedusaPlan, block: int = 4) -> Method:
+def uno(plan: TreePlan, block: int = 4) -> Method:
     return Method(
         lambda model: UnoTerms(UnoConfig(block, 4), model.config),
         lambda model, weights: Uno(model, weights, plan),
-        lambda model, weights, ears: OfBlocks(model, UnoObjective(weights, LOSS), ears),
+        lambda model, weights, ears: OfBlocks(model, UnoObjective(weights, UnoLoss(blocks=10_000)), ears),
         by_level=True,
     )
 
@@ -167,10 +166,10 @@ METHODS: dict[str, Method] = {
     "multistream feedback chain": multistream(StreamPlan((1, 1, 1), "kept"), feedback=True),
     "multistream feedback tree": multistream(StreamPlan((2, 2, 1), "kept"), feedback=True),
     "multistream rotation": multistream(StreamPlan((2, 1, 1), "every"), marks="rotation"),
-    "medusa chain": medusa(MedusaPlan((1, 1, 1))),
-    "medusa tree": medusa(MedusaPlan((3, 2, 1))),
-    "medusa sparse": medusa(MedusaPlan((3, 3, 2), 9)),
-    "medusa shared": medusa(MedusaPlan((2, 2)), own_output=False),
+    "medusa chain": medusa(TreePlan((1, 1, 1))),
+    "medusa tree": medusa(TreePlan((3, 2, 1))),
+    "medusa sparse": medusa(TreePlan((3, 3, 2), 9)),
+    "medusa shared": medusa(TreePlan((2, 2)), own_output=False),
     "eagle chain": eagle(CHAIN),
     "eagle tree": eagle(TREE),
     "eagle narrow": eagle(TREE, ffn_width=24),
@@ -178,8 +177,8 @@ METHODS: dict[str, Method] = {
     "deed tree": deed(TREE),
     "layerskip chain": layerskip(CHAIN),
     "layerskip tree": layerskip(TREE),
-    "uno chain": uno(MedusaPlan((1, 1, 1, 1))),
-    "uno tree": uno(MedusaPlan((2, 2, 1))),
-    "uno sparse": uno(MedusaPlan((1, 3, 2, 2), 8)),
+    "uno chain": uno(TreePlan((1, 1, 1, 1))),
+    "uno tree": uno(TreePlan((2, 2, 1))),
+    "uno sparse": uno(TreePlan((1, 3, 2, 2), 8)),
     "draft": draft(3),
 }

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tests.guesses.listening import Ears, Proposal
-from vivace.baselines.eagle import EagleLayer
-from vivace.baselines.medusa import MedusaHeads
 from vivace.core.model import Decoder
 from vivace.core.step import Step
+from vivace.methods.eagle.drafter import EagleLayer
+from vivace.methods.medusa.drafter import MedusaHeads
 from vivace.train.data import TokenBatch
 
 Path = tuple[int, ...]

@@ -19,9 +19,14 @@ ROOT = Path(__file__).parents[2]
 FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 TESTS = (
     *(f"kernels/test_{name}.py" for name in ("native", "low_bit", "palette", "exact", "native_bits", "pool")),
-    *("kernels/test_single_rows.py", "kernels/test_neurons.py", "core/test_packed.py", "multirate/test_chain.py"),
-    *("multirate/test_low_bit.py", "decode/test_running_ahead.py", "multistream/test_steps_at_once.py"),
-    *("multirate/test_foresight.py", "storage/test_channel.py", "storage/test_pools.py"),
+    *(
+        "kernels/test_single_rows.py",
+        "kernels/test_neurons.py",
+        "core/test_packed.py",
+        "methods/multirate/test_chain.py",
+    ),
+    *("methods/multirate/test_low_bit.py", "decode/test_running_ahead.py", "methods/multistream/test_steps_at_once.py"),
+    *("methods/foresight/test_foresight.py", "storage/test_channel.py", "storage/test_pools.py"),
 )
 
 

@@ -18,13 +18,13 @@ from tests.objectives.naive import (
     smooth_distance,
 )
 from vivace.core.config import MoeConfig
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.exits import GatesLoss, GatesObjective, Trails, router_loss
-from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightLoss, ForesightObjective
-from vivace.multirate.gates import GateConfig, GatedAccelerator, GatesConfig
-from vivace.multirate.objective import MultirateLoss, MultirateObjective
-from vivace.multirate.residual import Accelerator
-from vivace.multirate.router import RouterConfig, make_router
+from vivace.methods.dynamic.gates import GateConfig, GatedAccelerator, GatesConfig
+from vivace.methods.dynamic.objective import GatesLoss, GatesObjective, Trails, router_loss
+from vivace.methods.dynamic.router import RouterConfig, make_router
+from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightLoss, ForesightObjective
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
+from vivace.methods.multirate.residual import Accelerator
 
 
 def multirate(**fields: object) -> Case:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,24 +17,24 @@ from tests.objectives.naive import (
     residuals_of,
     smooth_distance,
 )
-from vivace.baselines.confidence import Confidence, ConfidenceConfig, ConfidenceObjective
-from vivace.baselines.eagle import EagleConfig, EagleLayer
-from vivace.baselines.exits import Exit, ExitConfig, ExitGuess
-from vivace.baselines.medusa import MedusaConfig, MedusaHeads, MedusaPlan
-from vivace.baselines.objectives import (
-    EagleObjective,
-    ExitObjective,
-    MedusaObjective,
-    RivalLoss,
-    StudentObjective,
-    UnoObjective,
-)
-from vivace.baselines.uno import Uno, UnoConfig, UnoTerms
 from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.decode.climb import Climb
+from vivace.decode.tree import TreePlan
+from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidenceObjective
+from vivace.methods.draft.objective import StudentObjective
+from vivace.methods.eagle.drafter import EagleConfig, EagleLayer
+from vivace.methods.eagle.objective import EagleLoss, EagleObjective
+from vivace.methods.early_exit.drafter import Exit, ExitConfig, ExitGuess
+from vivace.methods.early_exit.objective import ExitObjective
+from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
+from vivace.methods.medusa.objective import MedusaLoss, MedusaObjective
+from vivace.methods.uno.drafter import Uno, UnoConfig, UnoTerms
+from vivace.methods.uno.objective import UnoLoss, UnoObjective
+from vivace.train.distillation import DistillationLoss
 
-RIVAL = RivalLoss(distillation=0.7, cross_entropy=0.2, regression=0.6, noise=0.0, decay=0.8, blocks=10_000, rows=5)
+TERMS: dict[str, Any] = {"distillation": 0.7, "cross_entropy": 0.2, "rows": 5}
+RIVAL = DistillationLoss(**TERMS)
 
 
 def rival_loss(truth: Tensor, guess: Tensor, token: int) -> float:
@@ -59,7 +61,7 @@ def medusa(*, own_output: bool = True) -> Case:
                     total += 0.8**place * rival_loss(head(model, top[later]), guess, token)
         return total / COUNT
 
-    return Case(model, MedusaObjective(heads, RIVAL), oracle)
+    return Case(model, MedusaObjective(heads, MedusaLoss(decay=0.8, **TERMS)), oracle)
 
 
 def eagle() -> Case:
@@ -80,7 +82,7 @@ def eagle() -> Case:
             total += 0.6 * smooth_distance(model.norm(guess[None])[0], known[at]) / model.config.width
         return total / COUNT
 
-    return Case(model, EagleObjective(layer, RIVAL), oracle)
+    return Case(model, EagleObjective(layer, EagleLoss(regression=0.6, noise=0.0, **TERMS)), oracle)
 
 
 def deed() -> Case:
@@ -125,7 +127,7 @@ def uno() -> Case:
         if len(tokens) > 1:
             Climb().run(model, Draft.given_only({0: tokens[:-1].tolist()}), cache, chunk=True)
             cache.commit([0], [range(len(tokens) - 1)])
-        drafter = Uno(model, terms, MedusaPlan((1,) * 4))
+        drafter = Uno(model, terms, TreePlan((1,) * 4))
         return drafter.block(Draft.given_only({0: tokens[-1:].tolist()}), [4], cache)[1:]
 
     def oracle() -> float:
@@ -141,7 +143,7 @@ def uno() -> Case:
                         total += 0.8**place * rival_loss(head(model, top[later]), head(model, rows[place]), token)
         return total / count
 
-    return Case(model, UnoObjective(terms, RIVAL), oracle)
+    return Case(model, UnoObjective(terms, UnoLoss(decay=0.8, blocks=10_000, **TERMS)), oracle)
 
 
 def confidence() -> Case:

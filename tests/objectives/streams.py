@@ -9,11 +9,11 @@ from tests.objectives.case import BATCH, COUNT, Case, disturbed, frozen, head, l
 from tests.objectives.naive import cross_entropy, log_probs, predicting, residuals_of
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
-from vivace.multistream.climb import Decided, StreamClimb
-from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
-from vivace.multistream.shared import SharedLoss, SharedObjective, SharedStreams
-from vivace.multistream.streams import Streams
+from vivace.methods.multistream.climb import Decided, StreamClimb
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
+from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
+from vivace.methods.multistream.streams import Streams
 
 
 def streams_of(model: Decoder, streams: Streams, tokens: Tensor) -> Tensor:

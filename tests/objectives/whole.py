@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.objectives.case import BATCH, LAYERS, LENGTH, Case, disturbed, head, learns, trained
 from tests.objectives.naive import binary_cross_entropy, cross_entropy, log_probs, predicting, residuals_of
-from vivace.baselines.mod import ModConfig
-from vivace.baselines.mod_objective import ModObjective
-from vivace.baselines.skipdecode import SkipObjective, SkipPlan
-from vivace.baselines.supervised import SupervisedObjective, Supervision
 from vivace.core.config import MoeConfig
 from vivace.core.model import Decoder
 from vivace.core.step import Step
+from vivace.methods.mod.drafter import ModConfig
+from vivace.methods.mod.objective import ModObjective
+from vivace.methods.skipdecode.drafter import SkipObjective, SkipPlan
 from vivace.train.next_token import BalancedNextToken, NextToken, SparseNextToken
+from vivace.train.supervised import SupervisedObjective, Supervision
 
 
 def next_token(model: Decoder, tops: Callable[[Tensor, int], Tensor]) -> float:

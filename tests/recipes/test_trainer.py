@@ -14,10 +14,10 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.dynamic import DynamicConfig
-from vivace.multirate.exits import RouterLesson
-from vivace.multirate.gates import GateConfig, GatesConfig
+from vivace.methods.dynamic.drafter import DynamicConfig
+from vivace.methods.dynamic.gates import GateConfig, GatesConfig
+from vivace.methods.dynamic.objective import RouterLesson
+from vivace.methods.multirate.config import MultirateConfig
 from vivace.prompts import Prompt
 from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.multirate import MultirateRecipe

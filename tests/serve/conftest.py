@@ -26,9 +26,9 @@ from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
 from vivace.engine import Engine
-from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights, QualityPlan
-from vivace.multirate.gates import GateConfig, GatesConfig
-from vivace.multirate.router import RouterConfig
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights, QualityPlan
+from vivace.methods.dynamic.gates import GateConfig, GatesConfig
+from vivace.methods.dynamic.router import RouterConfig
 from vivace.serve.app import Server, build
 from vivace.serve.config import ServeConfig
 

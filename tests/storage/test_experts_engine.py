@@ -14,7 +14,7 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
 from vivace.checkpoint.upcycle import upcycle_checkpoint
 from vivace.errors import MismatchError
-from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightPlan
+from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightPlan
 from vivace.storage.convert import write_store
 
 

@@ -18,8 +18,8 @@ from vivace.core.step import Step
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.errors import UnsupportedError
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.foresight import ForesightConfig
+from vivace.methods.foresight.weights import ForesightConfig
+from vivace.methods.multirate.config import MultirateConfig
 from vivace.prompts import Prompt
 from vivace.recipes.foresight import ForesightRecipe
 from vivace.recipes.frozen import FrozenRecipe

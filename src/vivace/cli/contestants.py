@@ -50,9 +50,9 @@ def planned_engines(engine: Engine, names: Sequence[str], file: Path | None) -> 
 
 def drafting(engine: Engine | None, name: str) -> dict[str, Any]:
     """The plan of a method's drafts, and the layers of the model that a step runs; nothing for other engines."""
-    from vivace.decode.draft_model import DraftModel
     from vivace.decode.shallow import DraftPlan
     from vivace.evaluate.step_layers import layers_of_step
+    from vivace.methods.draft.drafter import DraftModel
 
     if engine is None or not METHODS[method_of(name)].lossless:
         return {}

@@ -13,8 +13,8 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.opening import ModelChoice, open_engine
-from vivace.decode.spec import MethodSpec
 from vivace.errors import VivaceError
+from vivace.methods.spec import MethodSpec
 from vivace.methods.table import METHODS
 from vivace.units import format_bytes
 

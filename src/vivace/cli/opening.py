@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import vivace
 from vivace.cli.console import console
 from vivace.cli.options import parse_adapters
-from vivace.decode.spec import MethodSpec
 from vivace.errors import ConfigError, NotFoundError
+from vivace.methods.spec import MethodSpec
 from vivace.methods.table import find_method
 
 if TYPE_CHECKING:

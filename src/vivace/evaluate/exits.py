@@ -16,10 +16,10 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
-from vivace.multirate.exits import RouterLesson, Trails, fit_router
-from vivace.multirate.gates import GatedAccelerator, GatesConfig
-from vivace.multirate.router import Router, RouterConfig, make_router
-from vivace.multirate.thresholds import Scores, calibrate, exits, score_all
+from vivace.methods.dynamic.gates import GatedAccelerator, GatesConfig
+from vivace.methods.dynamic.objective import RouterLesson, Trails, fit_router
+from vivace.methods.dynamic.router import Router, RouterConfig, make_router
+from vivace.methods.dynamic.thresholds import Scores, calibrate, exits, score_all
 from vivace.train.data import TokenBatch
 from vivace.train.distillation import FrozenPass
 

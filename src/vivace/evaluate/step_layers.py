@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vivace.core.seams import Drafter
 from vivace.decode.shallow import ShallowDrafter
-from vivace.multistream.drafter import StreamDrafter
+from vivace.methods.multistream.drafter import StreamDrafter
 
 
 @dataclass(frozen=True)

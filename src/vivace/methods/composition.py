@@ -20,8 +20,8 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
 from vivace.decode.session import DRAFT_SLACK
-from vivace.decode.spec import MethodSpec, Plan, Stored
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
+from vivace.methods.spec import MethodSpec, Plan, Stored
 from vivace.methods.table import METHODS, find_method
 
 T = TypeVar("T")

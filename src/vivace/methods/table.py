@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vivace.baselines.specs import CALM, DEED, EAGLE, LAYERSKIP, LITE, LOOKAHEAD, MEDUSA, MOD, SKIPDECODE, UNO
-from vivace.decode.spec import MethodSpec
-from vivace.decode.specs import AUTO, DRAFT, LOOKUP, PLAIN
 from vivace.errors import ConfigError, nearest
-from vivace.multirate.spec import DYNAMIC, FORESIGHT, MULTIRATE, MULTIRATE_LOOKUP
-from vivace.multistream.spec import MULTISTREAM
+from vivace.methods.auto.spec import AUTO
+from vivace.methods.confidence.spec import CALM, LITE
+from vivace.methods.draft.spec import DRAFT
+from vivace.methods.dynamic.spec import DYNAMIC
+from vivace.methods.eagle.spec import EAGLE
+from vivace.methods.early_exit.spec import DEED, LAYERSKIP
+from vivace.methods.foresight.spec import FORESIGHT
+from vivace.methods.lookahead.spec import LOOKAHEAD
+from vivace.methods.lookup.spec import LOOKUP
+from vivace.methods.medusa.spec import MEDUSA
+from vivace.methods.mod.spec import MOD
+from vivace.methods.multirate.spec import MULTIRATE, MULTIRATE_LOOKUP
+from vivace.methods.multistream.spec import MULTISTREAM
+from vivace.methods.plain.spec import PLAIN
+from vivace.methods.skipdecode.spec import SKIPDECODE
+from vivace.methods.spec import MethodSpec
+from vivace.methods.uno.spec import UNO
 
 METHODS: Mapping[str, MethodSpec] = {
     spec.name: spec

@@ -1,11 +1,12 @@
-"""Exits by confidence (``baselines/confidence.py``) calibrated on a model as it is, the learned measure trained."""
+"""Exits by confidence (``methods/confidence``) calibrated on a model as it is, the learned measure trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vivace.baselines.confidence import (
+from vivace.decode.depth import Missing
+from vivace.methods.confidence.drafter import (
     Confidence,
     ConfidenceConfig,
     ConfidenceObjective,
@@ -13,7 +14,6 @@ from vivace.baselines.confidence import (
     calibrated,
     told_by,
 )
-from vivace.decode.depth import Missing
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)

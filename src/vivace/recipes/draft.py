@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from vivace.baselines.objectives import RivalLoss, StudentObjective
 from vivace.checkpoint.files import read_json
 from vivace.checkpoint.save import write_checkpoint
 from vivace.core.model import Decoder
-from vivace.decode.draft_model import DraftModelConfig
 from vivace.engine import load
+from vivace.methods.draft.drafter import DraftModelConfig
+from vivace.methods.draft.objective import StudentObjective
 from vivace.recipes.frozen import FrozenRecipe, Saved, Trainable, TrainContext, TrainedAdapter
 from vivace.recipes.regenerate import placed
 from vivace.recipes.scratch import ShapeConfig, start_decoder
+from vivace.train.distillation import DistillationLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class DraftRecipe(FrozenRecipe):
     kind: Literal["draft"] = "draft"
     shape: ShapeConfig
     """Its vocabulary is the base's, whatever this says."""
-    loss: RivalLoss = field(default_factory=RivalLoss)
+    loss: DistillationLoss = field(default_factory=DistillationLoss)
     tokens_per_batch: int = 2048
 
     def begin(self, context: TrainContext) -> StudentTraining:
@@ -40,7 +41,7 @@ class DraftRecipe(FrozenRecipe):
 class StudentTraining(Trainable):
     """A draft model in training; what comes of it is a checkpoint of its own and no adapter."""
 
-    def __init__(self, context: TrainContext, shape: ShapeConfig, student: Decoder, loss: RivalLoss) -> None:
+    def __init__(self, context: TrainContext, shape: ShapeConfig, student: Decoder, loss: DistillationLoss) -> None:
         super().__init__(context)
         self.shape = shape
         self.student = student

@@ -1,4 +1,4 @@
-"""Training dynamic depth (``multirate/dynamic.py``): gates, then the router that opens them, then thresholds."""
+"""Training dynamic depth (``methods/dynamic``): gates, then the router that opens them, then thresholds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 from vivace.decode.depth import Missing
 from vivace.errors import ConfigError
-from vivace.multirate.dynamic import DynamicConfig, DynamicPlan, DynamicWeights
-from vivace.multirate.exits import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
-from vivace.multirate.thresholds import QUALITIES, calibrate, exit_shares, score_all
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.objective import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
+from vivace.methods.dynamic.thresholds import QUALITIES, calibrate, exit_shares, score_all
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 from vivace.train.variation import Pair
 

@@ -1,11 +1,17 @@
-"""Training foresight (``multirate/foresight.py``): what tells which experts will be needed."""
+"""Training foresight (``methods/foresight``): what tells which experts will be needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vivace.multirate.foresight import Foresight, ForesightConfig, ForesightLoss, ForesightObjective, ForesightPlan
+from vivace.methods.foresight.weights import (
+    Foresight,
+    ForesightConfig,
+    ForesightLoss,
+    ForesightObjective,
+    ForesightPlan,
+)
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from vivace.configuration import build
 from vivace.errors import ConfigError
@@ -14,33 +14,30 @@ from vivace.recipes.draft import DraftRecipe
 from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.foresight import ForesightRecipe
 from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.method import method_recipe
 from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.multistream import MultistreamRecipe
-from vivace.recipes.rivals import DeedRecipe, EagleRecipe, MedusaRecipe, UnoRecipe, common_recipe
 from vivace.recipes.shared import SharedRecipe
 from vivace.recipes.whole import RivalModelRecipe
 
 RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
-    "decoder": DecoderRecipe,
-    "supervised": RivalModelRecipe,
-    "layerskip": RivalModelRecipe,
-    "skipdecode": RivalModelRecipe,
-    "mod": ModRecipe,
-    "shared": SharedRecipe,
-    "draft": DraftRecipe,
-    "multirate": MultirateRecipe,
-    "multistream": MultistreamRecipe,
-    "dynamic": DynamicRecipe,
-    "foresight": ForesightRecipe,
-    "medusa": MedusaRecipe,
-    "eagle": EagleRecipe,
-    "deed": DeedRecipe,
-    "uno": UnoRecipe,
-    "calm": ConfidenceRecipe,
-    "lite": ConfidenceRecipe,
+    kind: recipe
+    for recipe in (
+        DecoderRecipe,
+        RivalModelRecipe,
+        ModRecipe,
+        SharedRecipe,
+        DraftRecipe,
+        MultirateRecipe,
+        MultistreamRecipe,
+        DynamicRecipe,
+        ForesightRecipe,
+        ConfidenceRecipe,
+    )
+    for kind in get_args(get_type_hints(recipe)["kind"])
 }
-"""Kinds whose recipe says more than the common one, or has defaults of its own."""
+"""Kinds whose recipe says more than a method's spec does, by the words that the recipe itself goes by."""
 
 
 def kinds() -> list[str]:
@@ -50,7 +47,7 @@ def kinds() -> list[str]:
 
 
 def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe:
-    """Return the recipe that a file describes; a method whose spec names an objective and no more has the common one.
+    """Return the recipe that a file describes; a method whose spec says all has the common one.
 
     Raises:
         ConfigError: an unknown kind, or keys and values that it does not have.
@@ -58,4 +55,4 @@ def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe:
     kind = values.get("kind")
     if kind not in kinds():
         raise ConfigError(f"a recipe's kind is one of {', '.join(kinds())}, found {kind!r}")
-    return build(RECIPES[kind] if kind in RECIPES else common_recipe(kind), values)
+    return build(RECIPES[kind] if kind in RECIPES else method_recipe(kind), values)

@@ -1,4 +1,4 @@
-"""Training a Mixture-of-Depths of a base (``baselines/mod_objective.py``): a checkpoint, and routers beside it."""
+"""Training a Mixture-of-Depths of a base (``methods/mod/objective.py``): a checkpoint, and routers beside it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vivace.baselines.mod import ModConfig
-from vivace.baselines.mod_objective import ModObjective, thresholds_on
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.core.model import Decoder
 from vivace.engine import load
 from vivace.errors import ConfigError
+from vivace.methods.mod.drafter import ModConfig
+from vivace.methods.mod.objective import ModObjective, thresholds_on
 from vivace.prompts import Prompt
 from vivace.recipes.decoder import DecoderRecipe, WholeRecipe
 from vivace.train.data import Rows, collate, grouped, pairs_of

@@ -1,4 +1,4 @@
-"""Training the accelerated residual of one gate (``multirate/``)."""
+"""Training the accelerated residual of one gate (``methods/multirate``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vivace.decode.shallow import DraftPlan
-from vivace.multirate.config import MultirateConfig
-from vivace.multirate.objective import MultirateLoss, MultirateObjective
-from vivace.multirate.reach import copying_layers
-from vivace.multirate.residual import Accelerator
+from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
+from vivace.methods.multirate.reach import copying_layers
+from vivace.methods.multirate.residual import Accelerator
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 PROBED = 8

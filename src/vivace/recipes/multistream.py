@@ -8,10 +8,10 @@ from typing import Literal
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.configuration import build
 from vivace.errors import MismatchError
-from vivace.multistream.calibration import SURVIVING, kept_edges, threshold_for
-from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.multistream.objective import MultistreamLoss, MultistreamObjective
-from vivace.multistream.streams import Streams
+from vivace.methods.multistream.calibration import SURVIVING, kept_edges, threshold_for
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
+from vivace.methods.multistream.streams import Streams
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 

@@ -10,8 +10,8 @@ from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.files import read_json
 from vivace.checkpoint.save import write_checkpoint
 from vivace.engine import load
-from vivace.multistream.config import MultistreamConfig, StreamPlan
-from vivace.multistream.shared import SharedLoss, SharedObjective, SharedStreams
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.recipes.frozen import FrozenRecipe, Saved, TrainContext
 from vivace.recipes.multistream import StreamTraining
 from vivace.recipes.regenerate import placed

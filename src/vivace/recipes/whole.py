@@ -1,6 +1,6 @@
 """Training a whole model so that a rival works on it: LayerSkip, LITE (and CALM), SkipDecode.
 
-What is lowered stands with the methods (``baselines/supervised.py``, ``baselines/skipdecode.py``). What comes out is an
+What is lowered stands elsewhere (``train/supervised.py``, ``methods/skipdecode``). What comes out is an
 ordinary checkpoint.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vivace.baselines.skipdecode import SkipObjective, SkipPlan
-from vivace.baselines.supervised import SupervisedObjective, Supervision
 from vivace.core.model import Decoder
+from vivace.methods.skipdecode.drafter import SkipObjective, SkipPlan
 from vivace.recipes.decoder import DecoderRecipe, WholeRecipe
 from vivace.train.next_token import NextToken
+from vivace.train.supervised import SupervisedObjective, Supervision
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Guessing the next layers' experts from the slow residual (Eliseev and Mazur 2023, arXiv:2312.17238).
 
 Before layer n runs, the router of layer n + ``ahead`` is asked about the residual as it stands. This is the rival of
-the accelerated residual (``multirate/foresight.py``): nothing to train, and little time to load.
+the accelerated residual (``methods/foresight``): nothing to train, and little time to load.
 """
 
 from __future__ import annotations

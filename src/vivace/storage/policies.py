@@ -4,13 +4,13 @@ Time is a *clock* of layers: pass number times layers of the model, plus the lay
 cache (``experts.py``) and the simulator (``simulator.py``) tell a policy what was used and what is expected, and ask
 it when an expert will be needed next; the one that is needed last is evicted. Guesses themselves come from outside:
 from the slow residual (``experts_guess.py``), or from a forecast or an accelerated residual
-(``multirate/foreseeing.py``).
+(``methods/foresight``).
 
 The baselines: reading on demand without a cache; least recently used, whose misses of a layer are read in parallel;
 the most frequent experts pinned (static frequency); the next layer's router on the present residual (Eliseev and
 Mazur 2023, arXiv:2312.17238); and an oracle that knows a recorded trace. Loading ahead of time by the accelerated
 residual is M2R2's (Bhendawade et al. 2025, arXiv:2502.02040); evicting by predicted next use, learnt
-(``multirate/forecast.py``) or reckoned from how often an expert was used lately, is ours.
+(``methods/foresight/forecast.py``) or reckoned from how often an expert was used lately, is ours.
 """
 
 from __future__ import annotations

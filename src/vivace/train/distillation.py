@@ -25,6 +25,7 @@ from torch import Tensor
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError
+from vivace.train.data import TokenBatch
 from vivace.train.objective import Part, Parts
 
 
@@ -215,3 +216,26 @@ class AlignedLoss(DistillationLoss):
         away = (1 - F.cosine_similarity(p.float(), aim.float(), dim=-1)).sum()
         sums = {"kl": compared.divergence, "away": away, "agreement": compared.agreed}
         return compared.loss + self.alignment * away, sums
+
+
+def guess_losses(
+    loss: DistillationLoss, model: Decoder, speaker: Decoder, frozen: FrozenPass, batch: TokenBatch, top: Tensor
+) -> Parts:
+    """Yield the loss of one guess at every position, in parts.
+
+    Args:
+        loss: its weights.
+        model: the frozen decoder ...
+        speaker: ... and the one whose head reads the guesses.
+        frozen: its pass over the batch.
+        batch: what is learnt from.
+        top: (B * T, E) residuals of the guesses, with gradients.
+    """
+    rows, targets = batch.predicting, batch.targets
+
+    def part_of(h: Tensor, part: slice) -> Part:
+        compared = loss.of(speaker.head(h), frozen.logits(model, rows[part]), targets[part])
+        share = 1 / len(rows)
+        return compared.loss * share, {"agreement": float(compared.agreed) * share}
+
+    yield from head_in_parts(top[rows], loss.rows, part_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vivace.decode.spec import ConfigReader, MethodContext, MethodSpec, Stored, with_length
+from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, with_length
 
 if TYPE_CHECKING:
     from torch import Tensor

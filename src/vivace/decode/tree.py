@@ -1,0 +1,124 @@
+"""Trees of guesses that are known before any of them has been run."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vivace.core.seams import Draft
+from vivace.decode.shallow import MAX_NODES, DraftPlan, shape_label
+from vivace.errors import ConfigError
+
+
+class Node(NamedTuple):
+    """A guess below another, or below the root."""
+
+    parent: int
+    """Place of the node above in its list, -1 for the root."""
+    token: int
+
+
+def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
+    """The draft with a tree below the root of each slot named; a node's parent stands before it."""
+    tokens, slot, node, parent = (list(column) for column in draft.lists)
+    for index, root, given in zip(draft.slots, draft.root_rows, draft.given, strict=True):
+        first = len(tokens)
+        for place, guess in enumerate(trees.get(index, ())):
+            tokens.append(guess.token)
+            slot.append(index)
+            node.append(given + place)
+            parent.append(root if guess.parent < 0 else first + guess.parent)
+    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
+    return Draft(draft.slots, draft.given, rows, slots, nodes, parents)
+
+
+def every_path(levels: Sequence[Sequence[int]]) -> list[Node]:
+    """Every token of a level below every one of the level above, level by level."""
+    nodes: list[Node] = []
+    leaves = [-1]
+    for level in levels:
+        above, leaves = leaves, []
+        for leaf in above:
+            for token in level:
+                leaves.append(len(nodes))
+                nodes.append(Node(leaf, token))
+    return nodes
+
+
+def likeliest_paths(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], count: int) -> list[Node]:
+    """The ``count`` likeliest nodes of ``every_path``, a path's chance being the product of its guesses'.
+
+    Args:
+        levels: tokens of each depth, likeliest first.
+        chances: theirs, whatever stands above them.
+        count: nodes at most.
+    """
+    nodes: list[Node] = []
+    waiting = [(-math.log(max(chances[0][0], 1e-30)), 0, 0, -1, 0)] if levels and levels[0] else []
+    turn = 0
+    while waiting and len(nodes) < count:
+        cost, _, depth, parent, rank = heapq.heappop(waiting)
+        nodes.append(Node(parent, levels[depth][rank]))
+        own = -math.log(max(chances[depth][rank], 1e-30))
+        if rank + 1 < len(levels[depth]):  # its next sibling
+            turn += 1
+            sibling = cost - own - math.log(max(chances[depth][rank + 1], 1e-30))
+            heapq.heappush(waiting, (sibling, turn, depth, parent, rank + 1))
+        if depth + 1 < len(levels):  # its likeliest child
+            turn += 1
+            child = cost - math.log(max(chances[depth + 1][0], 1e-30))
+            heapq.heappush(waiting, (child, turn, depth + 1, len(nodes) - 1, 0))
+    return nodes
+
+
+def shaped(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], count: int) -> list[Node]:
+    """The ``count`` likeliest nodes of ``every_path``, or with 0 all of them; arguments as for ``likeliest_paths``."""
+    return likeliest_paths(levels, chances, count) if count else every_path(levels)
+
+
+def likeliest(logits: Tensor, width: int, *, with_chances: bool) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens that each row finds likeliest, in order, and their probabilities where they are wanted (else logits).
+
+    Args:
+        logits: (n, V).
+        width: tokens of each row.
+        with_chances: probabilities cost a sum over the vocabulary.
+    """
+    values, tokens = logits.topk(width)
+    if with_chances:
+        values = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return tokens.tolist(), values.tolist()
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Shape of a draft."""
+
+    widths: tuple[int, ...] = (3, 2, 1, 1)
+    """Likeliest tokens of each head that are tried."""
+    nodes: int = 0
+    """Of all paths through them only this many nodes, the likeliest; 0 takes all."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 0 or self.nodes > MAX_NODES:
+            raise ConfigError(f"nodes must be between 0 and {MAX_NODES}, found {self.nodes}")
+        if not self.widths or min(self.widths) < 1:
+            raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
+        if not self.nodes:
+            DraftPlan(self.widths)  # refuses what is too large
+
+    @property
+    def is_chain(self) -> bool:
+        """One guess per depth."""
+        return set(self.widths) == {1}
+
+    @property
+    def label(self) -> str:
+        """In a few characters: ``tree 3-2-1-1``, ``tree 5-4-3, the 12 likeliest``."""
+        return shape_label(self.widths) + (f", the {self.nodes} likeliest" if self.nodes else "")

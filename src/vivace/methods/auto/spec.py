@@ -1,0 +1,25 @@
+"""Spec of the method that measures on this machine and takes the fastest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vivace.methods.spec import MethodContext, MethodSpec
+
+if TYPE_CHECKING:
+    from vivace.core.seams import Drafter
+
+
+def _auto(context: MethodContext) -> Drafter:
+    from vivace.methods.auto.drafter import Adaptive
+
+    plain, tried = context.drafters()
+    return Adaptive(tried, plain=plain)
+
+
+AUTO = MethodSpec(
+    name="auto",
+    summary="measure on this machine and take what is fastest",
+    make=_auto,
+    no_length="finds out how far to draft",
+)

@@ -1,0 +1,1 @@
+"""CALM and LITE: tokens leave early by the confidence of an exit."""

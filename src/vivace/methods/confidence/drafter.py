@@ -1,0 +1,232 @@
+"""Leaving early by confidence: CALM and LITE.
+
+CALM (Schuster et al. 2022, arXiv:2207.07061) lets a token leave at a layer where a measure of it exceeds a threshold:
+
+* ``softmax``: p_1 - p_2, the gap between the two likeliest tokens under the shared head;
+* ``cosine``: cos(h^i, h^{i-1}), how little the last layer changed the residual;
+* ``learned``: sigmoid(w.h + b), trained to tell whether the layer's token is the top's, everything else frozen.
+
+LITE (Varshney et al. 2023, arXiv:2310.18581) takes ``probability``, p_1, on a model that was fine-tuned to speak at its
+gates (``train/supervised.py``); CALM's paper trains its model so as well. Keys and values above an exit come from the
+residual that left (``propagate``), as in CALM.
+
+Where we differ: thresholds are calibrated as those of every method here, gate by gate to a stated agreement with the
+whole model on held-back text; CALM's sequence-level test and its threshold that falls with the length are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.seams import Traversal
+from vivace.core.step import Step
+from vivace.core.trained import Trained
+from vivace.decode.depth import Depth, Leaving, Missing, at_quality
+from vivace.decode.plain import NoDrafts
+from vivace.errors import ConfigError
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import FrozenPass
+from vivace.train.objective import Parts
+
+Measure = Literal["softmax", "cosine", "learned", "probability"]
+_FEWEST = 20
+"""Held-back tokens that have to leave before their agreement says anything."""
+
+
+@dataclass(frozen=True)
+class ConfidenceConfig:
+    """Where a token may leave, and what tells that it is sure."""
+
+    gates: tuple[int, ...] = (6, 12, 18)
+    """Layers below each gate, ascending."""
+    measure: Measure = "softmax"
+
+    def __post_init__(self) -> None:
+        if not self.gates or self.gates[0] < 1 or list(self.gates) != sorted(set(self.gates)):
+            raise ConfigError(f"gates must rise from 1, found {list(self.gates)}")
+        if self.measure not in ("softmax", "cosine", "learned", "probability"):
+            raise ConfigError(f"measure must be softmax, cosine, learned or probability, found {self.measure!r}")
+
+
+@dataclass(frozen=True)
+class ConfidenceThresholds:
+    """One stated agreement."""
+
+    quality: float
+    thresholds: tuple[float | None, ...]
+    """Per gate; None lets nobody leave."""
+
+
+@dataclass(frozen=True)
+class ConfidencePlan:
+    """How to decode, saved next to the weights."""
+
+    qualities: tuple[ConfidenceThresholds, ...]
+    missing: Missing = "propagate"
+    max_late: int = 8
+    """Tokens of a sequence that may wait for their upper layers (``deferred``)."""
+
+    def at(self, quality: float | None) -> ConfidenceThresholds:
+        """The thresholds for an agreement; None is the default one.
+
+        Raises:
+            ConfigError: the adapter was not calibrated to it.
+        """
+        return at_quality(self.qualities, quality)
+
+
+class Confidence(Trained):
+    """How sure a residual is; weights only where the measure is learned."""
+
+    def __init__(self, config: ConfidenceConfig, model: ModelConfig) -> None:
+        """Make an untrained one.
+
+        Raises:
+            ConfigError: a gate is not inside the model.
+        """
+        super().__init__()
+        if config.gates[-1] >= model.num_layers:
+            raise ConfigError(f"gates {list(config.gates)} must lie below the top of a model of {model.num_layers}")
+        self.config = config
+        self.classifier = nn.Linear(model.width, 1) if config.measure == "learned" else None
+
+    def score(self, model: Decoder, h: Tensor, before: Tensor | None, *, row_count: int = 1) -> Tensor:
+        """Of residuals (n, E), ``before`` being those one layer below; (n,) float32, by a head padded as the step."""
+        match self.config.measure:
+            case "cosine":
+                assert before is not None
+                return F.cosine_similarity(h.float(), before.float(), dim=-1)
+            case "learned":
+                return torch.sigmoid(self.logit(model, h))
+        best = torch.softmax(model.head(h, row_count=row_count), -1).topk(2).values
+        return best[:, 0] - best[:, 1] if self.config.measure == "softmax" else best[:, 0]
+
+    def logit(self, model: Decoder, h: Tensor) -> Tensor:
+        """The learned measure before the sigmoid, (n,)."""
+        assert self.classifier is not None
+        logit: Tensor = F.linear(model.norm(h).float(), self.classifier.weight.float(), self.classifier.bias.float())
+        return logit[:, 0]
+
+
+class ConfidentExit:
+    """Fills ``ExitPolicy``."""
+
+    def __init__(self, confidence: Confidence, thresholds: Sequence[float | None]) -> None:
+        """Decide by calibrated thresholds.
+
+        Raises:
+            ConfigError: they are for another number of gates.
+        """
+        if len(thresholds) != len(confidence.config.gates):
+            raise ConfigError(f"{len(thresholds)} thresholds for {len(confidence.config.gates)} gates")
+        self.gates = confidence.config.gates
+        self.confidence = confidence
+        self.thresholds = tuple(thresholds)
+
+    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+        """To the gate; a shut one costs nothing."""
+        start, stop, threshold = self.gates[gate - 1] if gate else 0, self.gates[gate], self.thresholds[gate]
+        if threshold is None or len(asking) == 0:
+            h = model.run(h, step, start, stop)
+            return Leaving(h, torch.zeros(len(asking), dtype=torch.bool), h[asking])
+        before = None
+        if self.confidence.config.measure == "cosine":
+            h = model.run(h, step, start, stop - 1)
+            before, start = h[asking], stop - 1
+        h = model.run(h, step, start, stop)
+        says = h[asking]
+        score = self.confidence.score(model, says, before, row_count=step.row_count)
+        return Leaving(h, score > threshold, says)
+
+
+class ConfidentDepth(NoDrafts):
+    """Fills ``Drafter``: guesses nothing, and climbs until it is sure."""
+
+    def __init__(self, name: str, weights: Confidence, plan: ConfidencePlan, quality: float | None = None) -> None:
+        """Decode by the thresholds of a stated agreement.
+
+        Raises:
+            ConfigError: there are none for it.
+        """
+        super().__init__()
+        self.name = name
+        chosen = plan.at(quality)
+        self.quality = chosen.quality
+        policy = ConfidentExit(weights, chosen.thresholds)
+        self.traversal: Traversal = Depth(policy, missing=plan.missing, max_late=plan.max_late)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What every gate says on some text, and whether it is what the top says."""
+
+    scores: Tensor
+    """(n, gates) float32."""
+    agrees: Tensor
+    """(n, gates) bool."""
+
+
+@torch.no_grad()
+def told_by(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> Told:
+    """Scores and agreement on answer positions, every layer below complete."""
+    scores, agrees = [], []
+    gates = confidence.config.gates
+    for batch in batches:
+        rows = batch.predicting
+        frozen = FrozenPass.of(model, batch.tokens, {*gates, *(gate - 1 for gate in gates)})
+        truth = model.greedy(frozen.final[rows])
+        at = {depth: h[rows] for depth, h in frozen.residuals.items()}
+        scores.append(torch.stack([confidence.score(model, at[gate], at[gate - 1]) for gate in gates], 1))
+        agrees.append(torch.stack([model.greedy(at[gate]) == truth for gate in gates], 1))
+    return Told(torch.cat(scores), torch.cat(agrees))
+
+
+def calibrated(told: Told, quality: float) -> ConfidenceThresholds:
+    """Gate by gate the lowest threshold above which a share ``quality`` of those that leave say what the top says."""
+    left = torch.ones(len(told.scores), dtype=torch.bool)
+    thresholds: list[float | None] = []
+    for scores, agrees in zip(told.scores.T, told.agrees.T, strict=True):
+        order = scores[left].argsort(descending=True)
+        right = agrees[left][order].float().cumsum(0) / torch.arange(1, len(order) + 1)
+        enough = (right >= quality).nonzero()[:, 0]
+        last = int(enough[-1]) if len(enough) else -1
+        if last + 1 < _FEWEST:
+            thresholds.append(None)
+            continue
+        ranked = scores[left][order]
+        below = float(ranked[last + 1]) if last + 1 < len(ranked) else float(ranked[last]) - 1.0
+        thresholds.append(below)
+        left &= scores <= below
+    return ConfidenceThresholds(quality, tuple(thresholds))
+
+
+class ConfidenceObjective(DecoderObjective):
+    """The learned measure, everything else frozen."""
+
+    def __init__(self, confidence: Confidence) -> None:
+        self.confidence = confidence
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """The classifier."""
+        return [{"params": list(self.confidence.parameters()), "name": "classifier", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """Binary cross-entropy, the mean over gates."""
+        gates, rows = self.confidence.config.gates, batch.predicting
+        frozen = FrozenPass.of(model, batch.tokens, gates)
+        with torch.no_grad():
+            truth = model.greedy(frozen.final[rows])
+        for gate in gates:
+            h = frozen.residuals[gate][rows]
+            with torch.no_grad():
+                label = (model.greedy(h) == truth).float()
+            loss = F.binary_cross_entropy_with_logits(self.confidence.logit(model, h), label)
+            yield loss / len(gates), {f"gate {gate}": float(label.mean())}

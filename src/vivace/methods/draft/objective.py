@@ -1,0 +1,29 @@
+"""Training a small decoder to write what the frozen model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vivace.core.model import Decoder
+from vivace.core.step import Step
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import DistillationLoss, FrozenPass, guess_losses
+from vivace.train.objective import Parts
+
+
+class StudentObjective(DecoderObjective):
+    """A small decoder of its own that shall write what the frozen model writes."""
+
+    def __init__(self, student: Decoder, loss: DistillationLoss) -> None:
+        self.student = student
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All its weights, no decay."""
+        return [{"params": list(self.student.parameters()), "name": "student", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """The student on the same text, through its own head."""
+        step = Step.dense(*batch.tokens.shape)
+        top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)
+        yield from guess_losses(self.loss, model, self.student, FrozenPass.of(model, batch.tokens), batch, top)

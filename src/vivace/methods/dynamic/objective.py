@@ -1,0 +1,194 @@
+"""Training the gates on the frozen model, and then the router that may open them.
+
+Stage 1, every gate j at once (they share nothing but the frozen pass), over answer positions only:
+
+    L = sum_j [ a_kd KL(softmax(z / tau) || softmax(z_j / tau)) tau^2 + a_ce CE(z_j, next token)
+                + a_al (1 - cos(p[N_j], h[M_j])) ] / J
+
+with z the frozen model's logits, z_j the shared head at gate j and h[M_j] the slow residual at its target depth.
+
+Stage 2, on rows that stage 1 has not seen: the router learns whether the gate says what the whole model would,
+
+    y_j = 1[argmax z_j == argmax z],     BCE(s_j, y_j), the rarer answer weighted up to five times.
+
+Its inputs carry no gradient, so the gates stay as they are, and are computed once for all epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.dynamic.gates import GatedAccelerator
+from vivace.methods.dynamic.router import Router, RouterConfig
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import AlignedLoss, Cut, FrozenPass, slices
+from vivace.train.objective import Parts
+
+MAX_WEIGHT = 5.0
+"""A label this much rarer than the other counts as much; beyond that it would be noise."""
+
+
+@dataclass(frozen=True)
+class GatesLoss(AlignedLoss):
+    """Weights of the three terms of stage 1."""
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
+class GatesObjective(DecoderObjective):
+    """Stage 1."""
+
+    def __init__(self, accelerator: GatedAccelerator, loss: GatesLoss) -> None:
+        self.accelerator = accelerator
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All adapter weights, no decay."""
+        return [{"params": list(self.accelerator.parameters()), "name": "gates", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """The loss in parts of ``rows`` positions, all gates of each, then what they send to the adapters."""
+        config, rows, targets = self.accelerator.config, batch.predicting, batch.targets
+        frozen = slow_pass(model, self.accelerator, batch.tokens)
+        gates = []
+        for gate, depth in enumerate(config.layers):
+            start = frozen.residuals[config.interval(gate)[0]]
+            trail = self.accelerator.accelerate(model, gate, start, frozen.step, (depth,))
+            gates.append(self.accelerator.at_gate(gate, trail[rows, -1]))
+        cut = Cut(*gates)
+        for part in slices(len(rows), self.loss.rows):
+            truth = frozen.logits(model, rows[part])
+            total, seen = cut.copies[0].new_zeros(()), {}
+            for gate, p in enumerate(cut.copies):
+                aim = frozen.residuals[config.target(gate, model.config.num_layers)][rows[part]]
+                loss, sums = self.loss.of_residuals(model, p[part], truth, aim, targets[part])
+                total = total + loss
+                seen[f"agreement_{gate + 1}"] = float(sums["agreement"]) / len(rows)
+            yield total / (len(gates) * len(rows)), seen
+        yield from cut.rest()
+
+
+def slow_pass(model: Decoder, accelerator: GatedAccelerator, tokens: Tensor) -> FrozenPass:
+    """Return the frozen pass over texts (B, T) with the residuals that gates start from and shall arrive at."""
+    config = accelerator.config
+    gates = range(len(config.gates))
+    depths = {config.interval(gate)[0] for gate in gates}
+    depths |= {config.target(gate, model.config.num_layers) for gate in gates}
+    return FrozenPass.of(model, tokens, depths)
+
+
+@dataclass(frozen=True)
+class Trails:
+    """What the routers see of a batch, and what they should say."""
+
+    states: tuple[Tensor, ...]
+    """Per gate (n, depths, E)."""
+    says: tuple[Tensor, ...]
+    """Per gate (n, E): what the head reads there."""
+    agrees: Tensor
+    """(n, J) bool: the gate's likeliest token is the whole model's."""
+
+    @property
+    def num_positions(self) -> int:
+        """N."""
+        return len(self.agrees)
+
+    def take(self, rows: Tensor) -> Trails:
+        """Some of the positions."""
+        return Trails(tuple(s[rows] for s in self.states), tuple(p[rows] for p in self.says), self.agrees[rows])
+
+    @staticmethod
+    def join(parts: Sequence[Trails]) -> Trails:
+        """Those of several batches."""
+        states = zip(*(part.states for part in parts), strict=True)
+        says = zip(*(part.says for part in parts), strict=True)
+        agrees = torch.cat([part.agrees for part in parts])
+        return Trails(tuple(map(_joined, states)), tuple(map(_joined, says)), agrees)
+
+
+@torch.no_grad()
+def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfig, batch: TokenBatch) -> Trails:
+    """Trails of a batch's answer positions at every gate, teacher-forced.
+
+    Args:
+        model: the frozen decoder.
+        accelerator: its trained gates.
+        config: where the router looks.
+        batch: rows of text.
+    """
+    gates, rows = accelerator.config, batch.predicting
+    slow = slow_pass(model, accelerator, batch.tokens)
+    truth = model.greedy(slow.final[rows])
+    states, says = [], []
+    for gate in range(len(gates.gates)):
+        start = slow.residuals[gates.interval(gate)[0]]
+        trail = accelerator.accelerate(model, gate, start, slow.step, config.depths(gates, gate))
+        states.append(trail[rows])
+        says.append(accelerator.at_gate(gate, trail[rows, -1]))
+    agrees = torch.stack([model.greedy(p) == truth for p in says], 1)
+    return Trails(tuple(states), tuple(says), agrees)
+
+
+@dataclass(frozen=True)
+class RouterLesson:
+    """Stage 2 in numbers."""
+
+    epochs: int = 8
+    """Times every position is learnt from; what the router sees is computed once."""
+    positions: int = 512
+    """Per update."""
+    rate: float = 0.003
+    """Of AdamW; falls in a straight line to zero."""
+
+    def __post_init__(self) -> None:
+        if min(self.epochs, self.positions) < 1 or self.rate <= 0:
+            raise ConfigError(
+                f"epochs and positions must be >= 1 and rate > 0, found {self.epochs}, {self.positions}, {self.rate}"
+            )
+
+
+def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterLesson, *, seed: int = 0) -> None:
+    """Teach a router, in place, when its gates are right; one without weights is left alone.
+
+    Args:
+        model: the frozen decoder.
+        router: of the gates that made the trails.
+        trails: of rows that the gates have not learnt from.
+        lesson: how long and how fast.
+        seed: of the order of the positions.
+    """
+    weights = list(router.parameters())
+    if not weights:
+        return
+    optimiser = torch.optim.AdamW(weights, lr=lesson.rate, weight_decay=0.0)
+    order = torch.Generator().manual_seed(seed)
+    updates = lesson.epochs * -(-trails.num_positions // lesson.positions)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, updates)
+    for _ in range(lesson.epochs):
+        for rows in torch.randperm(trails.num_positions, generator=order).split(lesson.positions):
+            optimiser.zero_grad()
+            router_loss(model, router, trails.take(rows)).backward()
+            optimiser.step()
+            schedule.step()
+
+
+def router_loss(model: Decoder, router: Router, trails: Trails) -> Tensor:
+    """Mean binary cross-entropy over gates; the rarer answer counts up to ``MAX_WEIGHT`` times."""
+    losses = []
+    for gate, (states, p) in enumerate(zip(trails.states, trails.says, strict=True)):
+        labels = trails.agrees[:, gate].float()
+        share = labels.mean().clamp(1e-6, 1 - 1e-6)
+        weight = (1 / share - 1).clamp(1 / MAX_WEIGHT, MAX_WEIGHT)
+        score = router(gate, states, partial(model.head, p))
+        losses.append(F.binary_cross_entropy_with_logits(score, labels, pos_weight=weight))
+    return torch.stack(losses).mean()

@@ -1,0 +1,189 @@
+"""Who decides that a token may leave: ARLA, and the routers it is compared with.
+
+ARLA (accelerated-residual latent attention; M2R2, arXiv:2502.02040) judges from the *trail* of the accelerated
+residual, its states on the way up to the gate, by attention over depth in a small latent. With ``c_n`` the latent of
+the state at depth n and g the gate:
+
+    c_n = W_n rms(p[n]) + d_n                       q = U_q c_g     k_n = U_k c_n     v_n = U_v c_n
+    s   = w . [c_g ; sum_n softmax_n(q . k_n / sqrt(size)) v_n] + b
+
+and sigmoid(s) is how sure it is that the gate says what the whole model would. Attention runs over depth, never over
+tokens, so a token's score does not depend on others. The name and the role are the paper's; the form is ours.
+
+Rivals: ``linear`` and ``mlp`` on the last state, ``gap`` (softmax of the gate's logits, first minus second) and
+``cosine`` (of the last two states), the last two from CALM (Schuster et al. 2022, arXiv:2207.07061) and without
+weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.errors import ConfigError
+from vivace.methods.dynamic.gates import GatesConfig
+
+Say = Callable[[], Tensor]
+"""The gate's logits (n, V), computed only when a router asks for them."""
+
+RouterKind = Literal["arla", "linear", "mlp", "gap", "cosine"]
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Which router, how large, and what it looks at."""
+
+    kind: RouterKind = "arla"
+    """``arla``, or a rival: ``linear``, ``mlp``, ``gap``, ``cosine``."""
+    latent: int = 64
+    """Width of the latent (``arla``) or of the hidden layer (``mlp``)."""
+    stride: int = 2
+    """Every how many layers below a gate the accelerated residual is looked at, counted from the gate."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("arla", "linear", "mlp", "gap", "cosine"):
+            raise ConfigError(f"router kind must be arla, linear, mlp, gap or cosine, found {self.kind!r}")
+        if self.latent < 1 or self.stride < 1:
+            raise ConfigError(f"latent and stride must be at least 1, found {self.latent} and {self.stride}")
+
+    def depths(self, gates: GatesConfig, gate: int) -> tuple[int, ...]:
+        """Depths of a gate's trail, ascending; the last is the gate."""
+        start, stop = gates.interval(gate)
+        return tuple(range(stop, start, -self.stride))[::-1]
+
+
+class Router(nn.Module):
+    """Scores trails; a higher score is a surer gate."""
+
+    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """The score before the sigmoid where it is trained with one, (n,) float32.
+
+        Args:
+            gate: number of the gate, from 0.
+            trail: (n, depths, E) accelerated residuals, the last one at the gate.
+            say: the gate's logits.
+        """
+        raise NotImplementedError
+
+    def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """How sure, (n,) float32: a probability for routers that are trained."""
+        score: Tensor = self(gate, trail, say)
+        return score.sigmoid()
+
+
+class ArlaRouter(Router):
+    """Attention over depth on a latent of the trail."""
+
+    def __init__(self, depths: Sequence[int], width: int, latent: int) -> None:
+        """Make a router.
+
+        Args:
+            depths: length of each gate's trail.
+            width: E.
+            latent: size of the latent.
+        """
+        super().__init__()
+        self.down = nn.ParameterList(_noise(count, width, latent, fan_in=width) for count in depths)
+        self.depth = nn.ParameterList(_noise(count, latent, fan_in=latent) for count in depths)
+        self.mix = nn.ParameterList(_noise(latent, 3 * latent, fan_in=latent) for _ in depths)
+        self.read = nn.ParameterList(_noise(2 * latent, fan_in=2 * latent) for _ in depths)
+        self.bias = nn.Parameter(torch.zeros(len(depths)))
+
+    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """(n, depths, E) -> (n,)."""
+        latent = torch.einsum("nde,del->ndl", rms(trail), self.down[gate]) + self.depth[gate]
+        queries, keys, values = (latent @ self.mix[gate]).chunk(3, -1)
+        weights = torch.softmax((keys @ queries[:, -1, :, None]) / math.sqrt(latent.shape[-1]), 1)
+        seen = torch.cat((latent[:, -1], (weights * values).sum(1)), -1)
+        score: Tensor = seen @ self.read[gate] + self.bias[gate]
+        return score
+
+
+class LastStateRouter(Router):
+    """A linear map of the state at the gate, or two with a silu between."""
+
+    def __init__(self, num_gates: int, width: int, hidden: int | None) -> None:
+        """Make a router; ``hidden`` None is the linear one."""
+        super().__init__()
+        inner = width if hidden is None else hidden
+        self.inner = nn.ParameterList(_noise(width, inner, fan_in=width) for _ in range(num_gates if hidden else 0))
+        self.inner_bias = nn.Parameter(torch.zeros(num_gates, inner)) if hidden else None
+        self.read = nn.Parameter(torch.zeros(num_gates, inner) if hidden is None else _draw(num_gates, inner))
+        self.bias = nn.Parameter(torch.zeros(num_gates))
+
+    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """(n, depths, E) -> (n,)."""
+        x = rms(trail[:, -1])
+        if self.inner_bias is not None:
+            x = F.silu(x @ self.inner[gate] + self.inner_bias[gate])
+        score: Tensor = x @ self.read[gate] + self.bias[gate]
+        return score
+
+
+class SoftmaxGap(Router):
+    """First probability minus the second; runs the head at every gate."""
+
+    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """(n, depths, E) -> (n,)."""
+        first, second = torch.softmax(say().float(), -1).topk(2).values.unbind(-1)
+        return first - second
+
+    def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """The gap itself."""
+        return self.forward(gate, trail, say)
+
+
+class Saturation(Router):
+    """Cosine of the last two states: the residual has stopped turning."""
+
+    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """(n, depths, E) -> (n,)."""
+        return F.cosine_similarity(trail[:, -1].float(), trail[:, -2].float(), dim=-1)
+
+    def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+        """The cosine itself."""
+        return self.forward(gate, trail, say)
+
+
+def make_router(config: RouterConfig, gates: GatesConfig, width: int) -> Router:
+    """The router that a configuration names, untrained.
+
+    Raises:
+        ConfigError: the cosine of two states is asked for and a trail has one.
+    """
+    counts = [len(config.depths(gates, gate)) for gate in range(len(gates.gates))]
+    match config.kind:
+        case "arla":
+            return ArlaRouter(counts, width, config.latent)
+        case "linear":
+            return LastStateRouter(len(counts), width, None)
+        case "mlp":
+            return LastStateRouter(len(counts), width, config.latent)
+        case "gap":
+            return SoftmaxGap()
+        case "cosine":
+            if min(counts) < 2:
+                raise ConfigError(f"cosine compares two states and a gate's trail has {min(counts)}; lower stride")
+            return Saturation()
+
+
+def rms(x: Tensor) -> Tensor:
+    """Rows of length one, root mean square, in float32."""
+    x = x.float()
+    y: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return y
+
+
+def _draw(*shape: int) -> Tensor:
+    noise: Tensor = torch.randn(*shape) * shape[-1] ** -0.5
+    return noise
+
+
+def _noise(*shape: int, fan_in: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) * fan_in**-0.5)

@@ -1,0 +1,114 @@
+"""How sure a router must be: a threshold per gate, found on held-back text for a stated agreement.
+
+*Agreement* is the share of the tokens that leave at a gate that are what the whole model would have said there
+(greedily, after the same text). Gates are calibrated from the lowest up, each on the positions that have not left
+below it, so the stated agreement holds gate by gate; tokens that reach the top agree by definition, so over all
+tokens it is higher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.dynamic.objective import Trails
+from vivace.methods.dynamic.router import Router
+
+QUALITIES = (0.9, 0.95, 0.98, 0.99)
+"""Agreements that thresholds are kept for."""
+FEWEST = 50
+"""A gate whose threshold fewer positions pass stays shut: a share of so few says nothing."""
+
+
+@dataclass(frozen=True)
+class QualityPlan:
+    """Thresholds of all gates for one stated agreement."""
+
+    quality: float
+    thresholds: tuple[float | None, ...]
+    """A score above it may leave; None keeps the gate shut."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quality < 1:
+            raise ConfigError(f"quality must lie between 0 and 1, found {self.quality}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Every gate's judgement of the same positions."""
+
+    score: Tensor
+    """(n, J) float32."""
+    agrees: Tensor
+    """(n, J) bool."""
+
+
+@torch.no_grad()
+def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
+    """A router's scores of all positions of some trails."""
+    pairs = enumerate(zip(trails.states, trails.says, strict=True))
+    judged = [router.score(gate, states, partial(model.head, p)) for gate, (states, p) in pairs]
+    return Scores(torch.stack(judged, 1).float(), trails.agrees)
+
+
+def calibrate(scores: Scores, quality: float, *, fewest: int = FEWEST, worthwhile: Sequence[float] = ()) -> QualityPlan:
+    """The lowest thresholds whose exits agree in at least this share.
+
+    Args:
+        scores: of held-back positions.
+        quality: the agreement asked for, in (0, 1).
+        fewest: positions that must pass a threshold for it to count.
+        worthwhile: share of the positions asked that must leave at each gate, else it stays shut (``GatesConfig``);
+            empty opens every gate that can keep the agreement.
+    """
+    left = torch.ones(len(scores.score), dtype=torch.bool)
+    thresholds: list[float | None] = []
+    for gate in range(scores.score.shape[1]):
+        score = scores.score[:, gate]
+        threshold = _lowest(score[left], scores.agrees[left, gate], quality, fewest)
+        if threshold is not None and worthwhile:
+            leaving = float((score[left] > threshold).double().mean())
+            threshold = threshold if leaving >= worthwhile[gate] else None
+        thresholds.append(threshold)
+        if threshold is not None:
+            left = left & (score <= threshold)
+    return QualityPlan(quality, tuple(thresholds))
+
+
+def exit_shares(scores: Scores, plan: QualityPlan) -> list[float]:
+    """Share of all positions that leaves at each gate."""
+    depth = exits(scores, plan)
+    return [float((depth == gate).double().mean()) for gate in range(len(plan.thresholds))]
+
+
+def exits(scores: Scores, plan: QualityPlan) -> Tensor:
+    """Number of the gate at which each position leaves, (n,); J for the top."""
+    gates = len(plan.thresholds)
+    depth = torch.full((len(scores.score),), gates)
+    for gate in reversed(range(gates)):
+        threshold = plan.thresholds[gate]
+        if threshold is not None:
+            depth[scores.score[:, gate] > threshold] = gate
+    return depth
+
+
+def _lowest(score: Tensor, agrees: Tensor, quality: float, fewest: int) -> float | None:
+    """The lowest score such that those above it agree often enough; None when there is none."""
+    if len(score) < fewest:
+        return None
+    order = score.argsort(descending=True, stable=True)
+    ranked = score[order]
+    share = agrees[order].double().cumsum(0) / torch.arange(1, len(order) + 1)
+    last_of_equals = torch.ones(len(order), dtype=torch.bool)  # equal scores pass together or not at all
+    last_of_equals[:-1] = ranked[:-1] > ranked[1:]
+    good = ((share >= quality) & last_of_equals).nonzero()[:, 0]
+    if len(good) == 0 or int(good[-1]) + 1 < fewest:
+        return None
+    place = int(good[-1])
+    return float(ranked[place + 1] if place + 1 < len(ranked) else ranked[place] - 1)

@@ -1,0 +1,64 @@
+"""Training EAGLE's layer on the frozen model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.core.step import Step
+from vivace.errors import ConfigError
+from vivace.methods.eagle.drafter import EagleLayer
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import DistillationLoss, FrozenPass, head_in_parts
+from vivace.train.objective import Part, Parts
+
+
+@dataclass(frozen=True)
+class EagleLoss(DistillationLoss):
+    """Weights of the terms."""
+
+    regression: float = 1.0
+    """Weight of the smooth L1 distance between guessed and true features."""
+    noise: float = 0.1
+    """Features are disturbed by up to this much, as guessed ones will be."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.regression, self.noise) < 0:
+            raise ConfigError(f"regression and noise must be >= 0, found {self.regression} and {self.noise}")
+
+
+class EagleObjective(DecoderObjective):
+    """A feature drafter on a frozen model."""
+
+    def __init__(self, layer: EagleLayer, loss: EagleLoss) -> None:
+        self.layer = layer
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All weights of the layer, no decay."""
+        return [{"params": self.layer.learnt(), "name": "eagle", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """Every position guesses its own final residual from the one before it and its token."""
+        frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
+        with torch.no_grad():
+            x = model.norm(frozen.final)
+            before = F.pad(x.view(*batch.tokens.shape, -1)[:, :-1], (0, 0, 1, 0)).reshape_as(x)
+            before = before + (torch.rand_like(before) - 0.5) * (2 * self.loss.noise)
+        top = self.layer(before, frozen.embedded, Step.dense(*batch.tokens.shape))[rows]
+
+        def part_of(g: Tensor, part: slice) -> Part:
+            compared = self.loss.of(model.head(g), frozen.logits(model, rows[part]), targets[part])
+            aim, width = x[rows[part]].float(), x.shape[1]
+            distance = F.smooth_l1_loss(model.norm(g).float(), aim, reduction="sum") / width
+            share = 1 / len(rows)
+            seen = {"agreement": float(compared.agreed) * share, "distance": float(distance.detach()) * share}
+            return (compared.loss + self.loss.regression * distance) * share, seen
+
+        yield from head_in_parts(top, self.loss.rows, part_of)

@@ -1,0 +1,1 @@
+"""Drafts of an early exit: DEED, with an adaptation module, and LayerSkip, without."""

@@ -1,0 +1,38 @@
+"""Training the adaptation module of an exit on the frozen model, by distillation (DEED trains on tokens)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.early_exit.drafter import Exit
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import DistillationLoss, FrozenPass, guess_losses
+from vivace.train.objective import Parts
+
+
+class ExitObjective(DecoderObjective):
+    """The adaptation module of an exit of a frozen model."""
+
+    def __init__(self, exit_: Exit, loss: DistillationLoss) -> None:
+        if not exit_.config.bottleneck:
+            raise ConfigError("an exit without an adaptation module has nothing to train; set adapter.bottleneck")
+        self.exit = exit_
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All weights of the module, no decay."""
+        return [{"params": list(self.exit.parameters()), "name": "exit", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """What the exit says against what the top says."""
+        gate = self.exit.config.gate
+        frozen = FrozenPass.of(model, batch.tokens, (gate - 1,))
+        deltas = self.exit.deltas(torch.zeros(frozen.step.num_rows, dtype=torch.int64))
+        reading = replace(frozen.step, num_write=0, num_feed=frozen.step.num_rows, deltas=(deltas,))
+        top = self.exit.at_gate(model.run(frozen.residuals[gate - 1], reading, gate - 1, gate))
+        yield from guess_losses(self.loss, model, model, frozen, batch, top)

@@ -1,0 +1,1 @@
+"""Prompt lookup: what followed the same words before is the draft."""

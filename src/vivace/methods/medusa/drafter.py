@@ -1,0 +1,165 @@
+"""Medusa: further heads on the last residual, each for a token further on (Cai et al. 2024, arXiv:2401.10774).
+
+With x the normed final residual of the last kept position t, head i = 0, 1, ... guesses the token t + 2 + i (the
+model's own head has given t + 1):
+
+    x_i = x + silu(W_i x)          logits_i = U_i x_i
+
+W_i starts at zero and U_i at the model's own head, the model is frozen (Medusa-1), and all heads read the same
+position, so their guesses make a tree: every likely token of one below every likely token of the one before.
+Verification keeps the text what it is, greedy or sampled (``decode/verify.py``); the paper's typical acceptance, which
+does not, is left out.
+
+Where we differ: instead of one tree fixed by calibration the plan says how many guesses of each head are tried
+(``widths``), and optionally that only the ``nodes`` likeliest of these paths are, by the heads' own probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.trained import Trained
+from vivace.decode.climb import Climb
+from vivace.decode.plain import Forgetful
+from vivace.decode.tree import Node, TreePlan, grown, likeliest, shaped
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """How many heads, and whether each has an output matrix of its own."""
+
+    heads: int = 4
+    own_output: bool = True
+    """The paper's: V x E weights for each head; without, all read the model's own output matrix."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.heads <= 8:
+            raise ConfigError(f"heads must be between 1 and 8, found {self.heads}")
+
+
+class MedusaHeads(Trained):
+    """Trained weights."""
+
+    def __init__(self, config: MedusaConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mix = nn.Parameter(torch.zeros(config.heads, model.width, model.width))
+        """W."""
+        own = torch.zeros(config.heads, model.vocab_size, model.width) if config.own_output else None
+        self.output = None if own is None else nn.Parameter(own)
+        """U."""
+
+    @torch.no_grad()
+    def start_from(self, model: Decoder) -> None:
+        """Every head says at first what the model's own says."""
+        if self.output is not None:
+            self.output.copy_(model.embedding if model.lm_head is None else model.lm_head.get_parameter("weight"))
+
+    def logits(self, head: int, x: Tensor, model: Decoder) -> Tensor:
+        """Of one head, for normed residuals (n, E) -> (n, V) float32; with gradients."""
+        inner = x + F.silu(F.linear(x, self.mix[head]))
+        if self.output is not None:
+            return F.linear(inner, self.output[head]).float()
+        return _output(model, inner)
+
+
+def _output(model: Decoder, x: Tensor) -> Tensor:
+    """The model's own output matrix on normed rows, (n, E) -> (n, V) float32; order is what counts, so no cap."""
+    logits: Tensor = F.linear(x, model.embedding) if model.lm_head is None else model.lm_head(x)
+    return logits.float()
+
+
+class Medusa:
+    """Fills ``Drafter``: trained heads, laid out once for all sessions."""
+
+    name = "medusa"
+
+    def __init__(self, model: Decoder, heads: MedusaHeads, plan: TreePlan) -> None:
+        """Draft for ``model`` with trained heads, on the kernels its layers run on.
+
+        Raises:
+            ConfigError: the plan goes deeper than there are heads.
+        """
+        count = heads.config.heads
+        if len(plan.widths) > count:
+            raise ConfigError(f"draft widths {list(plan.widths)} go deeper than the {count} heads that exist")
+        self.model = model
+        self.plan = plan
+        self.depth = len(plan.widths)
+        self._mix: Callable[[Tensor], Tensor] = model.backend.projection(
+            heads.mix[: self.depth].flatten(0, 1).contiguous()
+        )
+        self._outputs: list[Callable[[Tensor], Tensor]] = []
+        if heads.output is not None:
+            self._outputs = [model.backend.projection(weight.contiguous()) for weight in heads.output[: self.depth]]
+
+    def open(self, cache: KVCache) -> MedusaState:
+        """State of a session that has seen no position yet."""
+        return MedusaState(self)
+
+    def trees(self, x: Tensor, room: Sequence[int]) -> list[list[Node]]:
+        """Guesses behind normed final residuals x (n, E), at most as deep as each has ``room``."""
+        inner = F.silu(self._mix(x)).view(len(x), self.depth, -1) + x[:, None]
+        tokens: list[list[list[int]]] = [[] for _ in room]
+        chances: list[list[list[float]]] = [[] for _ in room]
+        for head, width in enumerate(self.plan.widths):
+            found, likely = self._likeliest(head, inner[:, head].contiguous(), width)
+            for place in range(len(room)):
+                tokens[place].append(found[place])
+                chances[place].append(likely[place])
+        return [
+            shaped(levels[:deep], shares[:deep], self.plan.nodes)
+            for levels, shares, deep in zip(tokens, chances, room, strict=True)
+        ]
+
+    def _likeliest(self, head: int, x: Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens of a head for each row, likeliest first, and their chances where the plan asks for them."""
+        if width == 1 and not self.plan.nodes:
+            choose = getattr(self._outputs[head] if self._outputs else self.model.lm_head, "greedy", None)
+            best: Tensor = choose(x) if choose is not None else self._logits(head, x).argmax(-1)
+            return best[:, None].tolist(), [[1.0]] * len(x)
+        return likeliest(self._logits(head, x), width, with_chances=self.plan.nodes > 0)
+
+    def _logits(self, head: int, x: Tensor) -> Tensor:
+        return self._outputs[head](x).float() if self._outputs else _output(self.model, x)
+
+
+class MedusaState(Forgetful):
+    """Fills ``DraftState``: remembers the normed final residual (E,) of each slot's last kept position."""
+
+    def __init__(self, drafter: Medusa) -> None:
+        """Draft by the heads of ``drafter``."""
+        self.drafter = drafter
+        self.traversal: Traversal = Climb()
+        self._kept: dict[int, Tensor] = {}
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens, and a tree below the root of every slot whose last position was seen."""
+        draft, deepest = context.given(), self.drafter.depth
+        room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
+        guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
+        if not guessing:
+            return draft
+        kept = torch.stack([self._kept[slot] for slot in guessing])
+        trees = self.drafter.trees(kept, [room[slot] for slot in guessing])
+        return grown(draft, dict(zip(guessing, trees, strict=True)))
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Keep the last kept position of each slot, prompt chunks too."""
+        last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        self._kept.update(zip(draft.slots, self.drafter.model.norm(passed.hidden[last]), strict=True))
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these slots."""
+        for slot in slots:
+            self._kept.pop(slot, None)

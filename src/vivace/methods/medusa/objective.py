@@ -1,0 +1,67 @@
+"""Training Medusa's heads on the frozen model: each head says what the model will say where its guess is verified.
+
+The paper trains on the tokens of texts; distillation from the frozen model is ours, as for every drafter here: a guess
+has to meet the model, not the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.medusa.drafter import MedusaHeads
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import DistillationLoss, FrozenPass
+from vivace.train.objective import Parts
+
+
+@dataclass(frozen=True)
+class MedusaLoss(DistillationLoss):
+    """Weights of the terms."""
+
+    decay: float = 0.8
+    """Weight of a head relative to the one before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must be in (0, 1], found {self.decay}")
+
+
+class MedusaObjective(DecoderObjective):
+    """Heads on a frozen model."""
+
+    def __init__(self, heads: MedusaHeads, loss: MedusaLoss) -> None:
+        self.heads = heads
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All head weights; output matrices start from the model's own and learn more slowly."""
+        groups: list[Mapping[str, object]] = [{"params": [self.heads.mix], "name": "mix", "weight_decay": 0.0}]
+        if self.heads.output is not None:
+            groups.append({"params": [self.heads.output], "name": "output", "rate": 0.3, "weight_decay": 0.0})
+        return groups
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """Heads and stretches of positions apart from one another."""
+        frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
+        with torch.no_grad():
+            x = model.norm(frozen.final)
+        scored = F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1)
+        length = batch.tokens.shape[1]
+        target_of = torch.zeros(len(scored), dtype=torch.int64)
+        target_of[rows] = targets
+        for head in range(self.heads.config.heads):
+            heard = rows + head + 1  # whose next token the head guesses
+            inside = (rows % length + head + 1 < length) & scored[heard.clamp(max=len(scored) - 1)]
+            for part in torch.split(inside.nonzero()[:, 0], self.loss.rows):
+                truth = frozen.logits(model, heard[part])
+                guess = self.heads.logits(head, x[rows[part]], model)
+                compared, share = self.loss.of(guess, truth, target_of[heard[part]]), 1 / len(rows)
+                seen = {f"head {head + 1}": float(compared.agreed) * share}
+                yield compared.loss * self.loss.decay**head * share, seen

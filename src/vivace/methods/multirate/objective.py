@@ -1,0 +1,97 @@
+"""Training the accelerator on the frozen model: say what the whole model would say, arrive where it arrives.
+
+    L = a_kd KL(softmax(z / tau) || softmax(z_p / tau)) tau^2 + a_ce CE(z_p, next token) + a_al (1 - cos(p, h^N))
+
+with z the frozen model's logits, z_p the shared head on the accelerated residual p at the gate, h^N the
+slow residual after all layers; over answer positions only (padding and prompts would inflate agreement).
+One frozen pass without gradients gives z, h^N and the keys and values that p reads; p of a position depends
+on no other p, so all positions train at once. Loss weights are ours (the paper's are not known to us).
+
+The last verified position of each is one of the ``max_lag`` before it, drawn at random, as it lies one to
+``max_lag`` tokens back while drafting. ``feedback`` gives its normed final residual, ``reach`` what deep layers
+stored up to there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.multirate.residual import Accelerator
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import AlignedLoss, FrozenPass, head_in_parts
+from vivace.train.objective import Part, Parts
+
+
+@dataclass(frozen=True)
+class MultirateLoss(AlignedLoss):
+    """Weights of the three terms, and how far back the last verified position may lie."""
+
+    max_lag: int = 8
+    """Farthest last verified position that feedback and reach are trained for."""
+    rows: int = field(default=2048, kw_only=True)
+    """Positions whose logits are held at once; the loss is summed in parts of this many."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_lag < 1:
+            raise ConfigError(f"max_lag must be at least 1, found {self.max_lag}")
+
+
+class MultirateObjective(DecoderObjective):
+    """Owns an accelerator, leaves the decoder as it is."""
+
+    def __init__(self, accelerator: Accelerator, loss: MultirateLoss) -> None:
+        self.accelerator = accelerator
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """All adapter weights, no decay."""
+        return [{"params": list(self.accelerator.parameters()), "name": "accelerator", "weight_decay": 0.0}]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """The loss in parts of ``rows`` positions that add up to the mean, then what they send to the adapters."""
+        rows, targets = batch.predicting, batch.targets
+        frozen = FrozenPass.of(model, batch.tokens)
+
+        def part_of(p: Tensor, part: slice) -> Part:
+            truth, aim = frozen.logits(model, rows[part]), frozen.final[rows[part]]
+            loss, sums = self.loss.of_residuals(model, p, truth, aim, targets[part])
+            share = 1 / len(rows)
+            return loss * share, {name: float(value.detach()) * share for name, value in sums.items()}
+
+        yield from head_in_parts(self._accelerate(model, batch.tokens, frozen)[rows], self.loss.rows, part_of)
+
+    def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
+        """Residuals p at the gate for every position, (B * T, E)."""
+        accelerator, step, count = self.accelerator, frozen.step, frozen.step.num_rows
+        deltas = accelerator.deltas(torch.zeros(count, dtype=torch.int64))
+        fed = count if accelerator.config.mode == "delta" else 0
+        reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
+        last = self._last_verified(tokens)
+        p = accelerator.start(frozen.embedded, self._feedback(model, frozen.final, last))
+        for reach, start, stop in accelerator.stretches():
+            p = p if reach is None else reach.over_text(p, model, step, last)
+            p = model.run(p, reading, start, stop)
+        return accelerator.at_gate(p)
+
+    def _last_verified(self, tokens: Tensor) -> Tensor:
+        """A position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""
+        batch, length = tokens.shape
+        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length))
+        return (torch.arange(length) - lag).clamp(min=-1)
+
+    def _feedback(self, model: Decoder, final: Tensor, last: Tensor) -> Tensor | None:
+        """Normed final residual of the last verified position, zeros where there is none."""
+        if self.accelerator.feedback is None:
+            return None
+        batch, length = last.shape
+        source = (last.clamp(min=0) + torch.arange(batch)[:, None] * length).reshape(-1)
+        with torch.no_grad():
+            known = (last >= 0).reshape(-1, 1).to(final.dtype)
+            return model.norm(final)[source] * known

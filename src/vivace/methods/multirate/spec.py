@@ -1,0 +1,61 @@
+"""Specs of self-speculation with the accelerated residual, alone and after prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, widen_low_rank, with_length
+
+if TYPE_CHECKING:
+    from vivace.core.seams import Drafter
+    from vivace.decode.lookup import PromptLookup
+
+
+def _multirate(context: MethodContext, lookup: PromptLookup | None = None) -> Drafter:
+    from vivace.methods.multirate.drafter import AcceleratedGuess, drafter_by
+
+    weights, plan = context.trained()
+    guess = context.shared("accelerated guess", lambda: AcceleratedGuess(context.model, weights))
+    return drafter_by(guess, with_length(plan, context.length), lookup=lookup)
+
+
+def _multirate_with_lookup(context: MethodContext) -> Drafter:
+    from vivace.decode.lookup import LookupConfig, PromptLookup
+
+    config = LookupConfig() if context.length is None else LookupConfig(num_draft_tokens=context.length)
+    return _multirate(context, PromptLookup(config))
+
+
+def _accelerator() -> Stored:
+    from vivace.decode.shallow import DraftPlan
+    from vivace.methods.multirate.config import MultirateConfig
+    from vivace.methods.multirate.residual import Accelerator
+
+    return Stored(MultirateConfig, DraftPlan, Accelerator, "an accelerator")
+
+
+def _plans(config: ConfigReader, longest: int) -> Sequence[Any]:
+    from vivace.decode.shallow import draft_plans
+
+    return draft_plans(longest)
+
+
+MULTIRATE = MethodSpec(
+    name="multirate",
+    summary="the accelerated residual drafts (M2R2)",
+    make=_multirate,
+    adapter="multirate",
+    stored=_accelerator,
+    is_tried_by_auto=True,
+    training="beside",
+    plans=_plans,
+    widen=widen_low_rank,
+)
+
+MULTIRATE_LOOKUP = MethodSpec(
+    name="multirate+lookup",
+    summary="look up first, else the accelerated residual",
+    make=_multirate_with_lookup,
+    adapter="multirate",
+)

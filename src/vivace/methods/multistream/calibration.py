@@ -1,0 +1,52 @@
+"""How unlikely a branch may look at the insertion layer before it is dropped (notes on arXiv:2402.11131, section 6).
+
+The paper does not give its threshold. Ours is read off text: of the edges that verification would keep, parent t and
+the token the whole model says next, a stated share shall survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.multistream.streams import Streams
+from vivace.train.data import TokenBatch
+from vivace.train.distillation import FrozenPass
+
+SURVIVING = 0.98
+"""Share of kept edges that a calibrated threshold spares."""
+
+
+@torch.no_grad()
+def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
+    """What the early-exit layer gives the edges that verification would keep, (n,).
+
+    Raises:
+        ConfigError: the streams were trained without a pruner.
+    """
+    if streams.pruner is None:
+        raise ConfigError("these streams were trained without a pruner; set adapter.pruner_rank and train again")
+    insertion, rows = streams.config.insertion, batch.predicting
+    frozen = FrozenPass.of(model, batch.tokens, (insertion,))
+    law = streams.pruner.law(frozen.residuals[insertion][rows], model)
+    return law.gather(1, model.greedy(frozen.final[rows])[:, None])[:, 0]
+
+
+def threshold_for(edges: Iterable[Tensor], surviving: float = SURVIVING) -> float:
+    """The largest threshold that spares this share of the edges.
+
+    Args:
+        edges: what ``kept_edges`` gave for some batches.
+        surviving: share, above 0 and at most 1.
+
+    Raises:
+        ConfigError: no edge, or a share that is none.
+    """
+    chances = torch.cat([torch.empty(0), *edges]).sort().values
+    if not 0 < surviving <= 1 or len(chances) == 0:
+        raise ConfigError(f"a threshold needs edges and a share in (0, 1], found {len(chances)} and {surviving}")
+    return float(chances[int((1 - surviving) * len(chances))])

@@ -1,0 +1,128 @@
+"""One pass that verifies a draft and makes the next: streams ride on its nodes through the upper layers.
+
+To the layers a stream is one more branch of the tree: it is stored behind the draft, where only later streams of
+the same node find it, and is forgotten when the kept path is committed. So both kernels run it as they are, a
+row's bits do not depend on its streams, and no mask over streams is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.low_rank import LowRankDeltas
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft, Span, TargetPass
+from vivace.core.step import Step
+from vivace.methods.multistream.config import StreamPlan
+from vivace.methods.multistream.streams import Streams, known_at
+
+
+@dataclass(frozen=True)
+class StreamPass(TargetPass):
+    """What came out at the top, and what the next draft is made from."""
+
+    streams: Tensor | None = None
+    """(n, streams, E) at the top; None where streams follow the kept node in a pass of their own."""
+    entering: Tensor | None = None
+    """(n, E) residuals entering the insertion layer, for such a pass."""
+
+
+class Decided(NamedTuple):
+    """What verification left at the last committed position of each slot."""
+
+    final: Tensor
+    """(n, E) after all layers."""
+    tokens: Tensor
+    """(n,) the next root."""
+
+
+class StreamClimb:
+    """Fills ``Traversal``: main rows to the insertion layer, pruning there, main rows and streams to the top."""
+
+    def __init__(self, streams: Streams, plan: StreamPlan) -> None:
+        self.streams = streams
+        self.plan = plan
+        self._terms: dict[tuple[int, int], LowRankDeltas] = {}
+        self._rough: Span | None = None
+        """The upper layers as streams read them, where the plan says so."""
+
+    def prepare(self, model: Decoder) -> None:
+        """Make copies in few bits now, so that the first draft takes no longer than the next."""
+        if self.plan.weights != "bf16" and model.backend.span is not None:
+            self._rough = model.backend.span.rough(
+                self.streams.config.insertion, model.config.num_layers, self.plan.weights
+            )
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
+        """One pass for all slots, whatever each of them drafted."""
+        insertion, count = self.streams.config.insertion, len(self.plan.widths)
+        step = Step.of(draft, cache, chunk=chunk)
+        main = model.run(model.embed(draft.tokens, step), step, 0, insertion)
+        rows = torch.arange(len(draft.tokens))
+        if self.plan.threshold and len(rows) > len(draft.slots):
+            rows = torch.tensor(self.surviving(model, draft, main))
+            if len(rows) < len(main):
+                step, main = step.take(rows), main[rows]
+        if self.plan.attach == "kept":
+            return StreamPass(model.run(main, step, insertion), rows, entering=main)
+        num_main = len(rows)
+        start = self.streams.start(main, count).flatten(0, 1)
+        both = step.branched(count, self.terms(num_main, len(start)))
+        top = model.run(torch.cat((main, start)), both, insertion)
+        return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
+
+    def follow(
+        self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache, decided: Decided | None = None
+    ) -> Tensor:
+        """Streams of the last committed position of each slot, (n, E) -> (n, streams, E) at the top.
+
+        Args:
+            model: the target.
+            slots: n of them.
+            entering: residuals of those positions entering the insertion layer.
+            cache: where main keys and values are.
+            decided: for streams with feedback.
+        """
+        count = len(self.plan.widths)
+        positions = [cache.lengths[slot] + place for slot in slots for place in range(count)]
+        step = Step.at(cache, [slot for slot in slots for _ in range(count)], positions)
+        known = None
+        if decided is not None:
+            first = step.take(torch.arange(0, len(positions), count))
+            known = known_at(model, decided.final, model.embed(decided.tokens, first))
+        start = self.streams.start(entering, count, known).flatten(0, 1)
+        step = replace(step, deltas=(self.terms(0, len(start)),))
+        return self._upper(model, start, step).view(len(slots), count, -1)
+
+    def _upper(self, model: Decoder, start: Tensor, step: Step) -> Tensor:
+        """Streams of their own through the layers above the insertion, by whichever weights drafts read."""
+        insertion = self.streams.config.insertion
+        if self._rough is None or not self._rough.covers(step):
+            return model.run(start, step, insertion)
+        return self._rough.run(start, step, insertion, model.config.num_layers)
+
+    def surviving(self, model: Decoder, draft: Draft, main: Tensor) -> list[int]:
+        """Rows whose every edge is likely enough: ``Z_parent[token] >= threshold``, roots always."""
+        assert self.streams.pruner is not None, "checked by the plan"
+        law = self.streams.pruner.law(main, model)
+        parents, tokens, depths = draft.lists.parent, draft.lists.tokens, draft.depths
+        chances = law[torch.tensor(parents).clamp(min=0), draft.tokens].tolist()
+        kept: set[int] = set()
+        for row in range(len(tokens)):
+            if depths[row] == 0 or (parents[row] in kept and chances[row] >= self.plan.threshold):
+                kept.add(row)
+        return sorted(kept)
+
+    def terms(self, num_main: int, num_streams: int) -> LowRankDeltas:
+        """Adapters of a call, the same object for calls of the same shape."""
+        if (num_main, num_streams) not in self._terms:
+            which = torch.full((num_main + num_streams,), -1, dtype=torch.int64)
+            which[num_main:] = 0
+            self._terms[num_main, num_streams] = self.streams.deltas(which, len(self.plan.widths))
+        return self._terms[num_main, num_streams]

@@ -1,0 +1,168 @@
+"""Drafts from streams: the tokens each stream finds likeliest, every one below every one of the stream before.
+
+Guesses are the streams' likeliest tokens and not drawn from a law, so sampling stays exact as it is for any such
+draft (``decode/verify.py``): a token is drawn from the model's own law and the path goes on where a child has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.guessers import Root
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.plain import Forgetful, Pace, native_chain, pending
+from vivace.methods.multistream.climb import Decided, StreamClimb, StreamPass
+from vivace.methods.multistream.config import StreamPlan
+from vivace.methods.multistream.streams import Streams
+
+
+class StreamDrafter:
+    """Fills ``Drafter``: trained streams, laid out once for all sessions."""
+
+    name = "multistream"
+
+    def __init__(self, model: Decoder, streams: Streams, plan: StreamPlan) -> None:
+        """Draft for ``model``.
+
+        Args:
+            model: the target.
+            streams: trained on it.
+            plan: shape of the draft.
+
+        Raises:
+            ConfigError: a plan that these streams cannot fill.
+        """
+        plan.check_fits(streams.config)
+        streams.run_on(model)
+        self.model = model
+        self.plan = plan
+        self.climb = StreamClimb(streams, plan)
+        self.climb.prepare(model)
+        self.has_feedback = streams.config.feedback
+        is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
+        self.followers = streams.followers(len(plan.widths)) if is_chain else None
+        """The same as data, where whole steps can be made at once."""
+        self.pace = Pace()
+
+    def open(self, cache: KVCache) -> StreamState:
+        """State of a session that has decided nothing yet."""
+        return StreamState(self)
+
+
+class StreamState(Forgetful):
+    """Fills ``DraftState``: remembers the streams of each slot's last kept node."""
+
+    def __init__(self, drafter: StreamDrafter) -> None:
+        """Draft by the streams of ``drafter``."""
+        self.drafter = drafter
+        self.model, self.plan, self.climb = drafter.model, drafter.plan, drafter.climb
+        self.traversal: Traversal = self
+        self._kept: dict[int, Tensor] = {}
+        """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
+        self._final: dict[int, Tensor] = {}
+        """Of the same node: what came out at the top (E,), for streams with feedback."""
+        self._entering: Tensor | None = None
+        """(E,) entering the insertion layer, of the last row that was decided in one call; no other is asked for."""
+
+    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
+        """Fills ``Traversal``: steps that were made in one call are at the top already."""
+        if not draft.passes:
+            return self.climb.run(model, draft, cache, chunk=chunk)
+        assert draft.hidden is not None
+        assert self._entering is not None
+        every = torch.arange(len(draft.hidden))
+        return StreamPass(draft.hidden, every, entering=self._entering.expand(len(every), -1))
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens, and a tree below the root of every slot whose streams are known."""
+        ahead = self._ahead(context)
+        if ahead is not None:
+            return ahead
+        draft = context.given()
+        room = {
+            slot: min(context.max_nodes.get(slot, len(self.plan.widths)), len(self.plan.widths)) for slot in draft.slots
+        }
+        guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
+        if not guessing:
+            return draft
+        kept = torch.stack([self._kept[slot] for slot in guessing])
+        if self.plan.attach == "kept":
+            kept = self.climb.follow(self.model, guessing, kept, context.cache, self._decided(context, guessing))
+        guesses = dict(zip(guessing, self._guesses(kept), strict=True))
+        return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
+
+    def _ahead(self, context: Context) -> Draft | None:
+        """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
+        chain, followers, pace = native_chain(self.model, context.cache), self.drafter.followers, self.drafter.pace
+        slot, *others = context.slots
+        if chain is None or followers is None or others or slot not in self._kept:
+            return None
+        roots, found = pending(context), pace.steps(context, slot, len(self.plan.widths), self.plan.weights)
+        if roots is None or found is None:
+            return None
+        limit, plan = found
+        root, left = Root(slot, roots[slot], limit), (self._kept[slot], self._final.get(slot))
+
+        def decide() -> Draft:
+            draft, self._entering = chain.follow(root, followers, left, context.cache, plan, context.ends)
+            return draft
+
+        return pace.timed(context, decide)
+
+    def _decided(self, context: Context, slots: Sequence[int]) -> Decided | None:
+        if not self.drafter.has_feedback:
+            return None
+        roots = torch.tensor([context.tokens[slot][-1] for slot in slots])
+        return Decided(torch.stack([self._final[slot] for slot in slots]), roots)
+
+    def _guesses(self, streams: Tensor) -> list[list[list[int]]]:
+        """Tokens to try, likeliest first, by slot and stream; the head reads the streams of kept nodes only."""
+        rows, widths = streams.flatten(0, 1), self.plan.widths
+        if max(widths) == 1:
+            chosen = self.model.greedy(rows)[:, None]
+        else:
+            chosen = self.model.head(rows).topk(max(widths)).indices
+        levels: list[list[list[int]]] = chosen.view(len(streams), len(widths), -1).tolist()
+        return [[tokens[:width] for tokens, width in zip(slot, widths, strict=True)] for slot in levels]
+
+    def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
+        """Keep what the last kept node of each slot left; prompt chunks carry no streams."""
+        if verdict is None:
+            return
+        assert isinstance(passed, StreamPass), "streams ride on this drafter's own passes"
+        left = passed.entering if passed.streams is None else passed.streams
+        assert left is not None
+        for slot, path in zip(draft.slots, verdict.paths, strict=True):
+            self._kept[slot] = left[path[-1]]
+            if self.drafter.has_feedback:
+                self._final[slot] = passed.hidden[path[-1]]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these slots."""
+        for slot in slots:
+            self._kept.pop(slot, None)
+            self._final.pop(slot, None)
+
+
+def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
+    """Below each root all paths through its levels of tokens."""
+    tokens, slot, node, parent = (list(column) for column in draft.lists)
+    for index, root, given in zip(draft.slots, draft.root_rows, draft.given, strict=True):
+        leaves, number = [root], given
+        for level in guesses.get(index, ()):
+            above, leaves = leaves, []
+            for leaf in above:
+                for token in level:
+                    leaves.append(len(tokens))
+                    tokens.append(token)
+                    slot.append(index)
+                    node.append(number)
+                    parent.append(leaf)
+                    number += 1
+    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
+    return Draft(draft.slots, draft.given, rows, slots, nodes, parents)

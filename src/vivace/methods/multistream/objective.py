@@ -1,0 +1,149 @@
+"""Training streams on the frozen model: each shall say what the model itself will say that much later.
+
+    L = sum_j a_j mean_t CE(s_tj, (1 - m) p_{t+j} + m [x_{t+1+j}]) + CE of the pruner
+
+with p the frozen model's law, s_tj stream j's, [x] all mass on the token x, a_j = decay^(j-1). The paper trains on
+tokens (m = 1, equation 5) with a_j = 0.1 beside the main stream's loss; in the lossless mode there is no main loss,
+and the law of the model that will verify teaches more than the one token that was drawn from it.
+
+One frozen pass gives what enters the insertion layer and the keys and values above it. Streams of different
+positions never meet, so they are trained in chunks of positions, each backed through at once: memory follows the
+chunk and not (1 + streams) times the text. Only positions whose next token is scored carry streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
+from vivace.core.model import Decoder
+from vivace.core.step import Step
+from vivace.errors import ConfigError
+from vivace.methods.multistream.streams import Streams, known_at
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import FrozenPass
+from vivace.train.objective import Part, Parts
+
+
+@dataclass(frozen=True)
+class MultistreamLoss:
+    """Weights of the terms."""
+
+    hard: float = 0.1
+    """m: share of the loss on the token itself, the rest is on the model's law."""
+    decay: float = 0.9
+    """Weight of a stream relative to the one before it."""
+    pruner: float = 0.1
+    """Weight of the early-exit layer's cross-entropy; its weights share nothing with the streams'."""
+    rows: int = 1024
+    """Positions whose streams are held at once."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hard <= 1 or not 0 < self.decay <= 1 or self.pruner < 0 or self.rows < 1:
+            raise ConfigError(
+                f"hard must be in [0, 1], decay in (0, 1], pruner >= 0 and rows >= 1, found {self.hard}, {self.decay}, "
+                f"{self.pruner} and {self.rows}"
+            )
+
+
+@dataclass(frozen=True)
+class MainStream:
+    """What the main stream left for streams to read."""
+
+    entering: Tensor
+    """(B, T, E) at the insertion layer."""
+    final: Tensor
+    """(B, T, E) at the top."""
+    memory: Step
+    """Keeps keys and values of every layer."""
+    known: Tensor | None = None
+    """(B, T, 2, E) what ``known_at`` gives at every position, zeros for the token after the last."""
+
+
+class MultistreamObjective(DecoderObjective):
+    """Owns streams, leaves the decoder as it is."""
+
+    def __init__(self, streams: Streams, loss: MultistreamLoss) -> None:
+        self.streams = streams
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """Embeddings learn faster; no decay anywhere."""
+        embeddings = self.streams.embeddings
+        others = [p for p in self.streams.parameters() if p is not embeddings]
+        adapters = {"params": others, "name": "adapters", "weight_decay": 0.0}
+        if self.streams.rotation is not None:
+            return [adapters]
+        return [{"params": [embeddings], "name": "embeddings", "rate": 5.0, "weight_decay": 0.0}, adapters]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """The loss in chunks of positions that add up to the mean, then the pruner's."""
+        main = self._main_stream(model, batch.tokens)
+        total = len(batch.predicting)
+        for places in places_of(batch.scored, self.loss.rows):
+            yield self._chunk(model, batch, main, places, total)
+        yield from self._pruned(model, batch, main)
+
+    def _pruned(self, model: Decoder, batch: TokenBatch, main: MainStream) -> Parts:
+        if self.streams.pruner is not None and self.loss.pruner:
+            rows = batch.predicting
+            logits = model.head(self.streams.pruner(main.entering.flatten(0, 1)[rows]))
+            loss = F.cross_entropy(logits, batch.targets)
+            yield self.loss.pruner * loss, {"pruner": float(loss.detach())}
+
+    @torch.no_grad()
+    def _main_stream(self, model: Decoder, tokens: Tensor) -> MainStream:
+        insertion = self.streams.config.insertion
+        frozen = FrozenPass.of(model, tokens, (insertion,))
+        entering, final = (h.view(*tokens.shape, -1) for h in (frozen.residuals[insertion], frozen.final))
+        known = known_in_text(model, tokens, frozen.final) if self.streams.config.feedback else None
+        return MainStream(entering, final, frozen.step, known)
+
+    def _chunk(self, model: Decoder, batch: TokenBatch, main: MainStream, places: Places, total: int) -> Part:
+        """Loss of the streams of some positions, as their share of the batch's mean."""
+        hidden = run_streams(model, self.streams, main.entering, main.memory, places, main.known)
+        heard = Heard.of(places, hidden.shape[1], batch.scored)
+        with torch.no_grad():
+            truth = model.head(main.final[heard.text, heard.position])
+            wanted = torch.softmax(truth, -1).mul_(1 - self.loss.hard)
+            targets = batch.tokens[heard.text, heard.position + 1]
+            wanted.scatter_add_(1, targets[:, None], torch.full((len(targets), 1), self.loss.hard))
+        guess = model.head(hidden[heard.scored])
+        loss = (self.loss.decay**heard.level * F.cross_entropy(guess, wanted, reduction="none")).sum() / total
+        return loss, heard.agreement(guess.detach(), truth, total, "stream")
+
+
+def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
+    """What feedback reads at every position, (B, T) and (B * T, E) -> (B, T, 2, E)."""
+    decided = model.embed(tokens.reshape(-1), Step.dense(*tokens.shape)).view(*tokens.shape, -1)
+    decided = F.pad(decided[:, 1:], (0, 0, 0, 1)).flatten(0, 1)
+    return known_at(model, final, decided).view(*tokens.shape, 2, -1)
+
+
+def run_streams(
+    model: Decoder, streams: Streams, entering: Tensor, step: Step, places: Places, known: Tensor | None = None
+) -> Tensor:
+    """Streams of some positions through the layers from the insertion layer on.
+
+    Args:
+        model: the frozen decoder.
+        streams: their weights.
+        entering: (B, T, E) main stream at the insertion layer.
+        step: the dense call that holds the main stream's keys and values.
+        places: where streams start, n of them real.
+        known: (B, T, 2, E) for streams with feedback.
+
+    Returns:
+        (n, streams, E) before the final norm.
+    """
+    count = streams.config.streams
+    at = torch.arange(len(places.position))[:, None], places.position
+    carrying = None if known is None else known[at][places.real]
+    h = streams.start(entering[at][places.real], count, carrying).flatten(0, 1)
+    call = branch_call(places, count, streams.deltas)
+    return run_branches(model, h, call, step, places, streams.config.insertion)

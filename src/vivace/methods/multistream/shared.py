@@ -1,0 +1,178 @@
+"""The shared mode: low-rank terms on the model itself, for its main stream and its streams alike.
+
+    L = mean_t CE(M_t, x_{t+1}) + alpha sum_j decay^(j-1) mean_t CE(S_tj, x_{t+1+j})    (arXiv:2402.11131, equation 5)
+
+The next token and the tokens behind it are learnt together, so what comes of it is another model: the terms are added
+to its weights (``merge``), its own plain decoding is the reference from then on, and its streams carry nothing but
+their embeddings. The main stream does not read streams here either.
+
+The main pass is made once, with gradients. Streams and the head read copies of what it leaves that are cut from the
+graph, chunk by chunk as in the lossless mode; the last part sends what gathered there through the main pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vivace.core.branches import places_of
+from vivace.core.config import ModelConfig
+from vivace.core.layers import FeedForward, Linear
+from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
+from vivace.core.model import Decoder, Layer
+from vivace.core.step import Step
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.methods.multistream.config import MultistreamConfig
+from vivace.methods.multistream.objective import MainStream, MultistreamLoss, MultistreamObjective, known_in_text
+from vivace.methods.multistream.streams import Streams
+from vivace.train.data import TokenBatch
+from vivace.train.distillation import Cut, slices
+from vivace.train.next_token import next_token_loss
+from vivace.train.objective import Parts
+
+
+@dataclass(frozen=True)
+class SharedLoss:
+    """Weights of the terms beside the main stream's, which is 1."""
+
+    alpha: float = 0.1
+    """Of the first stream's loss."""
+    decay: float = 1.0
+    """Weight of a stream relative to the one before it."""
+    pruner: float = 0.1
+    """Weight of the early-exit layer's cross-entropy; it does not reach the model."""
+    rows: int = 1024
+    """Positions whose streams, or logits, are held at once."""
+
+    def __post_init__(self) -> None:
+        if self.alpha < 0:
+            raise ConfigError(f"alpha must be >= 0, found {self.alpha}")
+        self.of_streams()
+
+    def of_streams(self) -> MultistreamLoss:
+        """The streams' part: tokens, as the paper has them, and no law of a teacher."""
+        return MultistreamLoss(hard=1.0, decay=self.decay, pruner=self.pruner, rows=self.rows)
+
+
+class SharedStreams(Streams):
+    """Streams without adapters of their own, and the low-rank terms that they share with the main stream."""
+
+    def __init__(self, config: MultistreamConfig, model: ModelConfig, rank: int) -> None:
+        """Make them untrained: embeddings small, terms zero.
+
+        Raises:
+            ConfigError: a rank below 1, or streams with adapters of their own.
+            UnsupportedError: a mixture of experts.
+        """
+        if rank < 1:
+            raise ConfigError(f"rank must be at least 1, found {rank}")
+        if config.marks != "embedding":
+            raise ConfigError("in the shared mode streams are told apart by embeddings; set adapter.marks to embedding")
+        if config.rank or config.bottleneck:
+            raise ConfigError(
+                "in the shared mode streams carry the model's own terms; set adapter.rank and adapter.bottleneck to 0, "
+                f"found {config.rank} and {config.bottleneck}"
+            )
+        if model.moe is not None:
+            raise UnsupportedError("terms are shared with dense models only; this one is a mixture of experts")
+        super().__init__(config, model)
+        self.shared = LowRank(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, rank)))
+
+    def deltas(self, which: Tensor, count: int | None = None) -> LowRankDeltas:
+        """What the model's rows carry; ``which`` (T,) is 0 on every row."""
+        return self.shared.deltas(which)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is left beside the merged model: embeddings, pruner, feedback."""
+        return {name: value for name, value in super().tensors().items() if not name.startswith("shared.")}
+
+    @torch.no_grad()
+    def merge(self, model: Decoder) -> None:
+        """Add the terms to the model's weights, ``W += B A``, each sum rounded once."""
+        for (layer, name), down, up in self.shared.items():
+            rows = _rows_of(model, layer, name)
+            rows.copy_(rows.float() + up[0].float() @ down[0].float())
+
+
+def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
+    """The rows of a fused matrix that are this projection."""
+    config, layer = model.config, model.layers[index]
+    assert isinstance(layer, Layer)
+    fed = layer.feed_forward
+    assert isinstance(fed, FeedForward)
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    module, first, count = {
+        "q": (layer.qkv, 0, heads),
+        "k": (layer.qkv, heads, keys),
+        "v": (layer.qkv, heads + keys, keys),
+        "o": (layer.o, 0, config.width),
+        "gate": (fed.up, 0, config.ffn_width),
+        "up": (fed.up, config.ffn_width if config.gated else 0, config.ffn_width),
+        "down": (fed.down, 0, config.width),
+    }[name]
+    assert isinstance(module, Linear), "terms are merged into plain weights"
+    return module.weight.data[first : first + count]
+
+
+class SharedObjective(MultistreamObjective):
+    """Low-rank terms on a model and streams that share them."""
+
+    def __init__(self, streams: SharedStreams, loss: SharedLoss) -> None:
+        super().__init__(streams, loss.of_streams())
+        self.alpha = loss.alpha
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """The main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
+        step, entering, final = self._main(model, batch.tokens)
+        layers = range(self.streams.config.insertion, model.config.num_layers)
+        stored = [step.memory.stored(layer) for layer in layers]
+        cut = Cut(*(part for pair in stored for part in pair), entering, final)
+        *kept, entering, final = cut.copies
+        memory = _Copies({layer: (kept[2 * at], kept[2 * at + 1]) for at, layer in enumerate(layers)})
+        main = MainStream(entering, final, replace(step, memory=memory, deltas=()))
+        if self.streams.config.feedback:
+            main = replace(main, known=self._known(model, batch, main))
+        yield from self._next_token(model, batch, main)
+        if self.alpha:
+            for places in places_of(batch.scored, self.loss.rows):
+                loss, seen = self._chunk(model, batch, main, places, len(batch.predicting))
+                yield self.alpha * loss, seen
+        yield from self._pruned(model, batch, replace(main, entering=main.entering.detach()))
+        yield from cut.rest()
+
+    def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, Tensor, Tensor]:
+        """The main pass with the deltas on every row: its step, and (B, T, E) at the insertion layer and at the top."""
+        step, insertion = Step.dense(*tokens.shape), self.streams.config.insertion
+        step = replace(step, deltas=(self.streams.deltas(torch.zeros(step.num_rows, dtype=torch.int64)),))
+        entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
+        final = model.run(entering, step, insertion)
+        return step, entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1)
+
+    def _next_token(self, model: Decoder, batch: TokenBatch, main: MainStream) -> Parts:
+        top, rows, targets = main.final.flatten(0, 1), batch.predicting, batch.targets
+        for part in slices(len(rows), self.loss.rows):
+            loss, right = next_token_loss(model, top[rows[part]], targets[part], len(rows))
+            yield loss, {"main": float(loss.detach()), "accuracy": float(right)}
+
+    @staticmethod
+    @torch.no_grad()
+    def _known(model: Decoder, batch: TokenBatch, main: MainStream) -> Tensor:
+        return known_in_text(model, batch.tokens, main.final.flatten(0, 1))
+
+
+class _Copies:
+    """Fills ``Memory`` for streams: keys and values of the main stream, nothing is added."""
+
+    def __init__(self, held: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self.held = held
+
+    def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
+        """Streams store nothing here."""
+        raise AssertionError("streams keep their own rows")
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each (B, K, T, D)."""
+        return self.held[layer]

@@ -1,0 +1,164 @@
+"""The streams: guesses about later tokens that travel beside the main stream (arXiv:2402.11131, section 3.1).
+
+Stream j = 1..gamma of a row at position t starts at layer N - Ns, the insertion layer, and ends at the top:
+
+    S_tj = M_t + P_j                               P_j: stream-identifier embedding
+    S_tj <- layer_n(S_tj; K, V of M_<=t and of S_t1..S_tj)
+    head(norm(S_tj)) = law of the token 1 + j behind t
+
+The main stream never sees a stream, so its numbers are those of the model without them. A stream's own keys
+and values are read by the later streams of its row and forgotten after the pass. Stream j stands at position t + j:
+to the layers, streams are tokens that have not been said yet.
+
+The paper's lossless mode freezes the model and gives stream rows adapters; their form is not known to us. Ours:
+low-rank terms on q, k, v and o and a silu bottleneck beside the feed-forward, on stream rows alone, up factors
+zero at first. ``feedback`` is ours as well: where streams run after verification, the position's final residual and
+the token decided there are known, and
+
+    S_tj = M_t + P_j + |M_t| (A_j norm(final_t) + B_j rms(embed(x_{t+1})))      A, B zero at first
+
+with |M| the root mean square of M's components: residuals grow a hundredfold on their way to the insertion layer, and
+what is small beside them is not heard there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.guessers import Followers
+from vivace.core.low_rank import ATTENTION, LowRank, LowRankDeltas, random_factor, site_shapes
+from vivace.core.model import Decoder
+from vivace.kernels.reference import linear
+from vivace.methods.multistream.config import MultistreamConfig
+from vivace.methods.multistream.rotation import ValueRotation
+
+
+class Streams(LowRank):
+    """Trained weights: embeddings, adapters of stream rows, and the early-exit layer that prunes drafts."""
+
+    def __init__(self, config: MultistreamConfig, model: ModelConfig) -> None:
+        """Make untrained streams.
+
+        Raises:
+            ConfigError: the insertion layer is not inside the model.
+        """
+        config.check_fits(model.num_layers)
+        turned = config.marks == "rotation"
+        embeddings = torch.randn(0 if turned else config.streams, model.width) * 0.02  # drawn before the factors
+        ranks = dict.fromkeys(ATTENTION, config.rank) | {"mlp": config.bottleneck}
+        super().__init__(site_shapes(model, range(config.insertion, model.num_layers), ranks))
+        self.config = config
+        self.embeddings = nn.Parameter(embeddings)
+        """P, (streams, E); none where values are rotated."""
+        self.rotation = ValueRotation(config.insertion, config.streams, model) if turned else None
+        fed = config.streams if config.feedback else 0
+        self.final = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
+        """A, (streams, E, E)."""
+        self.decided = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
+        """B, as A."""
+        self._projections: tuple[nn.Module, ...] = ()
+        """Feedback on the kernels of the model that is drafted for; no weights of ours."""
+        self.pruner = Pruner(model.width, config.pruner_rank) if config.pruner_rank else None
+
+    def start(self, main: Tensor, count: int, known: Tensor | None = None) -> Tensor:
+        """The first ``count`` streams of rows entering the insertion layer, (n, E) -> (n, count, E).
+
+        Args:
+            main: the rows.
+            count: streams of each.
+            known: (n, 2, E) what ``known_at`` gives for them, for streams with feedback.
+        """
+        start = main[:, None].expand(-1, count, -1) if self.rotation else main[:, None] + self.embeddings[:count]
+        if known is not None:
+            size = main.float().square().mean(-1, keepdim=True).sqrt().to(main.dtype)
+            offsets = self._offsets(known.flatten(1)) * size
+            start = start + offsets.view(len(main), -1, main.shape[1])[:, :count]
+        return start.to(main.dtype)
+
+    def _offsets(self, known: Tensor) -> Tensor:
+        for projection in self._projections:
+            offsets: Tensor = projection(known)
+            return offsets
+        return linear(known, self._feedback().to(known.dtype))
+
+    def _feedback(self) -> Tensor:
+        """A beside B, (streams * E, 2 E)."""
+        assert self.final is not None, "only streams with feedback are told"
+        assert self.decided is not None, "only streams with feedback are told"
+        return torch.cat((self.final, self.decided), -1).flatten(0, 1)
+
+    def run_on(self, model: Decoder) -> None:
+        """Draft for this model from now on, on the kernels that its layers run on.
+
+        Without native ones the factors are widened.
+        """
+        if model.backend.span is None:
+            self.widen()
+        if self.config.feedback:
+            self._projections = (model.backend.projection(self._feedback().detach().to(model.dtype)),)
+
+    def deltas(self, which: Tensor, count: int | None = None) -> LowRankDeltas:
+        """The adapters as data for a call.
+
+        Args:
+            which: (T,) 0 on stream rows and -1 elsewhere.
+            count: streams of each row that has some; None is all.
+        """
+        deltas = super().deltas(which)
+        return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
+
+    def followers(self, count: int) -> Followers | None:
+        """The first ``count`` streams as data; None where values are rotated."""
+        if self.rotation is not None:
+            return None
+        deltas = self.deltas(torch.zeros(count, dtype=torch.int64), count)
+        feedback = self._feedback() if self.config.feedback else None
+        return Followers(self.config.insertion, deltas, self.embeddings[:count], feedback)
+
+    @torch.no_grad()
+    def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from ``other``, of a shape that precedes this one, with these weights; what it lacks stays as it is."""
+        other.load_state_dict({name: value.float() for name, value in tensors.items()})
+        for mine, theirs in zip(self._by_site, other._by_site, strict=True):
+            for site, weight in theirs.items():
+                mine[site].copy_(weight)
+        own = dict(self.named_parameters())
+        for name, weight in other.named_parameters():
+            if not name.startswith(("down.", "up.")):
+                own[name].copy_(weight)
+
+
+def known_at(model: Decoder, final: Tensor, decided: Tensor) -> Tensor:
+    """What feedback reads, (n, 2, E).
+
+    Args:
+        model: the target.
+        final: (n, E) residuals after all layers.
+        decided: (n, E) embedded token that follows each.
+    """
+    return torch.stack((model.norm(final), F.rms_norm(decided, decided.shape[-1:])), 1)
+
+
+class Pruner(nn.Module):
+    """The early-exit layer: what comes after a row, guessed at the insertion layer (arXiv:2402.11131, section 3.2.3).
+
+    ``Z = softmax(head(norm(x + B A x)))`` with A (rank, E), B (E, rank).
+    """
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(random_factor(rank, width))
+        self.up = nn.Parameter(torch.zeros(width, rank))
+
+    def forward(self, main: Tensor) -> Tensor:
+        """Rows entering the insertion layer, as the head shall read them, (n, E) -> (n, E)."""
+        return main + main @ self.down.to(main.dtype).mT @ self.up.to(main.dtype).mT
+
+    def law(self, main: Tensor, model: Decoder) -> Tensor:
+        """Z, (n, E) -> (n, V) float32."""
+        return torch.softmax(model.head(self(main)), -1)

@@ -1,0 +1,1 @@
+"""Plain decoding: one token a pass."""

@@ -1,0 +1,1 @@
+"""UNO: the model itself, with low-rank terms, drafts a block in one pass."""

@@ -1,0 +1,143 @@
+"""UNO: low-rank terms that let the model itself draft a block in one pass (SGLang pull request 37667, 2026).
+
+A cycle is two passes of the whole model. In the first, noise rows follow the root, and carry the terms; the root's row
+has the model's own weights:
+
+    row 0 = root           says x_1 as the model itself does
+    row j = noise, j >= 1  says x_{j+1}, with low-rank terms on every projection
+
+In the second the model verifies x_1 .. x_K. Nothing else is stored: what noise rows wrote lies where the second pass
+writes, so its numbers are those of plain decoding.
+
+What is known of the published system is how it serves: the two passes, the seed row, and a draft that is a chain or
+the likeliest nodes of a tree of the rows' marginal laws (``widths`` and ``nodes`` of the plan). Ours, because nothing
+is known to us: a noise row's input is the embedding of token 0 plus one learnt vector; a row reads the noise rows
+before it and not those after it, so that drafting is an ordinary chain to the kernels; terms are distilled from the
+frozen model as for every rival here. Where a request samples, guesses are the rows' likeliest tokens and are not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.cache import KVCache
+from vivace.core.config import ModelConfig
+from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Draft
+from vivace.core.step import Step
+from vivace.decode.climb import Climb
+from vivace.decode.plain import NoDrafts
+from vivace.decode.tree import Node, TreePlan, grown, likeliest, shaped
+from vivace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class UnoConfig:
+    """How long a block is, and how large its terms are."""
+
+    block: int = 6
+    """Guesses of a block: the seed row's and one of each noise row."""
+    rank: int = 16
+    """Of the terms on every projection of every layer."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.block <= 16 or self.rank < 1:
+            raise ConfigError(f"block must be between 2 and 16 and rank at least 1, found {self.block} and {self.rank}")
+
+
+class UnoTerms(LowRank):
+    """Trained weights: the noise and the low-rank deltas, which add nothing at first; experts get none."""
+
+    def __init__(self, config: UnoConfig, model: ModelConfig) -> None:
+        noise = torch.randn(model.width) * 0.02  # drawn before the factors, as it always was
+        super().__init__(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, config.rank)))
+        self.config = config
+        self.depth = model.num_layers
+        self.noise = nn.Parameter(noise)
+        """(E,) added to the embedding of token 0."""
+
+    def disturbed(self, embedded: Tensor) -> Tensor:
+        """Noise rows from embeddings of token 0, (n, E) -> (n, E)."""
+        return (embedded + self.noise).to(embedded.dtype)
+
+
+class Uno(NoDrafts):
+    """Fills ``Drafter``: remembers nothing, a block is made from what is stored."""
+
+    def __init__(self, model: Decoder, terms: UnoTerms, plan: TreePlan) -> None:
+        """Draft for ``model``.
+
+        Raises:
+            ConfigError: the plan goes deeper than the block.
+        """
+        super().__init__("uno", Climb())
+        if len(plan.widths) > terms.config.block:
+            raise ConfigError(f"draft widths {list(plan.widths)} go deeper than a block of {terms.config.block}")
+        if model.backend.span is None:
+            terms.widen()
+        self.model = model
+        self.terms = terms
+        self.plan = plan
+        self._deltas: dict[tuple[int, int], LowRankDeltas] = {}
+
+    def propose(self, context: Context) -> Draft:
+        """The decided tokens, and a block below the root of every slot, all made in one pass."""
+        draft, deepest = context.given(), len(self.plan.widths)
+        room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
+        guessing = {slot: count for slot, count in room.items() if count > 0}
+        if not guessing:
+            return draft
+        given = Draft.given_only({slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in guessing})
+        hidden = self.block(given, list(guessing.values()), context.cache)
+        return grown(draft, dict(zip(guessing, self._trees(hidden, list(guessing.values())), strict=True)))
+
+    def block(self, given: Draft, counts: Sequence[int], cache: KVCache) -> Tensor:
+        """The draft pass: what the rows that guess say at the top, slot by slot, (sum of counts, E).
+
+        Args:
+            given: decided tokens of each slot.
+            counts: guesses of each, the root's included.
+            cache: holds the text before; what is written to it is written again when the draft is verified.
+        """
+        chains = [[Node(place - 1, 0) for place in range(count - 1)] for count in counts]
+        rows = grown(given, dict(zip(given.slots, chains, strict=True)))
+        first, step = len(given.tokens), Step.of(rows, cache)
+        h = self.model.embed(rows.tokens, step)
+        h = torch.cat((h[:first], self.terms.disturbed(h[first:])))
+        top = self.model.run(h, replace(step, deltas=(self._terms_of(first, len(h) - first),)))
+        guessing, noise = list[int](), first
+        for root, count in zip(given.root_rows, counts, strict=True):
+            guessing += [root, *range(noise, noise + count - 1)]
+            noise += count - 1
+        return top[torch.tensor(guessing)]
+
+    def _terms_of(self, num_given: int, num_noise: int) -> LowRankDeltas:
+        """Terms of a call, the same object for calls of the same shape."""
+        key = (num_given, num_noise)
+        if key not in self._deltas:
+            which = torch.zeros(num_given + num_noise, dtype=torch.int64)
+            which[:num_given] = -1
+            self._deltas[key] = self.terms.deltas(which)
+        return self._deltas[key]
+
+    def _trees(self, hidden: Tensor, counts: Sequence[int]) -> list[list[Node]]:
+        """Each slot's guesses from the rows that make them."""
+        widths, nodes = self.plan.widths, self.plan.nodes
+        if self.plan.is_chain and not nodes:
+            levels = [[token] for token in self.model.greedy(hidden).tolist()]
+            chances = [[1.0]] * len(levels)
+        else:
+            levels, chances = likeliest(self.model.head(hidden), max(widths), with_chances=nodes > 0)
+        trees, first = list[list[Node]](), 0
+        for count in counts:
+            rows = range(first, first + count)
+            tokens = [levels[row][:width] for row, width in zip(rows, widths, strict=False)]
+            likely = [chances[row][:width] for row, width in zip(rows, widths, strict=False)]
+            trees.append(shaped(tokens, likely, nodes))
+            first += count
+        return trees

@@ -1,0 +1,75 @@
+"""Training the terms with which the frozen model drafts a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError
+from vivace.methods.uno.drafter import UnoTerms
+from vivace.train.data import DecoderObjective, TokenBatch
+from vivace.train.distillation import DistillationLoss, FrozenPass
+from vivace.train.objective import Part, Parts
+
+
+@dataclass(frozen=True)
+class UnoLoss(DistillationLoss):
+    """Weights of the terms, and how much of a batch is drafted from."""
+
+    decay: float = 0.8
+    """Weight of a guess relative to the one before."""
+    blocks: int = 256
+    """Positions of a batch that carry a block, drawn at random."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must be in (0, 1], found {self.decay}")
+        if self.blocks < 1:
+            raise ConfigError(f"blocks must be at least 1, found {self.blocks}")
+
+
+class UnoObjective(DecoderObjective):
+    """Terms with which a frozen model drafts a block."""
+
+    def __init__(self, terms: UnoTerms, loss: UnoLoss) -> None:
+        self.terms = terms
+        self.loss = loss
+
+    def groups(self) -> Sequence[Mapping[str, object]]:
+        """The noise learns faster; no decay."""
+        terms = [*self.terms.down.parameters(), *self.terms.up.parameters()]
+        return [
+            {"params": [self.terms.noise], "name": "noise", "rate": 5.0, "weight_decay": 0.0},
+            {"params": terms, "name": "terms", "weight_decay": 0.0},
+        ]
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+        """What noise rows below some positions say against what the model says there."""
+        frozen = FrozenPass.of(model, batch.tokens)
+        teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
+        carrying = teaches & (torch.rand(teaches.shape) < self.loss.blocks / max(1, int(teaches.sum())))
+        carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
+        total, count = int(carrying[:, 1:].sum()), self.terms.config.block - 1
+        for places in places_of(carrying, max(1, self.loss.rows // count)):
+            yield self._part(model, batch, frozen, places, total)
+
+    def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> Part:
+        count, length = self.terms.config.block - 1, batch.tokens.shape[1]
+        call = branch_call(places, count, self.terms.deltas)
+        with torch.no_grad():
+            zeros = model.embed(torch.zeros_like(call.slot), call)
+        top = run_branches(model, self.terms.disturbed(zeros), call, frozen.step, places)
+        heard = Heard.of(places, count, batch.scored)
+        truth = frozen.logits(model, heard.text * length + heard.position)
+        guess, targets = model.head(top[heard.scored]), batch.tokens[heard.text, heard.position + 1]
+        loss = guess.sum() * 0.0
+        for level in range(count):
+            rows = heard.level == level
+            loss = loss + self.loss.decay**level * self.loss.of(guess[rows], truth[rows], targets[rows]).loss
+        return loss / total, heard.agreement(guess.detach(), truth, total, "noise")

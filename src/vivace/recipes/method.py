@@ -1,0 +1,63 @@
+"""The recipe of a method whose spec says all that training it beside a frozen base takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+from vivace.core.trained import Trained
+from vivace.methods.composition import stored_of
+from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
+from vivace.train.distillation import DistillationLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRecipe(FrozenRecipe):
+    """What all of them have; the same data, loop and teacher for every method."""
+
+    adapter: Any
+    """Config of the weights."""
+    loss: Any
+    """Settings of the method's objective."""
+    plan: Any
+    """Shape of the draft, saved with the weights."""
+    tokens_per_batch: int = 2048
+
+    def begin(self, context: TrainContext) -> MethodTraining:
+        """Make weights that have learnt nothing, in the model's own precision; the optimiser has masters."""
+        model = context.engine.model
+        make = stored_of(self.kind).weights
+        assert make is not None, f"{self.kind} has no weights"
+        weights = make(self.adapter, model.config)
+        weights.start_from(model)
+        return MethodTraining(self, context, weights.to(model.dtype))
+
+
+def method_recipe(kind: str) -> type[MethodRecipe]:
+    """Return the recipe of a method from what its spec says of its files, each part with its default."""
+    stored = stored_of(kind)
+    loss = stored.loss or DistillationLoss
+    fields: list[tuple[str, Any, Any]] = [
+        ("kind", str, field(default=kind)),
+        ("adapter", stored.config, field(default_factory=stored.trained_config or stored.config)),
+        ("loss", loss, field(default_factory=loss)),
+        ("plan", stored.plan, field(default_factory=stored.trained_plan or stored.plan)),
+    ]
+    return make_dataclass(f"{kind.capitalize()}Recipe", fields, bases=(MethodRecipe,), frozen=True, kw_only=True)
+
+
+class MethodTraining(Trainable):
+    """The weights of such a method in training."""
+
+    def __init__(self, recipe: MethodRecipe, context: TrainContext, weights: Trained) -> None:
+        super().__init__(context)
+        self.recipe = recipe
+        self.weights = weights
+        objective = stored_of(recipe.kind).objective
+        assert objective is not None, f"{recipe.kind} has no objective of its own"
+        self.objective = objective(weights, recipe.loss)
+        self.depth = weights.depth
+
+    def finish(self) -> TrainedAdapter:
+        """Return the weights, with the draft that the recipe gives."""
+        return TrainedAdapter(self.recipe.plan, self.recipe.adapter, self.weights.tensors())

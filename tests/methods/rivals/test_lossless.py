@@ -1,0 +1,101 @@
+"""Rivals that draft never change the text, greedy or sampled, alone or among sixteen that come and go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.decode.oracles import chi_square, plain_text
+from tests.decode.runs import finish
+from tests.decode.test_sampled_text import LIKELY, SAMPLINGS, TINY, V, exact, sampled_texts
+from tests.decode.tiny_decoders import prompts
+from tests.methods.rivals.conftest import RIVALS, rival
+from vivace.core.sampling import Sampling
+from vivace.decode.request import Request, StopRule
+from vivace.decode.session import Session
+
+COUNT = 18
+LIMITS = [1 + (5 * place) % COUNT for place in range(9)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def texts(base):
+    """What plain decoding makes of nine prompts, by precision."""
+    return {dtype: [plain_text(base(dtype), prompt, COUNT) for prompt in prompts(9, seed=2)] for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", RIVALS)
+def test_greedy_text_is_plain_decoding_token_for_token(base, texts, dtype, name) -> None:
+    drafter = rival(name, base(dtype))
+    session = Session(base(dtype), num_slots=4, capacity=64, chunk=8)
+    requests = [Request(t.prompt, n, drafter) for t, n in zip(texts[dtype], LIMITS, strict=True)]
+    drafted = 0
+    for result, text, count in zip(finish(session, requests, every=2), texts[dtype], LIMITS, strict=True):
+        assert result.tokens == text.new[:count]
+        drafted += result.stats.num_draft_tokens
+    assert drafted > 40
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_slots_leave_nothing_behind(base, texts, name) -> None:
+    """Answers do not depend on who sat in the slot before, nor on requests that were cancelled."""
+    model = base(torch.bfloat16)
+    drafter = rival(name, model)
+    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    runs = []
+    for _ in range(2):
+        cancelled = session.admit(Request(texts[torch.bfloat16][3].prompt, COUNT, drafter))
+        for _ in range(3):
+            session.step()
+        session.cancel(cancelled)
+        [result] = finish(session, [Request(texts[torch.bfloat16][4].prompt, COUNT, drafter)])
+        assert result.tokens == texts[torch.bfloat16][4].new
+        runs.append(result.stats.num_accepted_draft_tokens)
+    assert runs[0] == runs[1]
+    for memory in ("_kept", "_pending", "_memory", "_offsets"):
+        assert not getattr(session.drafting(drafter), memory, {})
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_end_of_text_inside_a_draft_cuts_like_plain_decoding(base, texts, name) -> None:
+    model = base(torch.bfloat16)
+    drafter = rival(name, model)
+    text = texts[torch.bfloat16][1]
+    for place in (2, 5, 9):
+        stop = StopRule(end_tokens=frozenset([text.new[place]]))
+        session = Session(model, num_slots=1, capacity=64, chunk=8)
+        [result] = finish(session, [Request(text.prompt, COUNT, drafter, stop=stop)])
+        assert result.tokens == text.new[: text.new.index(text.new[place]) + 1]
+        assert result.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("medusa tree", "truncated"),
+        ("eagle chain", "penalised"),
+        ("deed chain", "temperature"),
+        ("lookahead", "truncated"),
+    ],
+)
+def test_the_law_is_the_targets(base, name, sampling) -> None:
+    model = base(torch.bfloat16, vocab=V, num_layers=3, **TINY)
+    counts, kept = sampled_texts(model, SAMPLINGS[sampling], rival(name, model))
+    assert chi_square(counts, exact(model, SAMPLINGS[sampling])) > LIKELY
+    assert kept > 0.02
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_sampling_is_reproducible(base, name) -> None:
+    model = base(torch.bfloat16)
+    drafter = rival(name, model)
+    hot = Sampling(do_sample=True, temperature=1.5)
+
+    def text(seed: int) -> tuple[int, ...]:
+        session = Session(model, num_slots=1, capacity=64)
+        return finish(session, [Request((5, 6), 14, drafter, hot, seed=seed)])[0].tokens
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
