@@ -1,5 +1,6 @@
-"""Hugging Face directories in and out: configuration, weights, tokenizer, adapters.
+"""Reading and writing Hugging Face directories: configuration, weights, tokenizer, adapters.
 
-The only room that imports transformers, huggingface_hub, safetensors and tokenizers. To add a model family:
-one translator in ``families.py`` and, where its tensors are named differently, one table in ``names.py``.
+The only room that imports transformers, huggingface_hub, safetensors and tokenizers. To add a model family,
+write one translator in ``translators.py``, list it in ``families.py`` and, where its tensors are named differently,
+add one table to ``names.py``.
 """

@@ -1,8 +1,8 @@
 """Adapters on disk: ``config.json`` (kind, base hash, plan, config) and ``adapter_model.safetensors``.
 
-An adapter belongs to one base. The base hash covers the base's configuration, every tensor's name, shape
-and dtype, and the bytes at both ends of every tensor: a different model is noticed in milliseconds, without
-reading the weights.
+An adapter belongs to one base model. The base hash covers the base's configuration, every tensor's name, shape
+and dtype, and the bytes at both ends of every tensor, so that a different model is noticed within milliseconds and
+without reading the weights.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from vivace.files import write_text
 CONFIG = "config.json"
 TENSORS = "adapter_model.safetensors"
 STORE = "store.json"
-"""Index of a store: a checkpoint in another form, which says what it was made from."""
+"""Index file of a store, which is a checkpoint in another form; its key "base" is the hash of the source checkpoint."""
 _END_BYTES = 64
 
 
 def base_hash(decoder_dir: str | Path) -> str:
-    """Fingerprint of a checkpoint, the same however it is sharded.
+    """Return the fingerprint of a checkpoint; it does not depend on how the weights are sharded.
 
     Returns:
-        64 hexadecimal digits.
+        64 hexadecimal digits (SHA-256).
 
     Raises:
-        NotFoundError: no such checkpoint.
-        CorruptError: a file of it is truncated.
+        NotFoundError: there is no such checkpoint.
+        CorruptError: one of its files is truncated.
     """
     folder = resolve(decoder_dir)
     if (folder / STORE).is_file():
@@ -50,7 +50,7 @@ def base_hash(decoder_dir: str | Path) -> str:
 
 
 def _ends(path: Path) -> list[tuple[str, bytes]]:
-    """(name, shape and dtype and end bytes) of each tensor of a safetensors file."""
+    """Return, for each tensor of a safetensors file, its name and its fingerprint (dtype, shape and end bytes)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -59,6 +59,7 @@ def _ends(path: Path) -> list[tuple[str, bytes]]:
 
 
 def _line(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> bytes:
+    """Return dtype and shape of a tensor as text, followed by its first and last ``_END_BYTES`` bytes."""
     first, stop = (start + offset for offset in entry["data_offsets"])
     size = min(_END_BYTES, stop - first)
     file.seek(first)
@@ -75,36 +76,38 @@ def save_adapter(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Write an adapter, complete or not at all.
+    """Write an adapter, completely or not at all.
 
     Args:
-        folder: directory, made if need be.
-        kind: the method it is for, such as "multirate".
+        folder: directory to write; it is created if it does not exist.
+        kind: name of the method the adapter is for, such as "multirate".
         base: ``base_hash`` of the checkpoint it was trained on.
-        plan: how it was trained; kept for the record.
-        config: the method's configuration.
-        tensors: its weights.
+        plan: how the weights are used when decoding (shape of drafts, thresholds); ``vivace tune`` replaces it.
+        config: configuration of the method.
+        tensors: weights of the method.
 
     Raises:
-        CheckpointError: the disk is full; what was there is as it was.
+        CheckpointError: the disk is full; the folder is left as it was.
     """
     with staged(folder) as staging:
         write_adapter(staging, {"kind": kind, "base_hash": base, "plan": plan, "config": config}, tensors)
 
 
 def write_adapter(folder: Path, written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """The two files of an adapter, ``written`` being its ``config.json``; call inside ``staged``."""
+    """Write the two files of an adapter, ``written`` being the content of ``config.json``; call it inside
+    ``staged``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / TENSORS, tensors)
     (folder / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def replace_plan(folder: str | Path, plan: Mapping[str, Any]) -> None:
-    """Give an adapter another plan; its weights stay as they are.
+    """Replace the plan in an adapter's ``config.json``; its weights are not touched.
 
     Raises:
-        NotFoundError: no adapter there.
-        OSError: the folder cannot be written; what was there is as it was.
+        NotFoundError: there is no adapter in the folder.
+        OSError: the folder cannot be written; the file is left as it was.
     """
     path = Path(folder) / CONFIG
     written = {**read_json(path), "plan": plan}
@@ -116,14 +119,14 @@ def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> t
 
     Args:
         folder: its directory.
-        expected_base_hash: ``base_hash`` of the checkpoint it shall run on; None does not check.
+        expected_base_hash: ``base_hash`` of the checkpoint it is to run on; None skips the check.
 
     Returns:
-        Its whole ``config.json`` ("kind", "base_hash", "plan", "config") and its weights, memory-mapped.
+        The whole ``config.json`` ("kind", "base_hash", "plan", "config") and the weights, memory-mapped.
 
     Raises:
-        NotFoundError: no adapter there.
-        MismatchError: it was trained on another base.
+        NotFoundError: there is no adapter in the folder.
+        MismatchError: the adapter was trained on another base.
         CorruptError: a file is truncated or a key is missing.
     """
     place = Path(folder)

@@ -1,10 +1,10 @@
-"""Training a tokenizer of one's own: a byte-level BPE in which the leading space comes last.
+"""Training a tokenizer: a byte-level BPE whose merges attach the leading space last.
 
-Plain byte-level BPE learns ``Ġthe`` before or after ``the`` as counts have it, so a rare word is often cut
+Plain byte-level BPE learns ``Ġthe`` before or after ``the``, whichever is more frequent, so a rare word is often cut
 differently at the start of a text, behind a bracket and behind a space. A small model that has to *copy* a
-name then must translate between two spellings. Here merges are learnt on words without their prefix (a
-space, or the underscore inside a column name), and merges that attach a prefix to a word's first piece
-follow after all of them. A word has the same inner pieces wherever it stands; only its first piece may carry
+name must then translate between two spellings. Here merges are learnt on words without their prefix (a
+space, or the underscore inside a column name), and the merges that attach a prefix to the first piece of a word
+follow after all others. A word therefore has the same inner pieces wherever it stands; only its first piece may carry
 the prefix. The result is an ordinary ``tokenizer.json`` (byte-level BPE of Wang et al. 2020, arXiv:1909.03341).
 """
 
@@ -22,7 +22,7 @@ from vivace.checkpoint.files import staged
 from vivace.errors import ConfigError
 
 END, USER, ASSISTANT, PAD = SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>")
-"""Ids 0 to 3."""
+"""Special tokens, with the ids 0 to 3."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role']=='assistant' %}{{ '<|assistant|>'+m['content']+'<|end|>' }}"
@@ -33,11 +33,13 @@ CHAT_TEMPLATE = (
 _WORDS = r"'(?:s|t|re|ve|m|ll|d)\b|[ _]?\p{L}+|[ _]?\p{N}+| ?[^\s\p{L}\p{N}_]+|_+|\s+(?!\S)|\s+"
 _PREFIXES = "Ġ_"  # the byte-level spelling of a space, and the underscore
 _CORE_SHARE = 0.68
-_COUNT_CAP = 4000  # of one word, so that a template's own words do not decide every merge
+# A word counts at most so often, so that the words of a prompt template do not decide every merge.
+_COUNT_CAP = 4000
 _SMALLEST = len(SPECIAL) + 256
 
 
 def _splitter() -> pre_tokenizers.Sequence:
+    """Return the pre-tokenizer that cuts text into words and spells them in bytes."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_WORDS), "isolated"),
@@ -47,17 +49,17 @@ def _splitter() -> pre_tokenizers.Sequence:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Pieces:
-    """Learn pieces from texts.
+    """Learn a vocabulary and its merges from texts.
 
     Args:
-        texts: prompts and answers, as they are, without chat template.
-        vocab_size: pieces in all; 256 bytes and 4 special tokens are among them.
+        texts: prompts and answers as they are, without a chat template.
+        vocab_size: number of pieces, counting the 256 bytes and the 4 special tokens.
 
     Returns:
-        The tokenizer, without a template.
+        The tokenizer, without a chat template.
 
     Raises:
-        ConfigError: fewer pieces than bytes, or no text.
+        ConfigError: ``vocab_size`` is smaller than bytes and special tokens together, or there is no text.
     """
     if vocab_size < _SMALLEST:
         raise ConfigError(f"vocab_size {vocab_size} is less than the {_SMALLEST} bytes and special tokens")
@@ -75,10 +77,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Pieces:
 
 
 def save_bpe(pieces: Pieces, folder: str | Path, max_positions: int) -> None:
-    """Write ``tokenizer.json``, its configuration and the chat template.
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and the chat template.
 
     Raises:
-        CheckpointError: the folder cannot be written; it is as it was.
+        CheckpointError: the folder cannot be written; it is left as it was.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -95,9 +97,9 @@ def save_bpe(pieces: Pieces, folder: str | Path, max_positions: int) -> None:
 
 
 def spelling(piece: str) -> tuple[str, str, str]:
-    """What a piece is made of: (prefix, letters in lower case, case).
+    """Split a piece into (prefix, letters in lower case, case), where case is "lower", "upper", "title" or "none".
 
-    Pieces that differ in prefix or case only are the same letters: a good start for their embeddings.
+    Pieces that differ only in prefix or case have the same letters, so their embeddings can start from the same vector.
     """
     prefix, core = "", piece
     if len(piece) > 1 and piece[0] in _PREFIXES and piece not in SPECIAL:
@@ -112,11 +114,12 @@ def spelling(piece: str) -> tuple[str, str, str]:
 
 
 def _bare(word: str) -> str:
+    """Return a word without its leading space or underscore."""
     return word[1:] if len(word) > 1 and word[0] in _PREFIXES else word
 
 
 def _core(words: Counter[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Pieces and merges of words without their prefix."""
+    """Learn pieces and merges from the words without their prefix."""
     bare: Counter[str] = Counter()
     for word, count in words.items():
         bare[_bare(word)] += count
@@ -137,7 +140,7 @@ def _core(words: Counter[str], vocab_size: int) -> tuple[dict[str, int], list[tu
 def _attach_prefixes(
     words: Counter[str], vocab: dict[str, int], merges: list[tuple[str, str]], vocab_size: int
 ) -> None:
-    """Fill the vocabulary with prefix + first piece, the most frequent first."""
+    """Fill the rest of the vocabulary with prefix + first piece of a word, the most frequent first."""
     cutter = Pieces(models.BPE(vocab=vocab, merges=merges))
     firsts: Counter[tuple[str, str]] = Counter()
     for word, count in words.items():

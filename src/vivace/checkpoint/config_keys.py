@@ -1,7 +1,7 @@
 """Reading a ``config.json`` so that no key is overlooked.
 
-Every key is either taken by the family's translator, known to leave the mathematics of inference alone
-(``HARMLESS``), or refused by name. A new key of a new transformers version is therefore an error here, not
+Every key is either read by the family's translator, known not to change the mathematics of inference
+(``HARMLESS``), or refused by name. A new key of a new transformers version is therefore an error here instead of
 a wrong answer later.
 """
 
@@ -14,7 +14,7 @@ from vivace.errors import ConfigError, UnsupportedError
 
 HARMLESS = frozenset(
     {
-        # what wrote it, and how it is to be run elsewhere
+        # the program that wrote the file, and settings for running it elsewhere
         *("_name_or_path", "architectures", "auto_map", "model_type", "name_or_path", "transformers_version"),
         *("transformers.js_config", "unsloth_version", "unsloth_fixed", "torchscript", "use_cache", "use_bfloat16"),
         *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "cache_implementation"),
@@ -25,10 +25,10 @@ HARMLESS = frozenset(
         *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "layerdrop", "resid_pdrop"),
         *("activation_dropout", "init_std", "initializer_range", "router_aux_loss_coef", "router_jitter_noise"),
         *("classifier_dropout", "summary_first_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"),
-        # tokens: the tokenizer and generation_config.json decide
+        # special tokens, which the tokenizer and generation_config.json define
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
         *("forced_bos_token_id", "forced_eos_token_id", "tokenizer_class", "unk_token_id"),
-        # generation settings that old versions wrote here; generation_config.json holds those in force
+        # generation settings written here by old versions; those in generation_config.json apply
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length"),
         *("min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences"),
@@ -47,16 +47,16 @@ HARMLESS = frozenset(
         ),
     }
 )
-"""Keys that leave the numbers of a text-generating forward pass as they are, whatever their value."""
+"""Keys that do not change the numbers of a text-generating forward pass, whatever their value."""
 
 NEUTRAL: Mapping[str, Any] = {"pruned_heads": {}, "is_encoder_decoder": False, "add_cross_attention": False}
-"""Keys that old versions wrote everywhere, and the value that switches them off."""
+"""Keys that old versions wrote into every file, with the value that switches them off."""
 
 _REQUIRED = object()
 
 
 class Keys:
-    """A ``config.json`` that remembers which of its keys were read.
+    """A ``config.json`` together with a record of which of its keys have been read.
 
     Args:
         raw: the parsed file.
@@ -70,7 +70,7 @@ class Keys:
         self._read: set[str] = set()
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Value of a key; a missing key or null means ``default``, or else the family's.
+        """Return the value of a key; if it is missing or null, the family's default, or else ``default``.
 
         Raises:
             ConfigError: the key is missing and there is no default.
@@ -86,29 +86,29 @@ class Keys:
         return default
 
     def written(self, name: str) -> Any:
-        """Value of a key as written, None when it is missing or null."""
+        """Return the value of a key as it is in the file, None if it is missing or null; no default applies."""
         self._read.add(name)
         return self.raw.get(name)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse any value of a key but these; a missing key is fine.
+        """Refuse every value of a key except ``allowed``; a missing key is accepted.
 
         Raises:
-            UnsupportedError: another value stands there.
+            UnsupportedError: the key has another value.
         """
         value = self.take(name, None)
         if value is not None and value not in allowed:
             raise self.refusal(name, value, f"only {' or '.join(repr(a) for a in allowed)} is supported")
 
     def refusal(self, name: str, value: Any, reason: str) -> UnsupportedError:
-        """The sentence that names the key."""
+        """Return the error to raise for a key whose value is not supported."""
         return UnsupportedError(f"config.json says {name} = {value!r}, which changes the mathematics; {reason}")
 
     def finish(self) -> None:
-        """Refuse what nobody read.
+        """Refuse every key that has not been read.
 
         Raises:
-            UnsupportedError: a key is neither used nor known to be harmless.
+            UnsupportedError: a key is neither read nor known to be harmless.
         """
         unread = {k: v for k, v in self.raw.items() if k not in self._read and k not in HARMLESS}
         rest = {k: v for k, v in unread.items() if k not in NEUTRAL or v != NEUTRAL[k]}

@@ -1,7 +1,7 @@
 """Model families: how checkpoints of each ``model_type`` are read.
 
-A family is three things: the defaults transformers uses for keys a file leaves out, a translator
-(``translators.py``) and the table of tensor names (``names.py``).
+A family consists of the defaults that transformers uses for missing keys, a translator (``translators.py``) and
+the table of tensor names (``names.py``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from vivace.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Family:
-    """How checkpoints of one ``model_type`` are read."""
+    """The three things needed to read checkpoints of one ``model_type``."""
 
     translate: Callable[[Keys], Fields]
+    """Turns the keys of ``config.json`` into fields of ``ModelConfig``."""
     names: Names
+    """Table of tensor names."""
     defaults: Mapping[str, Any]
-    """What transformers assumes for keys that a file leaves out."""
+    """Values that transformers assumes for keys missing from the file."""
 
 
 _LLAMA: Fields = {"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
@@ -74,18 +76,19 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(translators.qwen3, names.QWEN3, _QWEN | {"head_dim": 128}),
     "qwen3_moe": Family(translators.qwen3_moe, names.QWEN3_MOE, _QWEN3_MOE),
 }
-"""``model_type`` -> how it is read."""
+"""All supported families by ``model_type``."""
 
 _OUTER = frozenset(
     {"text_config", "vision_config", "mm_tokens_per_image", *(f"{x}_token_index" for x in ("boi", "eoi", "image"))}
 )
+"""Keys of a multimodal file that do not concern its language model."""
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a ``config.json``.
+    """Return the family of a parsed ``config.json``.
 
     Raises:
-        UnsupportedError: its ``model_type`` is not one we read.
+        UnsupportedError: its ``model_type`` is not supported.
     """
     kind = raw.get("model_type")
     if kind not in FAMILIES:
@@ -94,14 +97,14 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def translate(raw: Mapping[str, Any]) -> ModelConfig:
-    """A Hugging Face ``config.json`` as a ``ModelConfig``.
+    """Translate a Hugging Face ``config.json`` into a ``ModelConfig``.
 
     Args:
         raw: the parsed file.
 
     Raises:
-        UnsupportedError: the family, or a key that would change the mathematics, is not supported.
-        ConfigError: a needed key is missing, or numbers contradict each other.
+        UnsupportedError: the family is not supported, or a key that would change the mathematics.
+        ConfigError: a required key is missing, or numbers contradict each other.
     """
     family = family_of(raw)
     keys = Keys(_text_part(raw), family.defaults)
@@ -111,7 +114,7 @@ def translate(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's half of a multimodal file; any other file as it is."""
+    """Return the settings of the language model inside a multimodal file; any other file is returned unchanged."""
     inner = raw.get("text_config")
     if raw["model_type"] != "gemma3" or not isinstance(inner, Mapping):
         return raw

@@ -1,8 +1,8 @@
 """Checkpoint directories and the safetensors files in them.
 
-Tensors are views of a memory map: nothing is read until it is used, and what is used as stored is never
-copied. Saving writes a whole folder beside the target and then moves its files into place, so a full disk
-or a crash leaves what was there.
+Tensors are views of a memory map: nothing is read before it is used, and what is used in its stored form is never
+copied. Saving writes a complete folder beside the target and then moves its files into place, so that a full disk
+or a crash leaves the previous files intact.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vivace.units import format_bytes
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OWN_DRAFT = "draft"
-"""Folder within a checkpoint: a smaller one that drafts for it."""
+"""Folder inside a checkpoint that holds a smaller checkpoint to draft with."""
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
-"""What is fetched of a Hub repository: no pickles, no other formats."""
+"""Files that are downloaded from a Hub repository; pickles and other formats are not."""
 
 
 def resolve(path: str | Path) -> Path:
-    """A checkpoint directory: the one named, or the local copy of a Hub repository, fetched if need be.
+    """Return a checkpoint directory: the one named, or the local copy of a Hub repository, downloaded if necessary.
 
     Args:
-        path: a directory, or a Hub id such as ``owner/name``; ``HF_HUB_OFFLINE=1`` keeps to local copies.
+        path: a directory, or a Hub id such as ``owner/name``; with ``HF_HUB_OFFLINE=1`` only local copies are used.
 
     Raises:
-        NotFoundError: neither a directory nor an id that can be had.
+        NotFoundError: ``path`` is neither a directory nor a Hub repository that can be downloaded.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -72,11 +72,11 @@ def _from_hub(name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        NotFoundError: no such file.
-        CorruptError: not a JSON object.
+        NotFoundError: there is no such file.
+        CorruptError: the file does not contain a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -90,32 +90,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint by name, memory-mapped, over one file or several shards."""
+    """The tensors of a checkpoint by name, memory-mapped from one file or several shards."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
-        """Map files.
+        """Map the files.
 
         Args:
-            paths: tensor name -> file; from ``open_tensors``.
+            paths: the file of each tensor, by tensor name; ``tensor_paths`` returns it.
         """
         self._handles = {path: _open(path) for path in dict.fromkeys(paths.values())}
         self._paths = dict(paths)
 
     def release(self) -> None:
-        """Map the files anew: what nobody holds a view of any more leaves memory."""
+        """Map the files anew, so that pages no view refers to any more leave memory."""
         self._handles = {path: _open(path) for path in self._handles}
 
     @property
     def names(self) -> Sequence[str]:
-        """Stored tensors."""
+        """Names of the stored tensors."""
         return tuple(self._paths)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stored tensor."""
+        """Return the shape of a stored tensor without reading it."""
         return tuple(self._slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A stored tensor as a view of the map."""
+        """Return a stored tensor as a view of the memory map."""
         found: Tensor = self._handles[self._paths[name]].get_tensor(name)
         return found
 
@@ -124,17 +124,17 @@ class TensorFiles:
 
 
 def open_tensors(folder: Path) -> TensorFiles:
-    """Weights of a checkpoint directory.
+    """Open the weights of a checkpoint directory.
 
     Raises:
-        NotFoundError: no safetensors weights, or a shard is missing.
-        CorruptError: a file is truncated or its index lies.
+        NotFoundError: there are no safetensors weights, or a shard is missing.
+        CorruptError: a file is truncated, or the index lists tensors that the shards do not hold.
     """
     return TensorFiles(tensor_paths(folder))
 
 
 def tensor_paths(folder: Path) -> dict[str, Path]:
-    """Stored tensor -> file, from the index or the single file; raises as ``open_tensors``."""
+    """Return the file of each stored tensor, from the index or the single file; raises like ``open_tensors``."""
     if (folder / INDEX).is_file():
         listed: Mapping[str, str] = read_json(folder / INDEX).get("weight_map") or {}
         missing = sorted({shard for shard in listed.values() if not (folder / shard).is_file()})
@@ -153,7 +153,7 @@ def tensor_paths(folder: Path) -> dict[str, Path]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one safetensors file; raises as ``open_tensors``."""
+    """Return all tensors of one safetensors file; raises like ``open_tensors``."""
     if not path.is_file():
         raise NotFoundError(f"{path.parent} has no {path.name}")
     handle = _open(path)
@@ -170,16 +170,16 @@ def _open(path: Path) -> Any:
 
 @contextmanager
 def staged(folder: str | Path) -> Iterator[Path]:
-    """Directory to write to, whose files move into ``folder`` when the block ends well.
+    """Yield a directory to write to; its files move into ``folder`` when the block ends without an error.
 
-    It lies beside the target on the same disk; files of the target that are not written again stay. Folders in it
-    are merged with those of the target.
+    The directory lies beside the target on the same disk. Its folders are merged with those of the target, and files of
+    the target that are not written again are kept.
 
     Yields:
         Path: an empty directory.
 
     Raises:
-        CheckpointError: the disk is full or may not be written; the target is as it was.
+        CheckpointError: the disk is full or may not be written; the target is left as it was.
     """
     target = Path(folder)
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -198,14 +198,14 @@ def staged(folder: str | Path) -> Iterator[Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, readable by transformers; call inside ``staged``."""
+    """Write one safetensors file that transformers can read; call it inside ``staged``."""
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def summary(names: Sequence[str], limit: int = 5) -> str:
-    """The first few names and how many more there are."""
+    """Return the first ``limit`` names, and how many more there are, as text for an error message."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 

@@ -1,4 +1,4 @@
-"""``generation_config.json``: what a checkpoint's makers want generation to default to."""
+"""Defaults for generation that a checkpoint's authors chose, read from ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HONOURED = (
     *("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "max_length", "stop_strings"),
 )
-"""Settings handed on as defaults."""
+"""Settings that are used as defaults."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "assistant_early_exit": (None,),
@@ -43,18 +43,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (None, 1.0),
     "watermarking_config": (None,),
 }
-"""Settings that would change the text, and the values at which they do not."""
+"""Settings that would change the text, with the values at which they have no effect."""
 
 
 def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
-    """Generation settings of a checkpoint that are set, under their Hugging Face names.
+    """Return the generation settings of a checkpoint that are set, under their Hugging Face names.
 
     Args:
-        path: directory or Hub id; without ``generation_config.json`` the mapping is empty.
+        path: directory or Hub id; without ``generation_config.json`` the result is empty.
 
     Raises:
-        UnsupportedError: the file asks for something we do not do.
-        NotFoundError: no such checkpoint.
+        UnsupportedError: the file has a setting that is not supported.
+        NotFoundError: there is no such checkpoint.
         CorruptError: the file is not JSON.
     """
     found = _read(resolve(path))
@@ -68,7 +68,7 @@ def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
 
 
 def load_eos_ids(path: str | Path) -> tuple[int, ...]:
-    """End-of-text ids as transformers would use them: ``generation_config.json``, else ``config.json``."""
+    """Return the end-of-text ids that transformers would use: ``generation_config.json``, or else ``config.json``."""
     folder = resolve(path)
     for found in (_read(folder), read_json(folder / "config.json")):
         ids = found.get("eos_token_id")
@@ -78,5 +78,6 @@ def load_eos_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    """Return the content of ``generation_config.json``; empty if there is no such file."""
     file = folder / "generation_config.json"
     return read_json(file) if file.is_file() else {}

@@ -1,12 +1,13 @@
-"""A Llama checkpoint -> one GGUF file that llama.cpp runs: the same numbers under other names.
+"""Writing a Llama checkpoint as one GGUF file that llama.cpp runs.
 
-Two things differ besides the names. Checkpoints rotate component i of a head together with component i + D/2,
-llama.cpp rotates neighbours, so the rows of queries and keys change places. And rotary frequencies that are
-stretched (linear, llama3) are stored as divisors, one for each pair of components.
+Besides the names, two things differ from the checkpoint. Checkpoints rotate component i of a head together with
+component i + D/2, whereas llama.cpp rotates neighbours, so the rows of queries and keys are reordered. And rotary
+frequencies that are stretched (linear, llama3) are stored as divisors, one for each pair of components.
 
-Matrices are stored as asked, vectors (norms, biases) as float32, which llama.cpp wants. A tied head is left out,
-and llama.cpp uses the embedding. There is no mixture of kinds: with q4_0 the head is q4_0 too, where llama.cpp's own
-tool keeps it at six bits, so the file is smaller and faster, and its quality a little lower.
+Matrices are stored in the requested format, vectors (norms, biases) as float32, which llama.cpp requires. A head that
+is tied to the embedding is left out; llama.cpp then uses the embedding. All matrices have the same format: with q4_0
+the head is q4_0 too, where llama.cpp's own tool keeps it at six bits, so our file is smaller and faster and its
+quality a little lower.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ FAMILY = "llama"
 """``model_type`` of the checkpoints that can be written."""
 
 _STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+"""GGUF format of each dtype of a checkpoint."""
 _WHOLE: Mapping[str, tuple[str, ...]] = {
     "embedding": ("token_embd.weight",),
     "final_norm.weight": ("output_norm.weight",),
@@ -47,18 +49,19 @@ _LAYER: Mapping[str, tuple[str, ...]] = {
     "feed_forward.up": ("ffn_gate", "ffn_up"),
     "feed_forward.down": ("ffn_down",),
 }
-"""Our parameter -> GGUF's names, in the order of its pieces."""
+"""GGUF names of each of our parameters, in the order of the pieces it is made of."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a checkpoint."""
+    """The file that was written."""
 
     path: Path
     kind: str
+    """Format of the matrices, a name of ``gguf_blocks.KINDS``."""
     num_bytes: int
     splits_text_alike: bool
-    """Whether llama.cpp knows how this tokenizer splits text; without it token ids have to be given."""
+    """Whether llama.cpp splits text like this tokenizer does; if not, it has to be given token ids."""
 
 
 def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *, tokenizer: bool = True) -> Written:
@@ -66,14 +69,15 @@ def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *,
 
     Args:
         source: directory or Hub id of a Llama checkpoint.
-        out: the file.
-        kind: how matrices are stored: a name of ``gguf_blocks.KINDS``; "auto" is what the checkpoint has.
-        tokenizer: write the tokenizer too; without it llama.cpp runs on token ids only.
+        out: the file to write.
+        kind: format of the matrices, a name of ``gguf_blocks.KINDS``; "auto" keeps the checkpoint's.
+        tokenizer: whether to write the tokenizer; without it llama.cpp runs on token ids only.
 
     Raises:
-        UnsupportedError: another family, a setting that GGUF's Llama does not have, or a tokenizer it cannot hold.
-        ConfigError: no such kind.
-        CheckpointError: the checkpoint is missing or broken, or the disk is full; what was at ``out`` is as it was.
+        UnsupportedError: the family is not Llama, a setting does not exist in GGUF's Llama, or GGUF cannot hold the
+            tokenizer.
+        ConfigError: there is no such format.
+        CheckpointError: the checkpoint is missing or broken, or the disk is full; ``out`` is left as it was.
     """
     folder = resolve(source)
     raw = read_json(folder / "config.json")
@@ -94,7 +98,7 @@ def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *,
 
 
 def _require_plain(config: ModelConfig) -> None:
-    """Refuse what a Llama checkpoint may say and llama.cpp's Llama does not compute."""
+    """Refuse settings that a Llama checkpoint may have and that llama.cpp's Llama does not compute."""
     rope = config.rope(0)
     for is_fine, what in (
         (config.activation == "silu", f"activation {config.activation}"),
@@ -106,10 +110,12 @@ def _require_plain(config: ModelConfig) -> None:
 
 
 def _stored_kind(stored: TensorFiles, piece: Piece) -> str:
+    """Return the GGUF format that corresponds to the dtype of a stored tensor."""
     return _STORED[str(stored.tensor(piece.name).dtype).removeprefix("torch.")]
 
 
 def _model_keys(c: ModelConfig, name: str, kind: Kind) -> dict[str, Value]:
+    """Return the GGUF keys that describe the model."""
     return {
         "general.architecture": FAMILY,
         "general.name": name,
@@ -133,7 +139,7 @@ def _model_keys(c: ModelConfig, name: str, kind: Kind) -> dict[str, Value]:
 def _entries(
     ours: str, pieces: tuple[Piece, ...], stored: TensorFiles, config: ModelConfig, kind: Kind
 ) -> Iterator[Entry]:
-    """One of our parameters as the tensors GGUF has for it."""
+    """Yield the GGUF tensors that one of our parameters becomes."""
     for name, piece in zip(_gguf_names(ours), pieces, strict=True):
         shape = stored.shape(piece.name)
         stem = name.split(".")[-2]
@@ -143,6 +149,7 @@ def _entries(
 
 
 def _gguf_names(ours: str) -> tuple[str, ...]:
+    """Return the GGUF names of one of our parameters."""
     if ours in _WHOLE:
         return _WHOLE[ours]
     _, layer, rest = ours.split(".", 2)
@@ -151,7 +158,7 @@ def _gguf_names(ours: str) -> tuple[str, ...]:
 
 
 def _rows(read: Callable[[], Tensor], heads: int | None) -> Tensor:
-    """A stored tensor, the rows of its heads in the order llama.cpp rotates."""
+    """Read a stored tensor; with ``heads`` given, reorder the rows of each head the way llama.cpp rotates them."""
     values = read()
     if heads is None:
         return values
@@ -160,7 +167,7 @@ def _rows(read: Callable[[], Tensor], heads: int | None) -> Tensor:
 
 
 def _rope_entry(config: ModelConfig) -> Iterator[Entry]:
-    """Divisors of the rotary frequencies, where they are not plain."""
+    """Yield the divisors of the rotary frequencies, if there are any."""
     rope = config.rope(0)
     if rope.kind == "default":
         return

@@ -1,11 +1,11 @@
-"""Values as GGUF files store them: whole numbers of bits, or blocks of 32 that share a scale.
+"""Number formats of GGUF files: whole values, or blocks of 32 values that share a scale.
 
     f32, f16, bf16   one value after the other
     q8_0             32 x 8 bits, x = d q,        d = max |x| / 127
     q4_0             32 x 4 bits, x = d (q - 8),  d = m / -8, m the value of the largest magnitude
 
-The scale d is stored as float16, so a block of q8_0 takes 34 bytes and one of q4_0 18. Rounding is that of the
-format's reference implementation (ggml, ``quantize_row_*_ref``), so that our files hold what its tools would write.
+The scale d is stored as float16, so a block of q8_0 takes 34 bytes and one of q4_0 18. Values are rounded like in the
+format's reference implementation (ggml, ``quantize_row_*_ref``), so that the files are those its tools would write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from vivace.errors import ConfigError, UnsupportedError, nearest
 
 BLOCK = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -29,22 +29,23 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to store values."""
+    """One number format."""
 
     name: str
     code: int
-    """``ggml_type``, in a tensor's entry."""
+    """Its ``ggml_type``, written in the entry of each tensor."""
     file_code: int
-    """``general.file_type`` of a file whose matrices are stored so."""
+    """The ``general.file_type`` of a file whose matrices have this format."""
     block: int
-    """Values per block."""
+    """Number of values in a block."""
     block_bytes: int
+    """Number of bytes that a block takes."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor.
+        """Return the number of bytes that a tensor of this shape takes.
 
         Raises:
-            UnsupportedError: its rows are not whole blocks.
+            UnsupportedError: the rows are not a whole number of blocks.
         """
         if shape[-1] % self.block:
             raise UnsupportedError(
@@ -63,14 +64,14 @@ KINDS: Mapping[str, Kind] = {
         Kind("q4_0", 2, 2, BLOCK, 2 + BLOCK // 2),
     )
 }
-"""Name -> how it stores values."""
+"""All formats by name."""
 
 
 def find_kind(name: str) -> Kind:
-    """The kind of that name.
+    """Return the format of that name.
 
     Raises:
-        ConfigError: no such kind; names the nearest.
+        ConfigError: there is no such format; the message names the nearest.
     """
     if name not in KINDS:
         raise ConfigError(f"GGUF type {name!r} is not written here{nearest(name, KINDS)}")
@@ -78,14 +79,14 @@ def find_kind(name: str) -> Kind:
 
 
 def encode(values: Tensor, kind: Kind) -> Bytes:
-    """Stored bytes of a tensor, its last dimension being the one that is cut into blocks.
+    """Return the stored bytes of a tensor; its last dimension is the one that is cut into blocks.
 
     Args:
         values: (..., n) of any floating dtype, n a multiple of ``kind.block``.
-        kind: how to store it.
+        kind: the format.
 
     Raises:
-        UnsupportedError: a value or a scale is beyond float16's range.
+        UnsupportedError: a value or a scale is outside the range of float16.
     """
     if kind.name == "bf16":
         return _raw(values.to(torch.bfloat16).contiguous().view(torch.int16).numpy())
@@ -101,6 +102,7 @@ def encode(values: Tensor, kind: Kind) -> Bytes:
 
 
 def _q8_0(blocks: Floats) -> Bytes:
+    """Encode blocks (n, 32) as q8_0: the scale, then 32 signed bytes."""
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     scaled = (blocks * _inverse(scale)).astype(np.float64)
     codes = np.copysign(np.floor(np.abs(scaled) + 0.5), scaled).astype(np.int8)  # halves away from zero
@@ -108,6 +110,9 @@ def _q8_0(blocks: Floats) -> Bytes:
 
 
 def _q4_0(blocks: Floats) -> Bytes:
+    """Encode blocks (n, 32) as q4_0: the scale, then 16 bytes, value i in the low half of byte i and value i + 16 in
+    the high.
+    """
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
     scale = largest / np.float32(-8)
     codes = np.minimum(15, (blocks * _inverse(scale) + np.float32(8.5)).astype(np.uint8))
@@ -116,11 +121,16 @@ def _q4_0(blocks: Floats) -> Bytes:
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / d; 0 where d is 0 as float16, and so would be every value."""
+    """Return 1 / scale, and 0 where the scale becomes 0 in float16, since every value of that block then reads as 0."""
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) > 2.0**-25)
 
 
 def _half(values: Floats) -> npt.NDArray[np.float16]:
+    """Round values to float16.
+
+    Raises:
+        UnsupportedError: a finite value becomes infinite.
+    """
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
     if np.isinf(half).any() and np.isfinite(values).all():
@@ -131,4 +141,5 @@ def _half(values: Floats) -> npt.NDArray[np.float16]:
 
 
 def _raw(values: npt.NDArray[np.generic]) -> Bytes:
+    """Return the bytes of an array."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

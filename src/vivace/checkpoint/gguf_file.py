@@ -1,13 +1,13 @@
 """GGUF, the file format of llama.cpp: a header of typed keys, a table of tensors, then their bytes.
 
-Version 3, little-endian, as the public description in ggml's repository (``docs/gguf.md``) has it:
+Version 3, little-endian, as described in ggml's repository (``docs/gguf.md``):
 
     "GGUF"  version u32  tensors u64  keys u64
     keys     name, type u32, value; strings and arrays with their length (u64) before them
     tensors  name, dimensions u32, sizes u64 innermost first, kind u32, offset u64 from the first byte of data
     data     every tensor at a multiple of 32 bytes
 
-Tensors are encoded while they are written, a few rows at a time, so that a file needs no memory of its size.
+Tensors are encoded a few rows at a time while they are written, so memory does not grow with the size of the file.
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ from vivace.errors import CheckpointError
 from vivace.files import replacing
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-"""Integers are written as u32 (i32 in arrays), floats as f32."""
+"""Value of a key. Integers are written as u32 (i32 in arrays), floats as f32."""
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 _U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _PART = 1 << 22
-"""Values encoded at once."""
+"""Number of values that are encoded at once."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file, read when it is written."""
+    """One tensor of a file; its values are read when it is written."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind
     read: Callable[[], Tensor]
+    """Returns the values, of the given shape."""
 
 
 def write_gguf(path: str | Path, keys: Mapping[str, Value], entries: Sequence[Entry]) -> int:
-    """Write a file, complete or not at all.
+    """Write a file, completely or not at all.
 
     Args:
-        path: the file.
-        keys: what it says about itself.
+        path: the file to write.
+        keys: names and values of the header.
         entries: its tensors, in order.
 
     Returns:
-        Its bytes.
+        The size of the file in bytes.
 
     Raises:
-        CheckpointError: the disk is full or may not be written; what was there is as it was.
-        UnsupportedError: a tensor cannot be stored so.
+        CheckpointError: the disk is full or may not be written; a previous file is left as it was.
+        UnsupportedError: a tensor cannot be stored in its format.
     """
     header = _header(keys, entries)
     try:
@@ -75,6 +76,7 @@ def write_gguf(path: str | Path, keys: Mapping[str, Value], entries: Sequence[En
 
 
 def _header(keys: Mapping[str, Value], entries: Sequence[Entry]) -> bytes:
+    """Return the header and the table of tensors, each with its offset into the data."""
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(entries), len(keys))]
     parts += [_string(name) + _typed(value) for name, value in keys.items()]
     offset = 0
@@ -87,7 +89,7 @@ def _header(keys: Mapping[str, Value], entries: Sequence[Entry]) -> bytes:
 
 
 def _typed(value: Value) -> bytes:
-    """Type and value of a key."""
+    """Encode the type and the value of a key."""
     if isinstance(value, bool):
         return struct.pack("<I?", _BOOL, value)
     if isinstance(value, int):
@@ -105,11 +107,13 @@ def _typed(value: Value) -> bytes:
 
 
 def _string(text: str) -> bytes:
+    """Encode a string: its length in bytes, then UTF-8."""
     raw = text.encode()
     return struct.pack("<Q", len(raw)) + raw
 
 
 def _write(file: BinaryIO, entry: Entry) -> None:
+    """Encode the values of a tensor and write them, a few rows at a time."""
     values = entry.read()
     assert tuple(values.shape) == entry.shape, f"{entry.name} is {list(values.shape)}, not {list(entry.shape)}"
     start = file.tell()
@@ -119,8 +123,10 @@ def _write(file: BinaryIO, entry: Entry) -> None:
 
 
 def _pad(file: BinaryIO) -> None:
+    """Write zeros up to the next multiple of ``ALIGNMENT``."""
     file.write(bytes(_aligned(file.tell()) - file.tell()))
 
 
 def _aligned(offset: int) -> int:
+    """Round an offset up to the next multiple of ``ALIGNMENT``."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,9 @@
-"""``tokenizer.json`` -> the tokenizer section of a GGUF file.
+"""Translating ``tokenizer.json`` into the tokenizer keys of a GGUF file.
 
-llama.cpp has two kinds that Llama checkpoints use: byte-level BPE ("gpt2": pieces and merges) and SentencePiece's BPE
-("llama": pieces and scores). Byte-level BPE first splits the text by a pattern, and llama.cpp has a closed list of
-patterns by name; for another one its "default" is written, and `TokenizerKeys.splits_alike` is false.
+llama.cpp has two kinds of tokenizer that Llama checkpoints use: byte-level BPE ("gpt2": pieces and merges) and
+SentencePiece's BPE ("llama": pieces and scores). Byte-level BPE first splits the text by a pattern, and llama.cpp has
+a closed list of patterns, each with a name. If the pattern is not in the list, llama.cpp's "default" is written and
+`TokenizerKeys.splits_alike` is false.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _PATTERNS: Mapping[str, str] = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
-"""Pattern of a byte-level tokenizer -> llama.cpp's name for it."""
+"""llama.cpp's name of each pattern by which a byte-level tokenizer splits text."""
 
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """The tokenizer section."""
+    """The tokenizer keys of a GGUF file."""
 
     keys: dict[str, Value]
     splits_alike: bool
-    """Whether llama.cpp will split text as the checkpoint does."""
+    """Whether llama.cpp splits text as the checkpoint's tokenizer does."""
 
 
 def tokenizer_keys(folder: Path, vocab_size: int) -> TokenizerKeys:
-    """The tokenizer section of a checkpoint.
+    """Return the tokenizer keys of a checkpoint.
 
     Args:
         folder: the checkpoint.
-        vocab_size: V; ids the tokenizer does not have are written as unused.
+        vocab_size: V; ids that the tokenizer does not have are written as unused.
 
     Raises:
         NotFoundError: there is no ``tokenizer.json``.
         MismatchError: the tokenizer has more ids than the model.
-        UnsupportedError: not a BPE of the two kinds.
+        UnsupportedError: the tokenizer is not a BPE of one of the two kinds.
     """
     if not (folder / "tokenizer.json").is_file():
         raise NotFoundError(f"{folder} has no tokenizer.json, from which the GGUF file's tokenizer is written")
@@ -84,6 +85,7 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> TokenizerKeys:
 def _type(
     index: int, pieces: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], unknown: str | None, is_bytes: bool
 ) -> int:
+    """Return GGUF's type of a token."""
     piece = pieces.get(index)
     if piece is None:
         return _UNUSED
@@ -96,7 +98,10 @@ def _type(
 
 
 def _scores(texts: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """llama.cpp joins the pair whose union scores highest first: minus the rank of the merge that makes it."""
+    """Return a score for each piece: minus the rank of the merge that makes it.
+
+    llama.cpp joins the pair whose union has the highest score, which is then the pair whose merge was learnt first.
+    """
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -104,13 +109,13 @@ def _scores(texts: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def _adds_space(found: Mapping[str, Any]) -> bool:
-    """Whether a text begins as if a space stood before it."""
+    """Return whether a text is tokenized as if a space stood before it."""
     parts = json.dumps([found.get("normalizer"), found.get("pre_tokenizer")])
     return '"Prepend"' in parts or '"prepend_scheme": "first"' in parts or '"prepend_scheme": "always"' in parts
 
 
 def _split_name(pre: Mapping[str, Any] | None) -> str | None:
-    """llama.cpp's name for how text is split, None where it has none."""
+    """Return llama.cpp's name for the way the text is split, None if it has none."""
     steps = [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
@@ -128,7 +133,7 @@ def _split_name(pre: Mapping[str, Any] | None) -> str | None:
 
 
 def _special_keys(tokenizer: Tokenizer) -> dict[str, Value]:
-    """Ids with a meaning, and the chat template."""
+    """Return the keys for the ids of special tokens and for the chat template."""
     inner, keys = tokenizer.inner, {}
     if tokenizer.eos_ids:
         keys["tokenizer.ggml.eos_token_id"] = tokenizer.eos_ids[0]

@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint -> ``Decoder``, strictly: what is missing, unexpected or of another shape is named.
+"""Loading a Hugging Face checkpoint into a ``Decoder``; tensors that are missing, unexpected or misshapen are an error.
 
-The decoder is built without memory (``meta``) and every parameter is put in its place once: as a view of
-the file where it is stored as we use it, as one copy where we fuse several (query/key/value, gate/up), and
-converted where another dtype is asked for. There is no moment with two copies of the weights.
+The decoder is built without memory (on the ``meta`` device) and every parameter is put in its place once: as a view
+of the file where it is stored in the form we use, as one copy where we fuse several tensors (query/key/value,
+gate/up), and converted where another dtype is asked for. There are never two copies of the weights in memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vivace.errors import ConfigError, MismatchError, UnsupportedError
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The model configuration of a checkpoint directory or Hub id.
+    """Return the model configuration of a checkpoint directory or Hub id.
 
     Raises:
-        NotFoundError: no such checkpoint.
-        UnsupportedError: a family or setting that is not supported.
+        NotFoundError: there is no such checkpoint.
+        UnsupportedError: a family or setting is not supported.
     """
     return translate(read_json(resolve(path) / "config.json"))
 
@@ -42,22 +42,23 @@ def load_decoder(
     parts: Parts | None = None,
     backend: Callable[[torch.dtype], Backend | None] | None = None,
 ) -> Decoder:
-    """A decoder with the weights of a checkpoint, frozen.
+    """Load a decoder with the weights of a checkpoint, without gradients.
 
     Args:
         path: directory or Hub id.
-        dtype: of all weights; "auto" keeps the checkpoint's (float16 becomes float32 on a CPU, whose float16
-            arithmetic is slow and not row-invariant).
+        dtype: dtype of all weights; "auto" keeps the checkpoint's, but float16 becomes float32 on a CPU, where
+            float16 arithmetic is slow and the result of a row depends on how many rows are computed with it.
         device: "auto" or "cpu".
-        parts: builds the projections another way; parameters it leaves out are not read.
-        backend: makes what will run a decoder of this precision, None for PyTorch on the modules as they are; it takes
-            over each layer as soon as its weights are there, so that never more than one is in memory as it is stored.
+        parts: builds the projections in another way; parameters that it leaves out are not read.
+        backend: makes the backend that runs a decoder of this dtype, or returns None to run the modules with PyTorch. A
+            backend takes over each layer as soon as its weights are loaded, so that never more than one layer is in
+            memory in its stored form.
 
     Raises:
-        NotFoundError: no such checkpoint.
-        CorruptError: a truncated or half-written file.
+        NotFoundError: there is no such checkpoint.
+        CorruptError: a file is truncated or half written.
         MismatchError: tensors are missing, unexpected or of another shape than config.json says.
-        UnsupportedError: a family or setting that is not supported.
+        UnsupportedError: a family or setting is not supported.
     """
     folder = resolve(path)
     raw = read_json(folder / "config.json")
@@ -80,7 +81,7 @@ def load_decoder(
 
 
 def _pack_parts(decoder: Decoder, read: Callable[[str], Tensor], stored: TensorFiles) -> None:
-    """Fill the decoder and hand it to its backend part after part: first what is in no layer, then the layers."""
+    """Load the decoder and hand it to its backend in parts: first what belongs to no layer, then layer by layer."""
     names = [name for name, _ in decoder.named_parameters()]
 
     def fill(prefix: str, *, is_within: bool = True) -> set[int]:
@@ -100,7 +101,7 @@ def _pack_parts(decoder: Decoder, read: Callable[[str], Tensor], stored: TensorF
 
 
 def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:
-    """What is still as it was read becomes a copy of its own, and the files leave memory."""
+    """Copy the parameters of ``module`` that still are views of the files, and unmap the files."""
     for parameter in module.parameters():
         if not parameter.is_meta and parameter.data_ptr() in mapped:
             parameter.data = parameter.data.clone()
@@ -108,7 +109,7 @@ def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Where to run; "auto" is the CPU.
+    """Return the device to run on; "auto" is the CPU.
 
     Raises:
         UnsupportedError: another device; decoding has only been built and measured on CPUs.
@@ -119,10 +120,10 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, written: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's, float32 for float16 on a CPU.
+    """Return the dtype of the weights; "auto" is the checkpoint's, with float16 replaced by float32 on a CPU.
 
     Raises:
-        ConfigError: not a dtype weights can have.
+        ConfigError: weights cannot have this dtype.
     """
     asked = written if dtype == "auto" else dtype
     found = asked if isinstance(asked, torch.dtype) else getattr(torch, asked.removeprefix("torch."), None)
@@ -132,7 +133,7 @@ def choose_dtype(dtype: str | torch.dtype, written: str | torch.dtype, device: t
 
 
 def plan_of(family: Family, config: ModelConfig, stored: Sequence[str]) -> dict[str, Target]:
-    """Which stored tensors fill which of our parameters, in the spelling this checkpoint uses."""
+    """Return which stored tensors fill which of our parameters, with the tensor names this checkpoint uses."""
     names, present = family.names, set(stored)
     root = next((r for r in names.roots if f"{r}{names.embedding}.weight" in present), names.roots[0])
     head = next((h for h in names.heads if f"{h}.weight" in present), names.heads[0])
@@ -140,16 +141,16 @@ def plan_of(family: Family, config: ModelConfig, stored: Sequence[str]) -> dict[
 
 
 def spelling(names: Names, present: set[str], root: str) -> Names:
-    """The family's table with experts one by one, or as stacks where the checkpoint has them so."""
+    """Return the family's table for experts stored one by one, or for stacked experts if the checkpoint has stacks."""
     stacked = names.packed_up and any(name.startswith(root) and name.endswith(names.packed_up) for name in present)
     return names.packed() if stacked else names
 
 
 def check(plan: Mapping[str, Target], stored: TensorFiles, family: Family, config: ModelConfig) -> None:
-    """Names and shapes, before anything is read.
+    """Compare names and shapes of the stored tensors with the plan, before anything is read.
 
     Raises:
-        MismatchError: names every kind of difference.
+        MismatchError: they differ; the message names every kind of difference.
     """
     needed = {piece.name for target in plan.values() for piece in target.pieces}
     missing = sorted(needed - set(stored.names))
@@ -169,7 +170,11 @@ def check(plan: Mapping[str, Target], stored: TensorFiles, family: Family, confi
 
 
 def _tied_heads(family: Family, stored: TensorFiles, plan: Mapping[str, Target], extra: set[str]) -> set[str]:
-    """Heads that a tied checkpoint stores all the same; they must say what the embedding says."""
+    """Return the heads that are stored although they are tied to the embedding.
+
+    Raises:
+        MismatchError: a stored head differs from the embedding.
+    """
     heads = {f"{head}.weight" for head in family.names.heads} & extra
     embedding = plan["embedding"].pieces[0].name
     for head in heads:
@@ -181,13 +186,14 @@ def _tied_heads(family: Family, stored: TensorFiles, plan: Mapping[str, Target],
 
 
 def _stored_shape(target: Target, piece: Piece) -> tuple[int, ...]:
+    """Return the shape that the stored tensor of a piece must have."""
     shape = (piece.stop - piece.start, *target.shape[1:])
     shape = shape[::-1] if piece.transposed else shape
     return shape if piece.expert is None else (piece.stack, *shape)
 
 
 def assemble(target: Target, stored: TensorFiles, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One parameter from its pieces: a view where it can be, one copy where several are fused."""
+    """Build one parameter from its pieces: a view of the file where possible, one copy where several are fused."""
     pieces = [_read(stored.tensor(p.name), p.expert, p.transposed) for p in target.pieces]
     if len(pieces) == 1:
         return pieces[0].to(device=device, dtype=dtype).contiguous()
@@ -198,6 +204,9 @@ def assemble(target: Target, stored: TensorFiles, dtype: torch.dtype, device: to
 
 
 def _read(values: Tensor, expert: int | None, transposed: bool) -> Tensor:
+    """Return the matrix of an expert, or the whole tensor, as a view that is transposed if the family stores (in,
+    out).
+    """
     values = values if expert is None else values[expert]
     return values.t() if transposed else values
 

@@ -1,8 +1,8 @@
-"""Hugging Face tensor names <-> our parameters, as tables.
+"""Tables that map Hugging Face tensor names to our parameters.
 
-Our query, key and value projections are rows q | k | v of one matrix, gate and up rows gate | up of another.
-``layout`` says for each of our parameters which stored tensors it is made of; loading, saving and sharing
-all read the same answer, so the three cannot disagree.
+Our query, key and value projections are the rows q | k | v of one matrix, gate and up the rows gate | up of another.
+``layout`` returns for each of our parameters the stored tensors it is made of; loading, saving and sharing
+all use it, so the three cannot disagree.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from vivace.core.config import ModelConfig
 
 @dataclass(frozen=True)
 class Names:
-    """Where one family stores what; stems without ``.weight`` unless they end in it, empty for absent parts."""
+    """Names of the stored tensors of one family: stems without ``.weight`` unless they end in it; empty for absent
+    parts.
+    """
 
     roots: tuple[str, ...] = ("model.",)
-    """Prefixes in use; the first is the one written."""
+    """Prefixes in use; the first is used for writing."""
     embedding: str = "embed_tokens"
     positions: str = ""
     final_norm: str = "norm"
     heads: tuple[str, ...] = ("lm_head",)
-    """Without a root; the first is the one written."""
+    """Names of the language model head, without a root; the first is used for writing."""
     layer: str = "layers.{}."
+    """Prefix of a layer, with a place for its number."""
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = ""
     ffn_norm: str = "post_attention_layernorm"
@@ -32,24 +35,26 @@ class Names:
     q_norm: str = ""
     k_norm: str = ""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One fused tensor, or query, key and value."""
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """One fused tensor, or gate and up."""
     down: str = "mlp.down_proj"
     router: str = ""
     expert_up: tuple[str, ...] = ()
-    """With a place for the expert's number."""
+    """Gate and up of an expert, with a place for its number."""
     expert_down: str = ""
     packed_up: str = ""
-    """All experts in one tensor (X, 2F, E): how a module in memory holds them."""
+    """All experts in one tensor (X, 2F, E), as a module of transformers holds them."""
     packed_down: str = ""
     packed_router: str = ""
     transposed: bool = False
-    """Matrices are stored (in, out)."""
+    """Whether matrices are stored as (in, out)."""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of stored tensors that hold no weights of the text model."""
 
     def packed(self) -> Names:
-        """The same family with its experts as one stack per layer."""
+        """Return the table of the same family with its experts as one stack per layer."""
         return replace(self, expert_up=(), expert_down="", router=self.packed_router)
 
 
@@ -124,34 +129,37 @@ OPT = Names(
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor and the rows of our parameter it fills."""
+    """One stored tensor and the rows of our parameter that it fills."""
 
     name: str
     start: int
+    """First row."""
     stop: int
+    """Row after the last."""
     transposed: bool = False
+    """Whether the stored matrix is (in, out)."""
     expert: int | None = None
-    """Which matrix of a stack it is."""
+    """Index of the matrix in a stack; None if the tensor is one matrix."""
     stack: int = 0
-    """Matrices in the stack."""
+    """Number of matrices in the stack."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One of our parameters: its shape and what it is made of, in row order."""
+    """One of our parameters: its shape and the stored tensors it is made of, in the order of rows."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
 def layout(names: Names, config: ModelConfig, root: str, head: str) -> dict[str, Target]:
-    """Every parameter of the decoder, by our name.
+    """Return every parameter of the decoder by our name.
 
     Args:
         names: the family's table.
         config: the model.
         root: which of ``names.roots`` the checkpoint uses.
-        head: which of ``names.heads``.
+        head: which of ``names.heads`` it uses.
     """
     c = config
     table = {"embedding": _whole(f"{root}{names.embedding}.weight", (c.vocab_size, c.width))}
@@ -168,6 +176,7 @@ def layout(names: Names, config: ModelConfig, root: str, head: str) -> dict[str,
 
 
 def _layer(names: Names, c: ModelConfig, index: int, stem: str) -> Iterator[tuple[str, Target]]:
+    """Yield the parameters of one layer."""
     ours = f"layers.{index}."
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     yield from _linear(f"{ours}qkv", _stems(stem, names.qkv), (query, key, key), c.width, c.qkv_bias, names.transposed)
@@ -190,6 +199,7 @@ def _layer(names: Names, c: ModelConfig, index: int, stem: str) -> Iterator[tupl
 
 
 def _experts(names: Names, c: ModelConfig, ours: str, stem: str) -> Iterator[tuple[str, Target]]:
+    """Yield the router and the experts of one layer."""
     assert c.moe is not None
     width, count = c.moe.expert_width, c.moe.num_experts
     yield f"{ours}router.weight", _whole(f"{stem}{names.router}.weight", (count, c.width))
@@ -208,14 +218,17 @@ def _experts(names: Names, c: ModelConfig, ours: str, stem: str) -> Iterator[tup
 
 
 def _stems(stem: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Put the prefix of a layer before each name."""
     return tuple(stem + name for name in names)
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Target:
+    """Return a parameter that is one stored tensor."""
     return Target(shape, (Piece(name, 0, shape[0]),))
 
 
 def _norm(ours: str, stored: str, width: int, c: ModelConfig) -> Iterator[tuple[str, Target]]:
+    """Yield the weight of a norm, and its bias if it is a layer norm."""
     for leaf in ("weight", "bias") if c.norm == "layer" else ("weight",):
         yield f"{ours}.{leaf}", _whole(f"{stored}.{leaf}", (width,))
 
@@ -223,7 +236,9 @@ def _norm(ours: str, stored: str, width: int, c: ModelConfig) -> Iterator[tuple[
 def _linear(
     ours: str, stored: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool, transposed: bool
 ) -> Iterator[tuple[str, Target]]:
-    """Weight and bias of a projection whose ``rows`` are stored in one tensor or in one each."""
+    """Yield weight and bias of a projection whose parts of ``rows`` rows are stored in one tensor or in one tensor
+    each.
+    """
     total = sum(rows)
     if len(stored) == 1:
         rows = (total,)

@@ -1,8 +1,8 @@
-"""Rotary settings of a ``config.json`` -> ``RopeConfig``.
+"""Translating the rotary settings of a ``config.json`` into a ``RopeConfig``.
 
 transformers 5 writes ``rope_parameters`` (one dict, or one per layer type); older versions write
 ``rope_theta``, ``rope_scaling`` (null, or a dict with ``type`` or ``rope_type``) and
-``partial_rotary_factor``. Both are read; a kind or a setting we do not compute is refused.
+``partial_rotary_factor``. Both are read; a kind or a setting that is not computed here is refused.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _SETTINGS: dict[str, frozenset[str]] = {
         }
     ),
 }
-"""Settings each kind reads, besides its theta and partial factor."""
+"""Settings that each kind reads, besides theta and the partial factor."""
 
 _SHARED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+"""Settings that every kind reads."""
 _IGNORED = {
-    # transformers computes these kinds from max_position_embeddings and does not read the setting
     "linear": frozenset({"original_max_position_embeddings"}),
     "dynamic": frozenset({"original_max_position_embeddings"}),
     "default": frozenset({"factor", "original_max_position_embeddings"}),
 }
+"""Settings that transformers ignores for these kinds: it computes them from ``max_position_embeddings``."""
 
 
 def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
-    """The one rotary embedding of a model whose layers share it.
+    """Return the rotary embedding of a model whose layers share one.
 
     Raises:
-        UnsupportedError: a kind or setting that is not computed here.
+        UnsupportedError: a kind or setting is not computed here.
     """
     new, old = keys.written("rope_parameters"), keys.written("rope_scaling")
     theta, partial = keys.written("rope_theta"), keys.written("partial_rotary_factor")
@@ -51,16 +52,16 @@ def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
 
 
 def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """One dict of rotary settings, checked and translated.
+    """Check and translate one dict of rotary settings.
 
     Args:
-        keys: the file, for the lengths some kinds need.
+        keys: the file, for the lengths that some kinds need.
         given: ``rope_theta``, ``rope_type`` and what the kind needs.
         head_dim: D.
 
     Raises:
-        UnsupportedError: a kind or setting that is not computed here.
-        ConfigError: a setting the kind needs is missing.
+        UnsupportedError: a kind or setting is not computed here.
+        ConfigError: a setting that the kind needs is missing.
     """
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _SETTINGS:
@@ -101,7 +102,7 @@ def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig
 
 
 def _yarn_attention(given: Mapping[str, Any]) -> float:
-    """Scale on cosine and sine: as written, else ``0.1 m ln(factor) + 1`` (Peng et al. 2023, eq. 22)."""
+    """Return the factor on cosine and sine: as written, else ``0.1 m ln(factor) + 1`` (Peng et al. 2023, eq. 22)."""
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
     factor, above, below = float(given["factor"]), given.get("mscale"), given.get("mscale_all_dim")

@@ -1,4 +1,4 @@
-"""``Decoder`` -> a Hugging Face checkpoint that plain transformers reads."""
+"""Writing a ``Decoder`` as a Hugging Face checkpoint that plain transformers reads."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _TEXT_FILES = (
 
 
 def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any]) -> None:
-    """Write ``config.json`` and ``model.safetensors``; other files of the directory stay.
+    """Write ``config.json`` and ``model.safetensors``; other files of the directory are kept.
 
     Args:
-        decoder: with resident weights, as ``load_decoder`` or training made it.
-        path: directory, made if need be.
-        hf_config: the ``config.json`` to write; must describe this decoder.
+        decoder: a decoder with plain weights in memory, as ``load_decoder`` or training made it.
+        path: directory to write; it is created if it does not exist.
+        hf_config: the ``config.json`` to write; it must describe this decoder.
 
     Raises:
         MismatchError: the configuration describes another decoder.
-        UnsupportedError: it is a multimodal one, or the weights are not plain ones.
-        CheckpointError: the disk is full; what was there is as it was.
+        UnsupportedError: the checkpoint is multimodal, or the weights are packed for a backend.
+        CheckpointError: the disk is full; the directory is left as it was.
     """
     with staged(path) as folder:
         write_decoder(decoder, folder, hf_config)
@@ -44,7 +44,7 @@ def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any
 
 
 def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) -> None:
-    """The two files of ``save_decoder``; call inside ``staged``, and ``forget_shards`` after it."""
+    """Write the two files of ``save_decoder``; call it inside ``staged``, and ``forget_shards`` after it."""
     if "text_config" in hf_config:
         raise UnsupportedError("a multimodal checkpoint cannot be saved; save its text_config as a model of its own")
     family, config = family_of(hf_config), translate(hf_config)
@@ -59,17 +59,17 @@ def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) 
 
 
 def write_checkpoint(decoder: Decoder, hf_config: Mapping[str, Any], texts: Path, out: Path) -> None:
-    """Write a decoder and the text files of another checkpoint beside it, all or nothing.
+    """Write a decoder together with the text files of another checkpoint, all or nothing.
 
     Args:
         decoder: as for ``save_decoder``.
         hf_config: the ``config.json`` to write.
         texts: checkpoint whose tokenizer, template and generation settings are copied.
-        out: directory, made if need be.
+        out: directory to write; it is created if it does not exist.
 
     Raises:
         MismatchError: the configuration describes another decoder.
-        CheckpointError: the disk is full; what was there is as it was.
+        CheckpointError: the disk is full; the directory is left as it was.
     """
     with staged(out) as folder:
         write_decoder(decoder, folder, hf_config)
@@ -78,7 +78,7 @@ def write_checkpoint(decoder: Decoder, hf_config: Mapping[str, Any], texts: Path
 
 
 def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, Tensor]:
-    """The decoder's parameters cut and named as the family stores them."""
+    """Cut the decoder's parameters into the tensors that the family stores, by their stored names."""
     ours = dict(decoder.named_parameters())
     if missing := sorted(set(table) - set(ours)):
         raise UnsupportedError(f"only decoders with plain weights can be saved; this one has no {missing[0]}")
@@ -92,14 +92,14 @@ def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, T
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Tokenizer, template and generation settings of a checkpoint, as far as it has them; call inside ``staged``."""
+    """Copy the tokenizer, template and generation settings that a checkpoint has; call it inside ``staged``."""
     for name in _TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def forget_shards(folder: Path) -> None:
-    """Remove the sharded weights that a single file just written replaces."""
+    """Delete the sharded weights that a single file just written replaces."""
     index = folder / INDEX
     if index.is_file():
         shards = set(read_json(index).get("weight_map", {}).values()) - {WEIGHTS}

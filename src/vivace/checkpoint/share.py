@@ -1,7 +1,7 @@
-"""A ``Decoder`` over the storage of a transformers module: same data pointers, no copy.
+"""A ``Decoder`` over the storage of a transformers module: the same memory, no copy.
 
-Projections that transformers keeps apart stand side by side (``SplitLinear``); stacks of experts and
-transposed matrices are views. Training or moving the module afterwards is seen by the decoder only as long
+Projections that transformers keeps apart are computed side by side (``SplitLinear``); stacks of experts and
+transposed matrices are views. Training the module or moving it afterwards changes the decoder too only as long
 as its parameters keep their storage.
 """
 
@@ -24,14 +24,14 @@ from vivace.errors import MismatchError
 
 
 class SplitParts(DenseParts):
-    """Projections in the pieces the family stores them in."""
+    """Builds projections as several modules where the family stores several tensors."""
 
     def __init__(self, config: ModelConfig, names: Names) -> None:
         super().__init__(config)
         self.names = names
 
     def projection(self, layer: int, site: str) -> nn.Module:
-        """The "qkv" site as three projections where they are three tensors."""
+        """Return the module of a site; "qkv" is three projections where the family stores three tensors."""
         c = self.config
         if site == "qkv" and len(self.names.qkv) > 1:
             rows = (c.num_heads * c.head_dim, *(c.num_kv_heads * c.head_dim,) * 2)
@@ -39,7 +39,9 @@ class SplitParts(DenseParts):
         return super().projection(layer, site)
 
     def feed_forward(self, layer: int) -> nn.Module:
-        """Gate and up as two projections where they are two tensors."""
+        """Return the feed-forward of a layer, with gate and up as two projections where the family stores two
+        tensors.
+        """
         made = super().feed_forward(layer)
         c = self.config
         if not c.is_moe(layer) and len(self.names.up) > 1:
@@ -48,14 +50,14 @@ class SplitParts(DenseParts):
 
 
 def share_module(hf_module: nn.Module) -> Decoder:
-    """A decoder over a transformers causal language model's own parameters.
+    """Return a decoder over the parameters of a causal language model of transformers.
 
     Args:
-        hf_module: e.g. ``LlamaForCausalLM``; its ``config`` says which family it is.
+        hf_module: a model such as ``LlamaForCausalLM``; its ``config`` names its family.
 
     Raises:
-        UnsupportedError: a family or setting that is not supported.
-        MismatchError: the module lacks parameters its configuration promises.
+        UnsupportedError: a family or setting is not supported.
+        MismatchError: the module lacks parameters that its configuration implies.
     """
     raw = hf_config_of(hf_module)
     family, config = family_of(raw), translate(raw)
@@ -74,13 +76,14 @@ def share_module(hf_module: nn.Module) -> Decoder:
 
 
 def hf_config_of(hf_module: nn.Module) -> dict[str, Any]:
-    """The ``config.json`` that transformers would write for a module."""
+    """Return the ``config.json`` that transformers would write for a module."""
     config: Any = hf_module.config
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     return found
 
 
 def _part(ours: str, target: Target, place: int) -> str:
+    """Return the name of the module parameter that a piece of one of our parameters becomes."""
     if len(target.pieces) == 1:
         return ours
     stem, _, leaf = ours.rpartition(".")
@@ -88,7 +91,7 @@ def _part(ours: str, target: Target, place: int) -> str:
 
 
 def _view(parameter: nn.Parameter, piece: Piece) -> torch.Tensor:
-    """The parameter itself, or a view of its storage."""
+    """Return the parameter itself, or a view of its storage."""
     if piece.expert is None and not piece.transposed:
         return parameter
     values = parameter.detach() if piece.expert is None else parameter.detach()[piece.expert]

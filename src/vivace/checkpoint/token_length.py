@@ -1,8 +1,9 @@
-"""How much text one token can stand for, read from a tokenizer's own description.
+"""The longest text that one token can stand for, read from a tokenizer's own description.
 
-A text of more characters than a context has tokens, times this, cannot fit, and nobody has to tokenize it to know. That
-holds only where no character is dropped and none are joined before the vocabulary is asked, so every step that the
-description names is looked at, and one that is not known to keep characters means that there is no such number.
+A text with more characters than this length times the number of tokens in a context cannot fit, so it can be refused
+without tokenizing it. That holds only if no character is dropped and none are joined before the vocabulary is looked
+up. Therefore every step of the description is checked, and a step that is not known to keep all characters means that
+there is no such length.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import Any
 from vivace.checkpoint.tokenizer import Tokenizer
 
 _KEEPS = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts", "FixedLength"})
-"""Ways to divide a text that keep every character, unless they say ``Removed``."""
+"""Ways to divide a text that keep every character, unless their behaviour is ``Removed``."""
 _JOINS: Mapping[str, int] = {"Prepend": 1, "ByteLevel": 1, "NFD": 1, "NFC": 4}
-"""Ways to rewrite a text, with the characters that may become one: NFC's compositions have four at most."""
+"""Ways to rewrite a text, with the number of characters that may become one: NFC's compositions have four at most."""
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Characters of a text that become one token at most; None where that has no limit, or cannot be told."""
+    """Return the largest number of characters that can become one token; None if there is no bound or it is not
+    known.
+    """
     from tokenizers import pre_tokenizers
 
     backend = getattr(tokenizer.inner, "backend_tokenizer", None)
@@ -56,7 +59,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _steps(said: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The steps of a part of the description, one after the other."""
+    """Return the steps of a part of the description, nested sequences flattened."""
     if said is None:
         return []
     if said["type"] != "Sequence":

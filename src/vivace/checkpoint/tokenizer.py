@@ -1,7 +1,7 @@
-"""Text <-> token ids, chat templates, streaming text, and whether two tokenizers are the same.
+"""Text to token ids and back, chat templates, streaming text, and comparison of two tokenizers.
 
-A thin layer over transformers' ``AutoTokenizer``; spaces are never cleaned up, so that text streamed in
-pieces is the same text.
+A thin layer over transformers' ``AutoTokenizer``. Spaces are never cleaned up, so that text streamed in
+pieces is the same text as decoding all ids at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Messages = Sequence[Mapping[str, str]]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WAIT = 16
-"""Tokens after which bytes that never became a character are shown as they are."""
+"""Number of tokens after which bytes that have not become a character are shown as they are."""
 
 
 class Tokenizer:
-    """What a checkpoint says about its text."""
+    """The tokenizer of a checkpoint: text to ids, ids to text, and the chat template."""
 
     def __init__(self, inner: Any, eos_ids: Sequence[int] = ()) -> None:
-        """Wrap a transformers tokenizer.
+        """Wrap a tokenizer of transformers.
 
         Args:
-            inner: ``PreTrainedTokenizerBase``.
-            eos_ids: end-of-text ids; empty takes the tokenizer's own.
+            inner: a ``PreTrainedTokenizerBase``.
+            eos_ids: end-of-text ids; if empty, the tokenizer's own.
         """
         self.inner = inner
         own = () if inner.eos_token_id is None else (int(inner.eos_token_id),)
@@ -41,21 +41,23 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's own leading and trailing tokens unless ``special`` is off."""
+        """Return the token ids of a text, with the tokenizer's own leading and trailing tokens unless ``special`` is
+        off.
+        """
         return list(self.inner.encode(text, add_special_tokens=special))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         text: str = self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def prompt_text(self, messages: Messages, *, add_generation_prompt: bool = True, **template: Any) -> str:
-        """Messages through the chat template.
+        """Write messages with the chat template.
 
         Args:
-            messages: ``{"role": ..., "content": ...}`` each.
-            add_generation_prompt: end where the assistant's answer begins.
-            template: further values for the template (tools, its own switches).
+            messages: mappings ``{"role": ..., "content": ...}``.
+            add_generation_prompt: whether to end where the assistant's answer begins.
+            template: further values for the template (tools, switches that it defines).
 
         Raises:
             UnsupportedError: there is no template, or it rejects the messages.
@@ -71,15 +73,15 @@ class Tokenizer:
         return text
 
     def encode_prompt(self, prompt: str | Messages, *, raw: bool = False) -> list[int]:
-        """Token ids of what the model shall continue.
+        """Return the token ids that the model is to continue.
 
         Args:
-            prompt: a text, sent as one user message where there is a chat template, or messages.
-            raw: take the text as it is.
+            prompt: messages, or a text, which becomes one user message if there is a chat template.
+            raw: whether to take the text as it is, without the template.
 
         Raises:
-            ConfigError: messages that shall be taken as they are.
-            UnsupportedError: messages without a chat template.
+            ConfigError: messages were given together with ``raw``.
+            UnsupportedError: messages were given and there is no chat template.
         """
         if isinstance(prompt, str):
             if raw or not self.has_template:
@@ -90,20 +92,20 @@ class Tokenizer:
         return self.encode(self.prompt_text(prompt), special=False)
 
     def stream(self) -> TextStream:
-        """A decoder that is fed token by token."""
+        """Return a decoder that turns tokens into text as they come."""
         return TextStream(self)
 
     def pieces(self) -> dict[int, str]:
-        """Id -> piece as the vocabulary spells it."""
+        """Return the spelling of each id in the vocabulary."""
         return {index: piece for piece, index in self.inner.get_vocab().items()}
 
 
 class TextStream:
-    """Turns tokens into text as they come; what it returned, joined, is the text of all of them.
+    """Turns tokens into text as they come; the returned texts, joined, are the text of all tokens.
 
-    A character whose bytes are spread over tokens is held back until it is whole, so no replacement
-    characters flash up. Tokens are decoded together with those of the text returned last, because how a
-    piece is written may depend on what stands before it.
+    A character whose bytes are spread over several tokens is held back until it is complete, so that no replacement
+    characters appear. Tokens are decoded together with those of the text returned last, because the spelling of
+    a piece may depend on the text before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -113,7 +115,7 @@ class TextStream:
         self._done = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens; may be empty."""
+        """Add tokens and return the text that can no longer change; it may be empty."""
         text = ""
         for index in ids:
             self._ids.append(index)
@@ -121,10 +123,11 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back: the stream ends here."""
+        """Return the text that was held back, at the end of the stream."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
+        """Return the text that is new since the last call; unless ``final``, an incomplete character is held back."""
         shown = self._tokenizer.decode(self._ids[self._context : self._done])
         text = self._tokenizer.decode(self._ids[self._context :])
         waits = text.endswith(_UNFINISHED) and len(self._ids) - self._done < _LONGEST_WAIT
@@ -135,11 +138,11 @@ class TextStream:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory or Hub id, with its end-of-text ids.
+    """Load the tokenizer of a checkpoint directory or Hub id, with its end-of-text ids.
 
     Raises:
-        NotFoundError: no tokenizer files there.
-        CorruptError: they cannot be read.
+        NotFoundError: there are no tokenizer files.
+        CorruptError: the files cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -154,12 +157,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def require_same_pieces(first: Tokenizer, second: Tokenizer) -> None:
-    """Refuse two tokenizers that spell an id differently.
+    """Check that two tokenizers spell every id the same way.
 
-    Only ids that both have are compared: one vocabulary may be padded, or end earlier.
+    Only ids that both have are compared, since one vocabulary may be padded or end earlier.
 
     Raises:
-        MismatchError: names the first differing ids and both spellings.
+        MismatchError: some ids differ; the message names the first of them and both spellings.
     """
     ours, theirs = first.pieces(), second.pieces()
     common = min(max(ours, default=-1), max(theirs, default=-1)) + 1

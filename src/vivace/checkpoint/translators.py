@@ -1,7 +1,7 @@
-"""One translator per family: keys of a ``config.json`` -> fields of ``ModelConfig``.
+"""One translator per family, which turns the keys of a ``config.json`` into fields of ``ModelConfig``.
 
-A translator takes every key it understands; ``Keys.finish`` refuses what is left, so nothing that changes
-the mathematics is passed over in silence. ``families.py`` holds the defaults for missing keys.
+A translator reads every key it supports; ``Keys.finish`` then refuses the keys that are left, so that nothing that
+changes the mathematics is silently ignored. ``families.py`` holds the defaults for missing keys.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+"""Our name of each activation that a ``config.json`` may name."""
 
 
 def _activation(keys: Keys, name: str, default: str) -> Activation:
+    """Return the activation that a key names."""
     written = keys.take(name, default)
     if written not in ACTIVATIONS:
         raise keys.refusal(name, written, f"supported: {', '.join(sorted(ACTIVATIONS))}")
@@ -35,7 +37,7 @@ def _activation(keys: Keys, name: str, default: str) -> Activation:
 
 
 def _rotary_core(keys: Keys, *, activation: str = "hidden_act") -> Fields:
-    """What every family with rotary positions and RMS norm writes the same way."""
+    """Return the fields that all families with rotary positions and RMS norm write in the same way."""
     width, heads = int(keys.take("hidden_size")), int(keys.take("num_attention_heads"))
     kv_is_null = "num_key_value_heads" in keys.raw and keys.written("num_key_value_heads") is None
     return {
@@ -54,16 +56,20 @@ def _rotary_core(keys: Keys, *, activation: str = "hidden_act") -> Fields:
 
 
 def _with_rope(keys: Keys, fields: Fields, theta: float = 10000.0) -> Fields:
+    """Add the rotary embedding that all layers share."""
     return fields | {"ropes": (read_rope(keys, fields["head_dim"], theta),)}
 
 
 def _attention_bias(keys: Keys) -> Fields:
+    """Return the biases of the attention projections."""
     bias = bool(keys.take("attention_bias", False))
     return {"qkv_bias": bias, "output_bias": bias}
 
 
 def _windows(keys: Keys, fields: Fields, sliding: Callable[[int], bool]) -> Fields:
-    """Windows by ``layer_types``, or by rule where the file does not list them."""
+    """Return the attention window of each layer, from ``layer_types``, or from the rule ``sliding`` if they are not
+    listed.
+    """
     types = keys.written("layer_types")
     count = fields["num_layers"]
     if types is None:
@@ -82,24 +88,25 @@ def _windows(keys: Keys, fields: Fields, sliding: Callable[[int], bool]) -> Fiel
 
 
 def _one_window(keys: Keys, fields: Fields) -> Fields:
-    """The same window in all layers; null switches it off, a missing key means the family's default."""
+    """Return the same window for all layers; null switches it off, a missing key means the family's default."""
     window = keys.written("sliding_window") if "sliding_window" in keys.raw else keys.take("sliding_window", None)
     return {} if window is None else {"windows": (int(window),) * fields["num_layers"]}
 
 
 def llama(keys: Keys) -> Fields:
-    """Llama 2 and 3."""
+    """Translate Llama 2 and 3."""
     fields = _rotary_core(keys) | _attention_bias(keys)
     return _with_rope(keys, fields) | {"ffn_bias": bool(keys.take("mlp_bias", False))}
 
 
 def mistral(keys: Keys) -> Fields:
-    """Mistral: a window in every layer."""
+    """Translate Mistral, which has an attention window in every layer."""
     fields = _rotary_core(keys)
     return _with_rope(keys, fields) | _one_window(keys, fields)
 
 
 def _qwen_windows(keys: Keys, fields: Fields) -> Fields:
+    """Return the windows of Qwen 2 and 3: off by default, else in the layers from ``max_window_layers`` on."""
     first = keys.take("max_window_layers")
     if not keys.take("use_sliding_window", False):
         types = keys.written("layer_types") or []
@@ -111,22 +118,23 @@ def _qwen_windows(keys: Keys, fields: Fields) -> Fields:
 
 
 def qwen2(keys: Keys) -> Fields:
-    """Qwen 2 and 2.5: biases on queries, keys and values."""
+    """Translate Qwen 2 and 2.5, which have biases on queries, keys and values."""
     fields = _rotary_core(keys)
     keys.only("use_mrope", False)
     return _with_rope(keys, fields) | _qwen_windows(keys, fields) | {"qkv_bias": True}
 
 
 def qwen3(keys: Keys) -> Fields:
-    """Qwen 3: QK-norm."""
+    """Translate Qwen 3, which normalises queries and keys."""
     fields = _rotary_core(keys) | _attention_bias(keys)
     return _with_rope(keys, fields) | _qwen_windows(keys, fields) | {"qk_norm": "head"}
 
 
 def _gemma(keys: Keys) -> Fields:
+    """Return the fields that Gemma 2 and 3 share."""
     fields = _rotary_core(keys, activation="hidden_activation") | _attention_bias(keys)
     keys.only("use_bidirectional_attention", False)
-    keys.written("hidden_act")  # written by old versions and read by none
+    keys.written("hidden_act")  # old versions write it, and no version uses it
     return fields | {
         "norm_offset": 1.0,
         "norm_placement": "sandwich",
@@ -138,20 +146,22 @@ def _gemma(keys: Keys) -> Fields:
 
 
 def _softcaps(keys: Keys, fields: Fields) -> Fields:
-    """A soft-cap written as null is off; a missing key means the family's default."""
+    """Remove a soft-cap that is written as null; a missing key keeps the family's default."""
     written = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
     off = {field: None for field, key in written.items() if key in keys.raw and keys.raw[key] is None}
     return fields | off
 
 
 def gemma2(keys: Keys) -> Fields:
-    """Gemma 2: soft-caps, windows in every other layer."""
+    """Translate Gemma 2, which has soft-caps, and windows in every other layer."""
     fields = _softcaps(keys, _gemma(keys))
     return _with_rope(keys, fields) | _windows(keys, fields, lambda layer: layer % 2 == 0)
 
 
 def gemma3(keys: Keys) -> Fields:
-    """Gemma 3: QK-norm, local layers with a rotary embedding of their own."""
+    """Translate Gemma 3, which normalises queries and keys and has a second rotary embedding for its windowed
+    layers.
+    """
     fields = _softcaps(keys, _gemma(keys)) | {"qk_norm": "head"}
     pattern = int(keys.written("sliding_window_pattern") or keys.written("_sliding_window_pattern") or 6)
     windows = _windows(keys, fields, lambda layer: (layer + 1) % pattern != 0)
@@ -160,7 +170,7 @@ def gemma3(keys: Keys) -> Fields:
 
 
 def _gemma3_ropes(keys: Keys, fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary embedding of the global layers, then of the local ones."""
+    """Return the rotary embedding of the layers without a window, then that of the layers with one."""
     by_type = dict(keys.written("rope_parameters") or {})
     wrong = set(by_type) - {"full_attention", "sliding_attention"}
     if wrong:
@@ -174,10 +184,10 @@ def _gemma3_ropes(keys: Keys, fields: Fields) -> tuple[RopeConfig, RopeConfig]:
 
 
 def phi3(keys: Keys) -> Fields:
-    """Phi-3: fused projections, partial rotary embedding."""
+    """Translate Phi-3, which has fused projections and rotates part of each head."""
     fields = _rotary_core(keys)
     fields = _with_rope(keys, fields) | _one_window(keys, fields)
-    keys.written("original_max_position_embeddings")  # read by longrope alone
+    keys.written("original_max_position_embeddings")  # only the kind longrope uses it, which is refused below
     kind = fields["ropes"][0].kind
     if kind != "default":
         raise keys.refusal("rope_type", kind, "phi3 models are read with the default rotary embedding only")
@@ -185,13 +195,15 @@ def phi3(keys: Keys) -> Fields:
 
 
 def olmo2(keys: Keys) -> Fields:
-    """OLMo 2: norms after the halves, QK-norm over all heads."""
+    """Translate OLMo 2, which has norms after attention and feed-forward, and normalises queries and keys over all
+    heads.
+    """
     fields = _rotary_core(keys) | _attention_bias(keys)
     return _with_rope(keys, fields) | {"norm_placement": "post", "qk_norm": "full"}
 
 
 def olmoe(keys: Keys) -> Fields:
-    """OLMoE."""
+    """Translate OLMoE, a mixture of experts that normalises queries and keys over all heads."""
     fields = _rotary_core(keys) | _attention_bias(keys)
     clip = keys.take("clip_qkv", None)
     return _with_rope(keys, fields) | {
@@ -202,21 +214,21 @@ def olmoe(keys: Keys) -> Fields:
 
 
 def _experts(keys: Keys, width: int, normalise: bool) -> MoeConfig:
-    """Both spellings of the count are in use; transformers maps one to the other."""
+    """Return the mixture's settings; files use one of two keys for the number of experts."""
     written = keys.written("num_local_experts") or keys.written("num_experts")
     count = int(written or keys.take("num_experts"))
     return MoeConfig(count, int(keys.take("num_experts_per_tok")), width, normalise)
 
 
 def mixtral(keys: Keys) -> Fields:
-    """Mixtral."""
+    """Translate Mixtral, a mixture of experts."""
     fields = _rotary_core(keys)
     moe = {"moe": _experts(keys, fields["ffn_width"], True)}
     return _with_rope(keys, fields, 1e6) | _one_window(keys, fields) | moe
 
 
 def qwen3_moe(keys: Keys) -> Fields:
-    """Qwen 3 mixtures; some layers may be dense."""
+    """Translate Qwen 3 mixtures of experts, whose layers may be dense in part."""
     fields = _rotary_core(keys) | _attention_bias(keys)
     fields = _with_rope(keys, fields) | {"qk_norm": "head"}
     keys.written("max_window_layers")  # written by old versions; every layer slides when one does
@@ -231,7 +243,7 @@ def qwen3_moe(keys: Keys) -> Fields:
 
 
 def gpt2(keys: Keys) -> Fields:
-    """GPT-2: learned positions, layer norm, no gate."""
+    """Translate GPT-2, which has learned positions, layer norm and feed-forwards without a gate."""
     width, heads = int(keys.take("n_embd")), int(keys.take("n_head"))
     keys.only("scale_attn_by_inverse_layer_idx", False)
     keys.only("add_cross_attention", False)
@@ -255,7 +267,7 @@ def gpt2(keys: Keys) -> Fields:
 
 
 def opt(keys: Keys) -> Fields:
-    """OPT: positions start at row 2 of their table."""
+    """Translate OPT, whose position embeddings start at row 2 of their table."""
     width, heads = int(keys.take("hidden_size")), int(keys.take("num_attention_heads"))
     keys.only("do_layer_norm_before", True)
     keys.only("_remove_final_layer_norm", False)
@@ -281,3 +293,4 @@ def opt(keys: Keys) -> Fields:
 
 
 _LEARNED: Fields = {"positions": "learned", "norm": "layer", "gated": False}
+"""Fields that GPT-2 and OPT share."""

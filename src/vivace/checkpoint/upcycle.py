@@ -1,8 +1,9 @@
-"""A dense model as a mixture of experts: every feed-forward copied into several, and a router before them.
+"""Turning a dense model into a mixture of experts: each feed-forward is copied into several, behind a new router.
 
-Sparse upcycling (Komatsuzaki et al. 2023, arXiv:2212.05055). The chosen experts' probabilities sum to one, so without
-noise the mixture computes what the dense model does, whatever its router says; noise lets the copies grow apart when
-they are trained (``vivace train upcycle``). What is written is a Mixtral checkpoint, which transformers reads.
+Sparse upcycling (Komatsuzaki et al. 2023, arXiv:2212.05055). The probabilities of the chosen experts sum to one, so
+without noise the mixture computes what the dense model computes, whatever its router chooses. Noise lets the copies
+become different when they are trained (``vivace train upcycle``). The result is a Mixtral checkpoint, which
+transformers reads.
 """
 
 from __future__ import annotations
@@ -27,27 +28,28 @@ from vivace.errors import ConfigError, UnsupportedError
 
 _EXPERT = re.compile(r"(layers\.\d+\.feed_forward\.)experts\.\d+\.(.*)")
 _DENSE_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
-"""Keys of the dense family that a mixture's configuration does not have; those that would matter are refused."""
+"""Keys of the dense family that Mixtral's configuration does not have; values of them that matter are refused."""
 ROUTER_STD = 0.02
+"""Standard deviation of the weights of new routers."""
 
 
 def upcycle_checkpoint(
     source: str | Path, out: str | Path, *, num_experts: int = 16, top_k: int = 2, noise: float = 0.1, seed: int = 0
 ) -> Path:
-    """Write the mixture that a dense checkpoint becomes.
+    """Write the mixture of experts that a dense checkpoint becomes.
 
     Args:
         source: directory or Hub id of a Llama or Mistral model.
         out: directory to write.
-        num_experts: copies of each feed-forward.
-        top_k: of them that each token goes through.
-        noise: standard deviation of what is added to each copy, beside that of its weights.
-        seed: of routers and noise.
+        num_experts: X, the number of copies of each feed-forward.
+        top_k: number of experts that each token is sent to.
+        noise: standard deviation of the noise added to each copy, as a multiple of that of its weights.
+        seed: seed of routers and noise.
 
     Raises:
-        ConfigError: numbers that make no mixture, or ``out`` is the source.
-        UnsupportedError: a model that Mixtral's configuration cannot describe.
-        CheckpointError: the disk is full; what was there is as it was.
+        ConfigError: the numbers do not describe a mixture, or ``out`` is the source.
+        UnsupportedError: Mixtral's configuration cannot describe the model.
+        CheckpointError: the disk is full; ``out`` is left as it was.
     """
     folder, target = resolve(source), Path(out)
     if not 1 <= top_k < num_experts or noise < 0:
@@ -69,7 +71,7 @@ def upcycle_checkpoint(
 
 
 def upcycle(dense: Decoder, num_experts: int, top_k: int, noise: float, seed: int = 0) -> Decoder:
-    """The mixture a decoder becomes, in its dtype."""
+    """Return the mixture of experts that a decoder becomes, in its dtype."""
     config = dense.config
     moe = MoeConfig(num_experts, top_k, config.ffn_width, normalise=True)
     with torch.device("meta"):
@@ -83,6 +85,7 @@ def upcycle(dense: Decoder, num_experts: int, top_k: int, noise: float, seed: in
 def _parameters(
     dense: Decoder, mixture: Decoder, noise: float, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each parameter of the mixture."""
     known = dict(dense.named_parameters())
     for name, empty in list(mixture.named_parameters()):
         found = _EXPERT.fullmatch(name)
@@ -97,10 +100,10 @@ def _parameters(
 
 
 def _mixtral(raw: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
-    """The configuration of the mixture.
+    """Return the ``config.json`` of the mixture.
 
     Raises:
-        UnsupportedError: a family whose layers are not Mixtral's.
+        UnsupportedError: the layers of this family differ from Mixtral's.
     """
     if raw.get("model_type") not in ("llama", "mistral"):
         raise UnsupportedError(f"only Llama and Mistral models can be upcycled, found {raw.get('model_type')!r}")
@@ -119,7 +122,7 @@ def _mixtral(raw: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, 
 
 
 def _copy_extras(source: Path, target: Path) -> None:
-    """Tokenizer, templates, generation settings; adapters belong to the dense model and stay there."""
+    """Copy tokenizer, templates and generation settings; adapters belong to the dense model and are not copied."""
     rewritten = {"config.json", INDEX, *(path.name for path in tensor_paths(source).values())}
     for path in source.iterdir():
         if path.is_file() and path.name not in rewritten and path.name != "README.md":

@@ -1,16 +1,17 @@
-"""The wide twin: a k times wider model that computes the same function.
+"""Widening a model: a copy that is k times as wide and computes the same function.
 
-A small model fits a processor's cache and says little about a user's model, which does not. Widening
-repeats every channel k times and rescales what sums over them (function-preserving widening in the manner
-of Net2Net, Chen et al. 2016, arXiv:1511.05641): same text, same acceptance of drafts, k^2 times the weight
-bytes. It is a measuring instrument and says so wherever its results stand.
+A small model fits into a processor's cache, so its speed tells little about larger models, which do not. Widening
+repeats every channel k times and rescales the weights that sum over them (function-preserving widening in the manner
+of Net2Net, Chen et al. 2016, arXiv:1511.05641): the wide copy writes the same text, accepts the same drafts and reads
+k^2 times as many bytes of weights. It serves measurements only, and results that use it name it.
 
     residual h' = (h, ..., h)           norm weights repeated; the mean square is unchanged
     y = W x  ->  y' = (y, ..., y)       W' = W repeated in rows and columns, divided by k
     heads, feed-forward units           repeated, with their outputs' columns divided by k
     routers of mixtures                 repeated in columns, divided by k: as many experts, each of them wider
-    low-rank terms of adapters          ranks stay, as a recipe's do whatever the width of the model
-    head                                repeated in columns, divided by k; never tied to the embedding, which is not
+    low-rank terms of adapters          ranks are kept
+    head                                repeated in columns, divided by k; never tied to the embedding, which is
+                                        repeated without division
 """
 
 from __future__ import annotations
@@ -36,30 +37,31 @@ _WIDTHS = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "moe_intermediate_size"),
 )
+"""Keys of ``config.json`` that are multiplied by k."""
 
 
 class AdapterTwin(NamedTuple):
     """How the weights of one method are widened."""
 
     widen: Callable[[str, Tensor, ModelConfig, int], Tensor]
-    """(name, tensor, narrow model, factor) -> the tensor for the wide model."""
+    """Maps (name, tensor, narrow model, factor) to the tensor for the wide model."""
     is_known: Callable[[Mapping[str, Any]], bool]
-    """Whether weights of this config can be widened."""
+    """Returns whether weights of this configuration can be widened."""
 
 
 def widen_checkpoint(source: str | Path, out: str | Path, factor: int, twins: Mapping[str, AdapterTwin]) -> Path:
     """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
 
     Args:
-        source: directory or Hub id of a model with rotary positions and RMS norms before each half.
+        source: directory or Hub id of a model with rotary positions and RMS norms before attention and feed-forward.
         out: directory to write.
-        factor: k; a power of two keeps every scaled weight exact.
-        twins: how adapters are widened, by the kind that their ``config.json`` names.
+        factor: k; with a power of two every rescaled weight is exact.
+        twins: how to widen adapters, by the kind in their ``config.json``.
 
     Raises:
-        ConfigError: a factor below 2, or ``out`` is the source.
-        UnsupportedError: a model that has other parts.
-        CheckpointError: the disk is full; what was there is as it was.
+        ConfigError: the factor is less than 2, or ``out`` is the source.
+        UnsupportedError: the model has other parts.
+        CheckpointError: the disk is full; ``out`` is left as it was.
     """
     folder = resolve(source)
     if factor < 2:
@@ -84,7 +86,7 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int, twins: Ma
 
 
 def widen(decoder: Decoder, factor: int) -> Decoder:
-    """The wide twin of a decoder, in its dtype."""
+    """Return the wide copy of a decoder, in its dtype."""
     config = decoder.config
     _check(config)
     wide_config = replace(
@@ -106,6 +108,7 @@ def widen(decoder: Decoder, factor: int) -> Decoder:
 
 
 def _check(config: ModelConfig) -> None:
+    """Refuse a model with parts for which no widening is known."""
     plain = (
         config.norm == "rms"
         and config.norm_placement == "pre"
@@ -137,7 +140,9 @@ def widen_parameter(name: str, value: Tensor, config: ModelConfig, k: int) -> Te
 
 
 def _outputs(name: str, config: ModelConfig) -> list[int] | None:
-    """Sizes of what a fused matrix holds, each widened by itself."""
+    """Return the row counts of the matrices fused into one parameter, each of which is widened by itself; None if it is
+    one.
+    """
     if ".qkv." in name:
         key = config.num_kv_heads * config.head_dim
         return [config.num_heads * config.head_dim, key, key]
@@ -150,7 +155,7 @@ def _outputs(name: str, config: ModelConfig) -> list[int] | None:
 
 
 def _copy_extras(source: Path, target: Path) -> None:
-    """Tokenizer, templates, generation settings, a draft model: whatever is neither configuration nor weights."""
+    """Copy all files that are neither configuration nor weights (tokenizer, templates, ...), and the draft model."""
     rewritten = {"config.json", INDEX, *(path.name for path in tensor_paths(source).values())}
     for path in source.iterdir():
         if path.is_file() and path.name not in rewritten:
@@ -160,22 +165,24 @@ def _copy_extras(source: Path, target: Path) -> None:
 
 
 def without_twin(source: str | Path, twins: Mapping[str, AdapterTwin]) -> tuple[str, ...]:
-    """Names of a checkpoint's adapters that no way is known to widen; its twin goes without them."""
+    """Return the names of a checkpoint's adapters that cannot be widened; the wide copy does not have them."""
     return tuple(path.parent.name for path in _adapters(resolve(source)) if not _has_twin(read_json(path), twins))
 
 
 def _has_twin(found: dict[str, Any], twins: Mapping[str, AdapterTwin]) -> bool:
+    """Return whether the adapter with this ``config.json`` can be widened."""
     return found["kind"] in twins and twins[found["kind"]].is_known(found["config"])
 
 
 def _adapters(folder: Path) -> list[Path]:
-    """Where the adapters beside a checkpoint are described."""
+    """Return the paths of the ``config.json`` of each adapter of a checkpoint."""
     return sorted((folder / "adapters").glob("*/config.json"))
 
 
 def _widen_adapter(
     source: Path, target: Path, base: str, config: ModelConfig, k: int, twins: Mapping[str, AdapterTwin]
 ) -> None:
+    """Write the wide copy of an adapter."""
     found, tensors = load_adapter(source)
     widened = twins[found["kind"]].widen
     write_adapter(
@@ -184,13 +191,13 @@ def _widen_adapter(
 
 
 def widen_low_rank(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """Widen one tensor of low-rank terms and what stands beside them; ranks stay, as a recipe's do whatever the width.
+    """Widen one tensor of a method that adds low-rank terms to the model; the ranks are kept.
 
     Args:
-        name: of the tensor; a first part "down" or "up" says which factor it is.
+        name: name of the tensor; its first part "down" (n, R, E) or "up" (n, E, R) tells which factor it is.
         value: the tensor.
-        config: of the narrow model.
-        k: how many times as wide.
+        config: configuration of the narrow model.
+        k: how many times as wide the model becomes.
     """
     kind = name.partition(".")[0]
     if kind == "down":
