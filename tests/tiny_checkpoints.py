@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,6 +28,21 @@ SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 def make_checkpoint(folder: Path, *, seed: int = 0, vocab_size: int = 320, context: int = 256, layers: int = 2) -> Path:
     """Write a random model; the head is scaled so that answers vary."""
+    shutil.copytree(_made(seed, vocab_size, context, layers), folder, dirs_exist_ok=True)
+    torch.manual_seed(seed)  # what is drawn next is the same, whether somebody asked for this model before or not
+    return folder
+
+
+@cache
+def _everything() -> tempfile.TemporaryDirectory[str]:
+    """Where models are kept that this process has made; it is gone when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="vivace-tests-")
+
+
+@cache
+def _made(seed: int, vocab_size: int, context: int, layers: int) -> Path:
+    """A model that is made once in each process, as training its tokenizer takes a while."""
+    folder = Path(_everything().name) / f"{seed}-{vocab_size}-{context}-{layers}"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

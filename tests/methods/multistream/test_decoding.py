@@ -1,4 +1,4 @@
-"""Streams in the loop: caches, sampling, stops, batches, packed weights (notes S1, S4, S7, S14)."""
+"""Streams in the loop: caches, sampling, batches, packed weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TREE = StreamPlan((3, 2))
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_main_rows_have_the_bits_they_have_without_streams(deep, streams, dtype) -> None:
-    """S1, to the bit, for a tree over a prompt."""
+    """To the bit, for a tree over a prompt."""
     model = deep(dtype)
     prompt = prompts(3, seed=6)[2]
     draft = Draft.given_only({0: prompt[-1:]})
@@ -47,7 +47,7 @@ def test_main_rows_have_the_bits_they_have_without_streams(deep, streams, dtype)
 @torch.inference_mode()
 @pytest.mark.parametrize("plan", [TREE, StreamPlan((2, 2), threshold=0.02), StreamPlan((3, 1), "kept")], ids=str)
 def test_after_every_pass_the_cache_is_a_fresh_prefill(deep, streams, plan) -> None:
-    """S7, in every layer, for trees that keep nodes out of order and lose some on the way."""
+    """In every layer, for trees that keep nodes out of order and lose some on the way."""
     model = deep(torch.float32)
     drafter = StreamDrafter(model, streams(torch.float32, insertion=5, noise=0.02), plan)
     session = Session(model, num_slots=1, capacity=64)
@@ -71,7 +71,7 @@ def test_after_every_pass_the_cache_is_a_fresh_prefill(deep, streams, plan) -> N
 
 @pytest.mark.parametrize("attach", ["every", "kept"])
 def test_sampled_text_has_the_targets_law(attach) -> None:
-    """S4: likeliest tokens as guesses, a draw from the target decides."""
+    """Likeliest tokens as guesses, a draw from the target decides."""
     model = build(torch.bfloat16, vocab=V, num_layers=2, **TINY).requires_grad_(False)
     torch.manual_seed(0)
     made = Streams(MultistreamConfig(streams=2, insertion=1, rank=2, bottleneck=4), model.config).requires_grad_(False)
@@ -100,7 +100,7 @@ def test_stops_inside_a_path_cut_like_plain_decoding(deep, streams) -> None:
     ("plan", "fields"), [(StreamPlan((2, 1)), {}), (StreamPlan((2, 1), "kept"), {"feedback": True})], ids=str
 )
 def test_a_batch_says_what_each_says_alone(deep, streams, plan, fields) -> None:
-    """S14, with requests that join while others run, and slots used again."""
+    """With requests that join while others run, and slots used again."""
     model = deep(torch.bfloat16)
     drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=5, noise=0.02, **fields), plan)
     asked = prompts(5, seed=9)

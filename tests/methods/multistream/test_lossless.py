@@ -1,4 +1,4 @@
-"""Streams never change the text: notes S1, S2, S7, S12, S14."""
+"""Streams never change the text, whatever their plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(deep):
 
 @pytest.mark.parametrize("plan", [PLANS[1], PLANS[6], PLANS[8]], ids=lambda p: f"{'-'.join(map(str, p.widths))}")
 def test_a_pass_says_what_was_accepted_and_one_token_more(deep, streams, texts, plan) -> None:
-    """S12: at least one token, at most one for every stream and the one that corrects or follows them."""
+    """At least one token, at most one for every stream and the one that corrects or follows them."""
     drafter = StreamDrafter(deep(torch.bfloat16), streams(torch.bfloat16, insertion=5, noise=0.02), plan)
     session = Session(deep(torch.bfloat16), num_slots=1, capacity=64)
     session.admit(Request(texts[torch.bfloat16][0].prompt, COUNT, drafter))

@@ -1,4 +1,4 @@
-"""Training: notes S3 (the base stays), S5 (who sees whom), S6 (training form = decoding form), S15 (streams learn)."""
+"""Training: the base stays, who sees whom, the training form is the decoding form, and streams learn."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_feedback_is_the_same_in_training_and_decoding(streams, kind) -> None:
 
 @torch.no_grad()
 def test_a_stream_sees_its_past_and_the_streams_before_it(deep, streams) -> None:
-    """S5: not later tokens, not streams of other positions, not later streams of its own."""
+    """Not later tokens, not streams of other positions, not later streams of its own."""
     model, made = deep(torch.float32), streams(torch.float32, streams=3)
     tokens = batch(1).tokens[:1, :12]
     expected = teacher_forced(model, made, tokens)

@@ -1,4 +1,4 @@
-"""Plans, trees and pruning: notes S8, S9, S11, S13."""
+"""Plans, the trees that they make, what a threshold prunes, and how many parameters streams have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vivace.train.data import TokenBatch
 
 @pytest.mark.parametrize(("width", "count"), [(2048, 40_960), (4096, 81_920), (256, 5_120)])
 def test_the_papers_count_of_parameters(width: int, count: int) -> None:
-    """S11: gamma E + 2 r E; 20 E with four streams and rank eight, as the paper's table has it."""
+    """Gamma E + 2 r E; 20 E with four streams and rank eight, as the paper's table has it."""
     config = MultistreamConfig(streams=4, insertion=1, rank=0, bottleneck=0, pruner_rank=8)
     assert config.num_paper_parameters(width) == count
     model = ModelConfig(
@@ -58,7 +58,7 @@ def test_streams_that_start_from_what_was_decided_follow_the_kept_node() -> None
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2), (3, 2, 1), (4, 4)], ids=str)
 def test_a_tree_has_every_path_through_the_streams(deep, widths) -> None:
-    """S8: node count, ancestors-or-self, the same position for the same depth; S13: ones are a chain."""
+    """Node count, ancestors-or-self, the same position for the same depth; ones are a chain."""
     model = deep(torch.float32)
     plan = StreamPlan(widths, "kept")
     levels = [[10 * depth + place for place in range(width)] for depth, width in enumerate(widths)]
@@ -86,7 +86,7 @@ def test_a_pruned_draft_keeps_its_node_numbers() -> None:
 
 @torch.no_grad()
 def test_a_higher_threshold_keeps_a_part_of_what_a_lower_one_keeps(deep, streams) -> None:
-    """S9: subsets, closed under parents, roots always, zero keeps all."""
+    """Subsets, closed under parents, roots always, zero keeps all."""
     model = deep(torch.float32)
     made = streams(torch.float32, noise=0.5)
     generator = torch.Generator().manual_seed(3)

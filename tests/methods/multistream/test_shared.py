@@ -1,4 +1,4 @@
-"""The shared mode: what is learnt, what becomes of the model, and what its streams may do (notes S2, S3, S5, S10)."""
+"""The shared mode: what is learnt, what becomes of the model, and what its streams may do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gradients(task: SharedObjective, model: Decoder) -> dict[str, torch.Tensor |
 
 
 def test_without_streams_it_is_ordinary_low_rank_tuning() -> None:
-    """S10: the same gradients on the terms as next-token cross-entropy through the model with these terms."""
+    """The same gradients on the terms as next-token cross-entropy through the model with these terms."""
     model, text = base(), batch(0)
     task = learning(model, alpha=0.0, pruner=0.0)
     found = gradients(task, model)

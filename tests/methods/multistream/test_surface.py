@@ -141,7 +141,7 @@ def test_a_recipe_makes_streams_and_goes_on_from_them(place, tmp_path) -> None:
 
 
 def test_the_shared_mode_makes_a_model_of_its_own_and_leaves_the_base(place, tmp_path) -> None:
-    """S3: the base's file keeps its bits; plain decoding of what was made is the reference for its streams."""
+    """The base's file keeps its bits; plain decoding of what was made is the reference for its streams."""
     before = base_hash(place)
     recipe = SharedRecipe(
         loop=LoopConfig(steps=6, warmup_steps=2, report_steps=4),
@@ -166,7 +166,7 @@ def test_the_shared_mode_makes_a_model_of_its_own_and_leaves_the_base(place, tmp
 
 
 def test_shipped_streams_beat_repeating_the_main_stream_on_text_they_have_not_seen() -> None:
-    """S15: better than the main stream's own choice said again, and worse the farther they look."""
+    """Better than the main stream's own choice said again, and worse the farther they look."""
     asked = [str(prompt.request) for prompt in packaged_prompts("e2e")[:3]]
     found = list(vivace.load().generate(asked, max_new_tokens=32, do_sample=False, method="multistream"))
     drafted, accepted = (

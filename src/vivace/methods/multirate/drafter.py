@@ -1,4 +1,4 @@
-"""Lossless self-speculation: the accelerated residual guesses, the slow one verifies (notes, section 7)."""
+"""Lossless self-speculation: the accelerated residual guesses, the slow one verifies."""
 
 from __future__ import annotations
 

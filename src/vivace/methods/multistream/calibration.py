@@ -1,4 +1,4 @@
-"""How unlikely a branch may look at the insertion layer before it is dropped (notes on arXiv:2402.11131, section 6).
+"""How unlikely a branch may look at the insertion layer before it is dropped.
 
 The paper does not give its threshold. Ours is read off text: of the edges that verification would keep, parent t and
 the token the whole model says next, a stated share shall survive.
