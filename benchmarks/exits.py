@@ -19,13 +19,13 @@ from benchmarks import exit_plots
 from vivace.checkpoint.adapters import load_adapter
 from vivace.configuration import build
 from vivace.engine import Engine
-from vivace.evaluate.contest import Question, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.exits import RouterTrial, compare_routers, velocities
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
+from vivace.evaluate.systems import MethodSystem
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
-from vivace.methods.dynamic.objective import RouterLesson, Trails, trails_of
+from vivace.methods.dynamic.objective import RouterTraining, Trails, trails_of
 from vivace.prompts import Prompt, load_prompts
 from vivace.train.data import Rows, collate, grouped, pairs_of
 
@@ -59,18 +59,18 @@ def routers(engine: Engine, weights: DynamicWeights, learn: list[Prompt], held: 
     half = len(held) // 2
     trial = RouterTrial(trails(learn), trails(held[:half]), trails(held[half:]))
     configs = [replace(config, kind=kind) for kind in KINDS]
-    found = compare_routers(engine.model, weights.gates, configs, trial, lesson=RouterLesson(), qualities=QUALITIES)
+    found = compare_routers(engine.model, weights.gates, configs, trial, lesson=RouterTraining(), qualities=QUALITIES)
     return [asdict(row) for row, _ in found]
 
 
 def decoding(engine: Engine, prompts: list[Prompt], repeats: int) -> list[dict[str, Any]]:
     """Plain decoding and every stated agreement on the same prompts, in turns: speed, exits and quality."""
     names = ["plain", *(f"dynamic@{quality:g}" for quality in QUALITIES)]
-    asked = [Question(p.request, tuple(engine.tokenizer.encode_prompt(p.request))) for p in prompts]
-    records = hold([Entrant(name, engine, 64) for name in names], asked, repeats=repeats)
+    asked = [BenchmarkPrompt(p.request, tuple(engine.tokenizer.encode_prompt(p.request))) for p in prompts]
+    records = run_benchmark([MethodSystem(name, engine, 64) for name in names], asked, repeats=repeats)
     found = []
     for record, run in zip(records, summarise(records, "plain"), strict=True):
-        texts = [engine.tokenizer.decode(ids) for takes in record.takes for ids in takes[0].token_ids]
+        texts = [engine.tokenizer.decode(ids) for trials in record.trials for ids in trials[0].token_ids]
         found.append({**asdict(run), "quality": score(prompts, texts)})
     return found
 

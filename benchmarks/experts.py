@@ -40,7 +40,7 @@ from vivace.methods.foresight.weights import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts
 from vivace.storage.channel import CHUNK_BYTES
 from vivace.storage.experts import ExpertCache
-from vivace.storage.experts_guess import GuessingClimb
+from vivace.storage.experts_guess import GuessingForwardPass
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static
@@ -58,7 +58,7 @@ UNLIMITED = 1e9
 
 
 @dataclass
-class Entrant:
+class MethodSystem:
     """A policy with its own cache, and what it took so far."""
 
     name: str
@@ -139,13 +139,13 @@ class Bench:
         self.prompts = [tuple(tokenizer.encode_prompt(text)) for text in texts]
         self.foresight = {name: foresight_of(folder, self.store) for name, folder in options.foresight}
 
-    def entrant(self, policy: Policy, num_slots: int, drafter: Drafter, name: str) -> Entrant:
+    def system(self, policy: Policy, num_slots: int, drafter: Drafter, name: str) -> MethodSystem:
         """A policy over a cache of its own."""
         layers = self.store.config.num_layers
         shelf = self.paced_shelf() if self.is_paced else self.shelf
         cache = self.stack.enter_context(ExpertCache(shelf, policy, layers, num_slots))
         cache.trace = Trace(layers)
-        return Entrant(name, cache, load_around(self.store, self.reader, cache, self.body), drafter)
+        return MethodSystem(name, cache, load_around(self.store, self.reader, cache, self.body), drafter)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -157,16 +157,16 @@ class Bench:
     def recorded(self, name: str) -> Trace:
         """What the routers choose on these prompts, and what is expected by whoever goes by that name."""
         with self.closing():
-            entrant = self.entrant(LeastRecent(), self.shelf.num_experts, self.drafters()[name], "recorded")
+            system = self.system(LeastRecent(), self.shelf.num_experts, self.drafters()[name], "recorded")
             for prompt in self.prompts:
-                entrant.answer(prompt, self.options.tokens, counts=False)
-            assert entrant.cache.trace is not None
-            return entrant.cache.trace
+                system.answer(prompt, self.options.tokens, counts=False)
+            assert system.cache.trace is not None
+            return system.cache.trace
 
     def drafters(self) -> dict[str, Drafter]:
         """Ways of decoding that expect experts, and the one that does not."""
         assert self.store.config.moe is not None
-        guess = NoDrafts("next_layer", GuessingClimb(self.store.config.moe.top_k))
+        guess = NoDrafts("next_layer", GuessingForwardPass(self.store.config.moe.top_k))
         seeing = {name: Foreseeing(weights, plan, name) for name, (weights, plan) in self.foresight.items()}
         return {"plain": NoDrafts(), "next_layer": guess, **seeing}
 
@@ -199,10 +199,10 @@ class Bench:
         """Experts that LRU loads for a decoded token."""
         self.gb_per_s = UNLIMITED
         with self.closing():
-            entrant = self.entrant(LeastRecent(), self.num_slots(share), NoDrafts(), "lru")
+            system = self.system(LeastRecent(), self.num_slots(share), NoDrafts(), "lru")
             for place, prompt in enumerate(self.prompts):
-                entrant.answer(prompt, self.options.tokens, counts=place > 0)
-            return entrant.loads_per_token
+                system.answer(prompt, self.options.tokens, counts=place > 0)
+            return system.loads_per_token
 
     @property
     def num_experts(self) -> int:
@@ -218,33 +218,33 @@ class Bench:
         """Seconds a token takes with every expert resident, by who expects what."""
         with self.closing():
             full = self.shelf.num_experts
-            entrants = [self.entrant(LeastRecent(), full, way, name) for name, way in self.drafters().items()]
+            systems = [self.system(LeastRecent(), full, way, name) for name, way in self.drafters().items()]
             for turn in range(2):
                 for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
-                    for entrant in entrants:
-                        entrant.answer(prompt, self.options.tokens, counts=turn == 1)
-            return {e.name: e.token_s for e in entrants}
+                    for system in systems:
+                        system.answer(prompt, self.options.tokens, counts=turn == 1)
+            return {e.name: e.token_s for e in systems}
 
-    def held(self, share: float, trace: Trace) -> list[Entrant]:
+    def held(self, share: float, trace: Trace) -> list[MethodSystem]:
         """All policies on all prompts, in turns; the first prompt only fills caches."""
         num = self.num_slots(share)
         layers, experts = self.store.config.num_layers, self.num_experts
         seeing = self.drafters()
         plain = seeing.pop("plain")
         with self.closing():
-            entrants = [
-                self.entrant(OnDemand(), num, plain, "on_demand"),
-                self.entrant(LeastRecent(), num, plain, "lru"),
-                self.entrant(NextUse(layers, experts), num, plain, "next_use"),
-                self.entrant(Static.of(trace, num), num, plain, "static"),
-                *(self.entrant(NextUse(layers, experts), num, way, name) for name, way in seeing.items()),
-                self.entrant(Oracle(trace), num, plain, "oracle"),
+            systems = [
+                self.system(OnDemand(), num, plain, "on_demand"),
+                self.system(LeastRecent(), num, plain, "lru"),
+                self.system(NextUse(layers, experts), num, plain, "next_use"),
+                self.system(Static.of(trace, num), num, plain, "static"),
+                *(self.system(NextUse(layers, experts), num, way, name) for name, way in seeing.items()),
+                self.system(Oracle(trace), num, plain, "oracle"),
             ]
             for place, prompt in enumerate(self.prompts):
-                for entrant in entrants:
-                    entrant.answer(prompt, self.options.tokens, counts=place > 0)
-        assert all(entrant.texts == entrants[0].texts for entrant in entrants), "policies gave different texts"
-        return entrants
+                for system in systems:
+                    system.answer(prompt, self.options.tokens, counts=place > 0)
+        assert all(system.texts == systems[0].texts for system in systems), "policies gave different texts"
+        return systems
 
     def simulated(self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float) -> float:
         """Seconds a token takes by the simulator."""
@@ -296,29 +296,29 @@ def pace(word: str) -> float | str:
     return found
 
 
-def row(entrant: Entrant, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:
+def row(system: MethodSystem, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:
     """What is told of a policy."""
-    counts, size = entrant.cache.counts, bench.shelf.bundle_bytes
-    trace = entrant.cache.trace
+    counts, size = system.cache.counts, bench.shelf.bundle_bytes
+    trace = system.cache.trace
     assert trace is not None
-    kind = entrant.name if entrant.name in compute_s else "plain"
-    simulated = bench.simulated(entrant.name, trace, entrant.cache.num_slots, compute_s[kind], expert_s)
+    kind = system.name if system.name in compute_s else "plain"
+    simulated = bench.simulated(system.name, trace, system.cache.num_slots, compute_s[kind], expert_s)
     return {
-        "policy": entrant.name,
-        "tokens_per_s": 1 / entrant.token_s,
-        "ms_per_token": 1e3 * entrant.token_s,
-        "ms_by_answer": [1e3 * s / n for s, n in zip(entrant.decode_s, entrant.num_tokens, strict=True)],
-        "tokens_by_answer": entrant.num_tokens,
+        "policy": system.name,
+        "tokens_per_s": 1 / system.token_s,
+        "ms_per_token": 1e3 * system.token_s,
+        "ms_by_answer": [1e3 * s / n for s, n in zip(system.decode_s, system.num_tokens, strict=True)],
+        "tokens_by_answer": system.num_tokens,
         "simulated_ms_per_token": 1e3 * simulated,
         "compute_ms_per_token": 1e3 * compute_s[kind],
-        "loads_per_token": entrant.loads_per_token,
-        "load_ms_per_token": 1e3 * entrant.loads_per_token * size / (bench.gb_per_s * 1e9),
+        "loads_per_token": system.loads_per_token,
+        "load_ms_per_token": 1e3 * system.loads_per_token * size / (bench.gb_per_s * 1e9),
         "wait_s": counts.wait_s,
         "recall": trace.recall() if trace.hints else None,
         **{name: getattr(counts, name) for name in ("resident", "ahead", "awaited", "missed", "loads", "wasted")},
         "loaded_bytes": counts.loads * size,
         "wasted_bytes": counts.wasted * size,
-        "device_bytes": entrant.from_device,
+        "device_bytes": system.from_device,
     }
 
 
@@ -375,7 +375,7 @@ def main() -> None:
     runs = []
     for share in options.share:
         paced = bench.set_pace(share, compute_s["plain"])
-        rows = with_gains([row(entrant, bench, compute_s, expert_s) for entrant in bench.held(share, trace)])
+        rows = with_gains([row(system, bench, compute_s, expert_s) for system in bench.held(share, trace)])
         runs.append({"share": share, "pace_gb_per_s": paced, "gb_per_s": bench.gb_per_s, "policies": rows})
         for each in rows:
             told = (

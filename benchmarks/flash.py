@@ -42,13 +42,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.flash_models import ApartReader, make, setting_of, take
+from benchmarks.flash_models import ApartReader, make, setting_of, trial
 from vivace.checkpoint.load import put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Draft
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -141,7 +141,7 @@ def main() -> None:
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
     elif options.command == "take":
         predictors = PredictorConfig(options.rank, options.recall, options.epochs)
-        take(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
+        trial(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
     elif options.command == "make":
         make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
     elif options.command == "agree":
@@ -312,10 +312,10 @@ def _answer(model: Decoder, prompt: Sequence[int], new_tokens: int) -> tuple[lis
 def _followed(model: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """Log-probabilities (n - 1, V) after each token but the last, decoded one by one."""
     cache, scores = model.new_cache(1, len(prompt) + len(tokens)), []
-    Climb().run(model, Draft.given_only({0: list(prompt)}), cache, chunk=True)
+    ForwardPass().run(model, Draft.committed_only({0: list(prompt)}), cache, chunk=True)
     cache.commit([0], [list(range(len(prompt)))])
     for token in tokens[:-1]:
-        passed = Climb().run(model, Draft.given_only({0: [token]}), cache)
+        passed = ForwardPass().run(model, Draft.committed_only({0: [token]}), cache)
         cache.commit([0], [[0]])
         scores.append(torch.log_softmax(model.head(passed.hidden)[-1].float(), -1))
     return torch.stack(scores)

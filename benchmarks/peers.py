@@ -31,12 +31,12 @@ import torch
 import vivace
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.engine import SHIPPED, Engine
-from vivace.evaluate.contest import Contestant, Question, Record, Take, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, Record, System, Trial, run_benchmark, summarise
 from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, llama_cpp_passes
-from vivace.evaluate.peers import enter_peers
+from vivace.evaluate.peers import peer_systems
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, passes_over, read_bandwidth
+from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import twins
 from vivace.prompts import packaged_prompts
 
@@ -63,9 +63,9 @@ class Named:
     """A contestant under another name: one method, several weight formats."""
 
     name: str
-    inner: Contestant
+    inner: System
 
-    def answer(self, batch: Sequence[Question]) -> Take:
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch."""
         return self.inner.answer(batch)
 
@@ -100,16 +100,16 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     engines = {f"vivace {kind}": open_as(folder, kind) for kind in options.weights.split(",")}
     first = next(iter(engines.values()))
     texts = random_texts(folder, options.prompts) if name in SHAPES else packaged_texts(options.prompts)
-    questions = [Question(text, tuple(first.tokenizer.encode_prompt(text))) for text in texts]
-    rivals, heat = enter_peers(
+    questions = [BenchmarkPrompt(text, tuple(first.tokenizer.encode_prompt(text))) for text in texts]
+    rivals, heat = peer_systems(
         [peer for peer in options.peers.split(",") if peer],
         folder,
         questions,
         max_new_tokens=options.max_new_tokens,
         device=torch.device("cpu"),
     )
-    ours = [Named(kind, Entrant("plain", engine, options.max_new_tokens)) for kind, engine in engines.items()]
-    records: list[Record] = hold([*ours, *rivals], questions, repeats=options.repeats)
+    ours = [Named(kind, MethodSystem("plain", engine, options.max_new_tokens)) for kind, engine in engines.items()]
+    records: list[Record] = run_benchmark([*ours, *rivals], questions, repeats=options.repeats)
     return {
         "weight_bytes": pass_bytes(first.model),
         "kernels": first.kernels.name,
@@ -207,9 +207,9 @@ def print_model(name: str, found: dict[str, Any]) -> None:
         same = "yes" if run["identical"] else f"{run['num_different']} differ"
         print(f"{run['method']:16}{run['tokens_per_s']:10.1f}{run['speedup']:8.2f}{low:9.1f}{high:9.1f}  {same}")
     print(f"\n{'ms a pass, k =':16}" + "".join(f"{rows:>9}" for rows in ROWS) + "   (k)/(1): 4, 8, 16")
-    for contestant, by in found["passes"].items():
+    for system, by in found["passes"].items():
         ratios = ", ".join(f"{by[rows] / by[1]:.2f}" for rows in (4, 8, 16))
-        print(f"{contestant:16}" + "".join(f"{by[rows] * 1e3:9.3f}" for rows in ROWS) + f"   {ratios}")
+        print(f"{system:16}" + "".join(f"{by[rows] * 1e3:9.3f}" for rows in ROWS) + f"   {ratios}")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ import vivace
 from benchmarks.rivals_table import tables
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
-from vivace.cli.asking import questions_of, read_prompts
+from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
-from vivace.evaluate.contest import Question, Record, Take, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Trial, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.evaluate.step_layers import layers_of_step
+from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import plan_of
 from vivace.methods.draft.drafter import DraftModel
 from vivace.methods.dynamic.drafter import DynamicDepth
@@ -64,14 +64,14 @@ FACTS = "training.json"
 
 @dataclass(frozen=True)
 class Named:
-    """Fills ``Contestant`` under a name of its own."""
+    """Fills ``System`` under a name of its own."""
 
     name: str
-    entrant: Entrant
+    system: MethodSystem
 
-    def answer(self, batch: Sequence[Question]) -> Take:
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch, greedily."""
-        return self.entrant.answer(batch)
+        return self.system.answer(batch)
 
 
 def train(given: argparse.Namespace) -> None:
@@ -185,7 +185,7 @@ def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str
     engine = _loaded(given.model, {}, out) if kind in WHOLE else _loaded(given.model, {method: out}, None)
     if method not in tuned_methods():
         asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
-        return summarise(hold([Entrant(method, engine, 64)], asked, repeats=1), method)[0].tokens_per_s
+        return summarise(run_benchmark([MethodSystem(method, engine, 64)], asked, repeats=1), method)[0].tokens_per_s
     best = _searched(engine, method, out.name, given, tried)
     if method != "draft":
         keep_plan(engine, method, best)
@@ -214,7 +214,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         beside.append((name, kind, _loaded(given.model, {kind: folder}, None), folder))
     for name, method, engine, where in beside:
         engine = planned(engine, plan_of(method, plans[name])) if name in plans else engine
-        players.append(Named(name, Entrant(method, engine, given.max_new_tokens)))
+        players.append(Named(name, MethodSystem(method, engine, given.max_new_tokens)))
         facts[name] = _facts(engine, method, where) | {"plain": "plain"}
     for kind, methods in WHOLE.items():
         folder = given.runs / kind
@@ -223,9 +223,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         engine = _loaded(None, {}, folder)
         for method in ("plain", *(m for m in methods if m.partition("@")[0] in engine.methods.ready())):
             name = f"{method} on the {kind} model"
-            players.append(Named(name, Entrant(method, engine, given.max_new_tokens)))
+            players.append(Named(name, MethodSystem(method, engine, given.max_new_tokens)))
             facts[name] = _facts(engine, method, folder) | {"plain": f"plain on the {kind} model"}
-    records = hold(players, asked, repeats=given.repeats)
+    records = run_benchmark(players, asked, repeats=given.repeats)
     return {
         "provenance": asdict(provenance(base.model.device)),
         "setting": {
@@ -278,7 +278,7 @@ def _row(
     """Speed beside the base's plain decoding, sameness beside the own model's, and quality of the text."""
     speed = next(run for run in summarise(records, "plain") if run.method == record.name)
     own = next(run for run in summarise(records, facts["plain"]) if run.method == record.name)
-    texts = [engine.tokenizer.decode(ids) for takes in record.takes for ids in takes[0].token_ids]
+    texts = [engine.tokenizer.decode(ids) for trials in record.trials for ids in trials[0].token_ids]
     quality = score(list(prompts), texts) if all(prompt.references for prompt in prompts) else None
     same = {"identical": own.identical, "num_different": own.num_different}
     return {**asdict(speed), **same, "quality": quality, **facts}

@@ -16,12 +16,12 @@ from typing import Any
 
 import vivace
 from benchmarks.rivals import Named
-from vivace.cli.asking import questions_of, read_prompts
+from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine
+from vivace.evaluate.benchmark import Record, run_benchmark, summarise
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
-from vivace.evaluate.contest import Record, hold, summarise
-from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.provenance import provenance
+from vivace.evaluate.systems import MethodSystem
 from vivace.evaluate.tradeoff import Judgement, judge_texts
 from vivace.prompts import Prompt
 
@@ -31,12 +31,12 @@ STREAMS = "multistream"
 def compare(shared: Engine, plain: Engine, prompts: Sequence[Prompt], limit: int | None, most: int) -> dict[str, Any]:
     """Quality of both on all prompts; speed of the streams on the first ``limit``."""
     asked = questions_of(shared, list(prompts), raw=False)
-    sides = [Named("shared", Entrant("plain", shared, most)), Named("plain", Entrant("plain", plain, most))]
-    records = hold(sides, asked, repeats=1)
+    sides = [Named("shared", MethodSystem("plain", shared, most)), Named("plain", MethodSystem("plain", plain, most))]
+    records = run_benchmark(sides, asked, repeats=1)
     ours, theirs = (_judge(engine, prompts, record) for engine, record in zip((shared, plain), records, strict=True))
     ratio = paired_bootstrap(ours.values, theirs.values, statistic=ratio_of_sums) if any(theirs.values) else None
-    entrants = [Entrant(name, shared, most) for name in ("plain", STREAMS)]
-    _, streams = summarise(hold(entrants, asked[:limit], repeats=1), "plain")
+    systems = [MethodSystem(name, shared, most) for name in ("plain", STREAMS)]
+    _, streams = summarise(run_benchmark(systems, asked[:limit], repeats=1), "plain")
     return {
         "num_prompts": len(prompts),
         "metrics": {"shared": ours.metrics, "plain": theirs.metrics},
@@ -58,7 +58,7 @@ def _judge(engine: Engine, prompts: Sequence[Prompt], record: Record) -> Judgeme
 
 
 def _answers(record: Record) -> list[tuple[int, ...]]:
-    return [ids for takes in record.takes for ids in takes[0].token_ids]
+    return [ids for trials in record.trials for ids in trials[0].token_ids]
 
 
 def _mean(values: Sequence[float]) -> float:

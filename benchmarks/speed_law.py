@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import vivace
-from vivace.cli.asking import questions_of, read_prompts
+from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine, Options
-from vivace.evaluate.contest import Question, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.speed_law import Parts, judge
 from vivace.evaluate.step_parts import host_seconds, measure_parts
+from vivace.evaluate.systems import MethodSystem
 
 FOLLOWS = 16
 """Tokens of the first answer that the text of the timed step has: a step in the middle of an answer."""
@@ -30,19 +30,19 @@ WATCHED = 8
 
 
 def compare(
-    engine: Engine, method: str, questions: Sequence[Question], *, max_new_tokens: int, repeats: int
+    engine: Engine, method: str, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """The law and the measurement for one method on some prompts, greedily, one at a time."""
     before = measured_parts(engine, method, questions, max_new_tokens=max_new_tokens)
-    players = [Entrant(name, engine, max_new_tokens) for name in ("plain", method)]
-    records = hold(players, questions, repeats=repeats)
+    players = [MethodSystem(name, engine, max_new_tokens) for name in ("plain", method)]
+    records = run_benchmark(players, questions, repeats=repeats)
     parts = mean(before, measured_parts(engine, method, questions, max_new_tokens=max_new_tokens))
     run = summarise(records, "plain")[1]
     judged = judge(parts, records[1], run.speedup)
     return {**asdict(judged), "off": judged.off, "interval": run.speedup_interval, "identical": run.identical}
 
 
-def measured_parts(engine: Engine, method: str, questions: Sequence[Question], *, max_new_tokens: int) -> Parts:
+def measured_parts(engine: Engine, method: str, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int) -> Parts:
     """Passes in the middle of the first answer, and the host's work in the first few."""
     plain, drafter = engine.methods.drafter("plain"), engine.methods.drafter(method)
     first = engine.generate([questions[0].request], method="plain", max_new_tokens=FOLLOWS, do_sample=False)[0]

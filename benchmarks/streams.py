@@ -20,11 +20,11 @@ from benchmarks.plots import COLOURS
 from benchmarks.rivals import Named
 from vivace.checkpoint.adapters import load_adapter
 from vivace.cli.app import run
-from vivace.cli.asking import questions_of, read_prompts
+from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine
-from vivace.evaluate.contest import Question, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
+from vivace.evaluate.systems import MethodSystem
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.tuning import planned
 
@@ -105,11 +105,11 @@ def widths(config: MultistreamConfig, threshold: float) -> list[StreamPlan]:
     return [StreamPlan((width, *below), "kept", threshold) for width in WIDTHS]
 
 
-def compare(engines: Mapping[str, Engine], asked: Sequence[Question], repeats: int) -> list[dict[str, Any]]:
+def compare(engines: Mapping[str, Engine], asked: Sequence[BenchmarkPrompt], repeats: int) -> list[dict[str, Any]]:
     """Plain decoding and each of these, in turns."""
     first = next(iter(engines.values()))
-    players = [Named(name, Entrant("multistream", engine, 64)) for name, engine in engines.items()]
-    records = hold([Named("plain", Entrant("plain", first, 64)), *players], asked, repeats=repeats)
+    players = [Named(name, MethodSystem("multistream", engine, 64)) for name, engine in engines.items()]
+    records = run_benchmark([Named("plain", MethodSystem("plain", first, 64)), *players], asked, repeats=repeats)
     return [asdict(row) for row in summarise(records, "plain")]
 
 

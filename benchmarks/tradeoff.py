@@ -22,18 +22,18 @@ from torch import Tensor
 from benchmarks import captions, exit_plots
 from benchmarks.rivals import ADAPTERS, WHOLE, Named
 from benchmarks.rivals_table import ROUTERS
-from vivace.cli.asking import questions_of, read_prompts
+from vivace.cli.prompting import questions_of, read_prompts
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
 from vivace.core.step import Step
-from vivace.decode.depth import Depth, Leaving
+from vivace.decode.depth import Depth, EarlyExit
 from vivace.decode.plain import NoDrafts
 from vivace.decode.shallow import ShallowDrafter
 from vivace.engine import Engine, load
-from vivace.evaluate.contest import Question, Record, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, Record, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes
+from vivace.evaluate.systems import MethodSystem
 from vivace.evaluate.tradeoff import Guessing, Point, Reading, costs, envelope, judge_texts, point
 from vivace.methods.dynamic.drafter import AcceleratedExit, DynamicDepth
 from vivace.methods.dynamic.thresholds import QualityPlan
@@ -62,10 +62,10 @@ class FixedExit:
     def __init__(self, layer: int) -> None:
         self.gates = (layer,)
 
-    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """To the layer, where all leave."""
         h = model.run(h, step, 0, self.gates[0])
-        return Leaving(h, torch.ones(len(asking), dtype=torch.bool), h[asking])
+        return EarlyExit(h, torch.ones(len(asking), dtype=torch.bool), h[asking])
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,21 @@ class Only:
 def players(engine: Engine, runs: Path | None, max_new_tokens: int) -> tuple[list[Player], list[str]]:
     """Everything that can decode, plain first, and the methods that cannot."""
     found = [
-        Player(Named(name, Entrant(name, engine, max_new_tokens)), engine, _is_lossless(name))
+        Player(Named(name, MethodSystem(name, engine, max_new_tokens)), engine, _is_lossless(name))
         for name in _sweep(engine)
     ]
     for name, drafter in _fixed(engine):
         alone = copy(engine)
         alone.methods = Only(drafter, engine.folder)  # type: ignore[assignment]
-        found.append(Player(Named(name, Entrant("dynamic", alone, max_new_tokens)), engine, False))
+        found.append(Player(Named(name, MethodSystem("dynamic", alone, max_new_tokens)), engine, False))
     for kind, methods in WHOLE.items():
         if runs is not None and (runs / kind / "config.json").is_file():
             whole = load(runs / kind)
             names = [name for name in _sweep(whole) if name.partition("@")[0] in {m.partition("@")[0] for m in methods}]
             for name in ("plain", *(name for name in names if not _is_lossless(name))):
                 shown = f"{name} on the {kind} model"
-                found.append(Player(Named(shown, Entrant(name, whole, max_new_tokens)), whole, False))
-    seen = {player.named.entrant.name.partition("@")[0] for player in found}
+                found.append(Player(Named(shown, MethodSystem(name, whole, max_new_tokens)), whole, False))
+    seen = {player.named.system.name.partition("@")[0] for player in found}
     lossy = [name for name, method in METHODS.items() if not method.lossless]
     return found, [name for name in lossy if name not in seen]
 
@@ -139,7 +139,7 @@ def _fixed(engine: Engine) -> Iterator[tuple[str, Drafter]]:
 def measure(engine: Engine, found: Sequence[Player], prompts: list[Prompt], repeats: int) -> list[Point]:
     """Everybody answers every prompt, in turns, one at a time."""
     asked = questions_of(engine, prompts, raw=False)
-    records = hold([player.named for player in found], asked, repeats=repeats)
+    records = run_benchmark([player.named for player in found], asked, repeats=repeats)
     runs = summarise(records, "plain")
     judged = [_judge(engine, prompts, asked, record) for record in records]
     base = reading_of(engine).pass_bytes
@@ -150,8 +150,8 @@ def measure(engine: Engine, found: Sequence[Player], prompts: list[Prompt], repe
     return points
 
 
-def _judge(engine: Engine, prompts: list[Prompt], asked: Sequence[Question], record: Record) -> Any:
-    answers = [ids for takes in record.takes for ids in takes[0].token_ids]
+def _judge(engine: Engine, prompts: list[Prompt], asked: Sequence[BenchmarkPrompt], record: Record) -> Any:
+    answers = [ids for trials in record.trials for ids in trials[0].token_ids]
     texts = [engine.tokenizer.decode(ids) for ids in answers]
     return judge_texts(engine, prompts, [question.token_ids for question in asked], answers, texts)
 
@@ -175,7 +175,7 @@ def router_of(engine: Engine) -> str | None:
 
 def guessing_of(player: Player) -> Guessing | None:
     """How a method drafts below a gate; None for all others."""
-    name = player.named.entrant.name.partition("@")[0]
+    name = player.named.system.name.partition("@")[0]
     if not player.lossless or name in ("plain", "auto"):
         return None
     drafter = player.engine.methods.drafter(name)

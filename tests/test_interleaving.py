@@ -16,7 +16,7 @@ from tests.every_method import make_model
 from vivace.core.layers import Linear
 from vivace.core.model import Layer
 from vivace.core.step import Step
-from vivace.decode.plain import Pace
+from vivace.decode.plain import StepBudget
 from vivace.decode.request import Emitted
 from vivace.decode.stats import DecodeStats
 from vivace.engine import EXACT_ROWS, Engine, Options
@@ -56,7 +56,7 @@ class Answer:
 @pytest.fixture(autouse=True)
 def steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Native calls make three steps whatever the clock says, on one thread."""
-    monkeypatch.setattr(Pace, "count", lambda self, context, tokens=1.0: 3)
+    monkeypatch.setattr(StepBudget, "count", lambda self, context, tokens=1.0: 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

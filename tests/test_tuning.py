@@ -18,8 +18,8 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.cli.app import run
 from vivace.decode.shallow import DraftPlan, draft_plans
 from vivace.errors import ConfigError
-from vivace.evaluate import contest
-from vivace.evaluate.contest import Question, Record, Take
+from vivace.evaluate import benchmark
+from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Trial
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.residual import Accelerator
 from vivace.tuning import candidates_of, search
@@ -39,8 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def questions(engine: vivace.Engine, count: int) -> list[Question]:
-    return [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in ("aka", "kab", "bak")[:count]]
+def questions(engine: vivace.Engine, count: int) -> list[BenchmarkPrompt]:
+    return [
+        BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in ("aka", "kab", "bak")[:count]
+    ]
 
 
 def test_the_candidates_are_different_plans_within_the_limit(folder: Path) -> None:
@@ -57,15 +59,17 @@ def test_the_candidates_are_different_plans_within_the_limit(folder: Path) -> No
 def test_half_of_the_plans_leave_each_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scripted contest: longer chains are faster, so the three longest have to be left."""
 
-    def play(players: Sequence[Any], asked: Sequence[Question], *, batch_size: int, repeats: int) -> list[Record]:
+    def play(
+        players: Sequence[Any], asked: Sequence[BenchmarkPrompt], *, batch_size: int, repeats: int
+    ) -> list[Record]:
         assert players[0].name == "plain"
-        return [Record(player.name, [[take(player)] * repeats for _ in asked]) for player in players]
+        return [Record(player.name, [[trial(player)] * repeats for _ in asked]) for player in players]
 
-    def take(player: Any) -> Take:
+    def trial(player: Any) -> Trial:
         speed = 1 if player.name == "plain" else int(player.name.split()[1])
-        return Take(((1, 2, 3),), 1, decode_s=2 / speed, total_s=1.0)
+        return Trial(((1, 2, 3),), 1, decode_s=2 / speed, total_s=1.0)
 
-    monkeypatch.setattr(tuning, "hold", play)
+    monkeypatch.setattr(tuning, "run_benchmark", play)
     rounds: list[tuple[int, int]] = []
     engine = vivace.load(folder)
     plans = [DraftPlan.chain(length) for length in (2, 7, 1, 8, 3, 6, 5, 4)]
@@ -100,7 +104,7 @@ def test_the_winner_is_written_and_the_weights_stay(
     assert run([*words, "--no-keep"]) == 0
     assert json.loads((adapter / "config.json").read_text()) == before
     assert "chain 2" in capsys.readouterr().out
-    real = contest.summarise
+    real = benchmark.summarise
 
     def generous(records: Sequence[Record], baseline: str) -> list[Any]:
         from dataclasses import replace

@@ -23,7 +23,7 @@ from vivace.checkpoint import config_keys, families, rope_keys
 from vivace.cli import app
 from vivace.kernels import reference
 from vivace.methods.dynamic.gates import GatesConfig
-from vivace.methods.dynamic.objective import RouterLesson
+from vivace.methods.dynamic.objective import RouterTraining
 from vivace.methods.dynamic.router import RouterConfig
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss
@@ -32,7 +32,7 @@ from vivace.methods.multistream.objective import MultistreamLoss
 from vivace.methods.multistream.shared import SharedLoss
 from vivace.methods.table import METHODS
 from vivace.recipes.reading import RECIPES
-from vivace.serve import bodies, figures, foreign, meters
+from vivace.serve import bodies, foreign, metrics, server_metrics
 from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,13 +167,13 @@ def refused_fields() -> str:
 
 def metrics_table() -> str:
     """Prometheus metrics."""
-    counters = meters.COUNTERS | meters.WORKER_COUNTERS
+    counters = metrics.COUNTERS | metrics.WORKER_COUNTERS
     rows = [(f"`vivace_{stem}_total`", text) for stem, text in counters.items()]
-    labelled = meters.BY_LABEL | figures.SERVER_COUNTERS
+    labelled = metrics.BY_LABEL | server_metrics.SERVER_COUNTERS
     rows += [(f"`vivace_{stem}_total` by {labels}", text) for stem, (labels, text) in labelled.items()]
-    rows += [(f"`vivace_{stem}`", text) for stem, text in (meters.GAUGES | figures.SERVER_GAUGES).items()]
-    rows += [(f"`vivace_{stem}` (histogram)", text) for stem, (text, _) in meters.HISTOGRAMS.items()]
-    rows.append((f"`vivace_{figures.LAG}` (histogram)", figures.LAG_MEANING))
+    rows += [(f"`vivace_{stem}`", text) for stem, text in (metrics.GAUGES | server_metrics.SERVER_GAUGES).items()]
+    rows += [(f"`vivace_{stem}` (histogram)", text) for stem, (text, _) in metrics.HISTOGRAMS.items()]
+    rows.append((f"`vivace_{server_metrics.LAG}` (histogram)", server_metrics.LAG_MEANING))
     return table(("metric", "meaning"), rows)
 
 
@@ -220,7 +220,7 @@ def wanted() -> dict[Path, str]:
         ROOT / "docs" / "techniques" / "dynamic_depth.md": {
             "gates": fields_table(GatesConfig),
             "router": fields_table(RouterConfig),
-            "lesson": fields_table(RouterLesson),
+            "lesson": fields_table(RouterTraining),
         },
     }
     files = {path: fill_file(path, blocks) for path, blocks in parts.items()}

@@ -34,7 +34,7 @@ from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import Choice, choose
 from vivace.kernels.low_bit import Weights, check_weights
-from vivace.methods.composition import Methods, Second, adapters_by_method
+from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method
 from vivace.storage.loading import Storage, load_stored
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes
@@ -192,7 +192,7 @@ def load(
     if draft_model is not None or (own / "config.json").is_file():
         smaller = own if draft_model is None else draft_model
         read = partial(_read_second, smaller, tokenizer, dtype=dtype, device=device, backend=backend)
-        second = Second(read, is_asked=draft_model is not None)
+        second = DraftModelSource(read, is_asked=draft_model is not None)
         if second.is_asked:
             second.decoder  # noqa: B018 - what was named and cannot be read is told now
     if storage is not None and storage.plan.streamed and storage.body is None:

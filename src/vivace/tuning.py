@@ -17,8 +17,8 @@ from typing import Any, cast
 from vivace.checkpoint.adapters import base_hash, load_adapter, replace_plan, save_adapter
 from vivace.engine import Engine
 from vivace.errors import ConfigError
-from vivace.evaluate.contest import Question, Run, Take, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, Run, Trial, run_benchmark, summarise
+from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import stored_of
 from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
@@ -29,7 +29,7 @@ _FINALISTS = 3
 
 
 @dataclass(frozen=True)
-class Trial:
+class TunedPlan:
     """What a plan did in the last round it played."""
 
     plan: Plan
@@ -39,13 +39,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Player:
-    """Fills ``Contestant``: a method under one plan."""
+    """Fills ``System``: a method under one plan."""
 
     name: str
-    entrant: Entrant
+    system: MethodSystem
 
-    def answer(self, batch: Sequence[Question]) -> Take:
-        return self.entrant.answer(batch)
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
+        return self.system.answer(batch)
 
 
 def tuned_methods() -> list[str]:
@@ -104,12 +104,12 @@ def search(
     engine: Engine,
     method: str,
     plans: Sequence[Plan],
-    questions: Sequence[Question],
+    questions: Sequence[BenchmarkPrompt],
     *,
     max_new_tokens: int = 64,
     batch_size: int = 1,
     on_round: Callable[[int, int], None] | None = None,
-) -> list[Trial]:
+) -> list[TunedPlan]:
     """Let plans play until three are left; those play on all prompts.
 
     Args:
@@ -130,19 +130,19 @@ def search(
     """
     if not plans or not questions:
         raise ConfigError(f"a search needs a plan and a prompt, found {len(plans)} plans and {len(questions)} prompts")
-    plain = Entrant(BASELINE, engine, max_new_tokens)
-    players = {plan: _Player(plan.label, Entrant(method, planned(engine, plan), max_new_tokens)) for plan in plans}
-    left, count, gone = list(players), _FIRST_PROMPTS, list[Trial]()
+    plain = MethodSystem(BASELINE, engine, max_new_tokens)
+    players = {plan: _Player(plan.label, MethodSystem(method, planned(engine, plan), max_new_tokens)) for plan in plans}
+    left, count, gone = list(players), _FIRST_PROMPTS, list[TunedPlan]()
     while True:
         last = len(left) <= _FINALISTS
         asked = questions if last else questions[:count]
         if on_round is not None:
             on_round(len(left), len(asked))
-        records = hold(
+        records = run_benchmark(
             [plain, *(players[plan] for plan in left)], asked, batch_size=batch_size, repeats=3 if last else 1
         )
         runs = summarise(records, BASELINE)[1:]
-        trials = [Trial(plan, run, len(asked)) for plan, run in zip(left, runs, strict=True)]
+        trials = [TunedPlan(plan, run, len(asked)) for plan, run in zip(left, runs, strict=True)]
         trials.sort(key=lambda trial: trial.run.tokens_per_s, reverse=True)
         if last:
             return [*trials, *gone]

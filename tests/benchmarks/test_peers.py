@@ -10,9 +10,9 @@ import vivace
 from benchmarks.peers import PROMPT_WORDS, SHAPES, make_random, random_texts
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
-from vivace.evaluate.contest import Question
-from vivace.evaluate.entrants import Entrant
-from vivace.evaluate.peers import enter_peers
+from vivace.evaluate.benchmark import BenchmarkPrompt
+from vivace.evaluate.peers import peer_systems
+from vivace.evaluate.systems import MethodSystem
 
 TINY = {
     **{"vocab_size": 600, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -23,16 +23,16 @@ TINY = {
 def test_random_models_take_part(tmp_path: Path) -> None:
     engine = vivace.load(make_random(tmp_path / "tiny", TINY))
     texts = random_texts(engine.folder, 3)
-    questions = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in texts]
+    questions = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in texts]
     assert [len(question.token_ids) for question in questions] == [PROMPT_WORDS] * 3
     assert all(min(question.token_ids) >= 256 for question in questions)
     assert len(set(questions[0].token_ids)) > PROMPT_WORDS // 2
     assert engine.tokenizer.eos_ids == ()
-    (peer,), _ = enter_peers(
+    (peer,), _ = peer_systems(
         ["transformers"], engine.folder, questions, max_new_tokens=9, device=torch.device("cpu")
     )  # fmt: skip
-    for contestant in (Entrant("plain", engine, 9), peer):
-        assert [len(ids) for question in questions for ids in contestant.answer([question]).token_ids] == [9] * 3
+    for system in (MethodSystem("plain", engine, 9), peer):
+        assert [len(ids) for question in questions for ids in system.answer([question]).token_ids] == [9] * 3
 
 
 def test_the_models_have_the_size_of_their_names() -> None:

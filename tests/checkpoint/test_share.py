@@ -44,11 +44,11 @@ def test_rows_keep_their_bits(family: str, dtype: torch.dtype) -> None:
     decoder = share_module(make(family).to(dtype))
     with torch.inference_mode():
         tokens = torch.randint(1, VOCAB, (13,)).tolist()
-        draft = Draft.given_only({slot: [token] for slot, token in enumerate(tokens)})
+        draft = Draft.committed_only({slot: [token] for slot, token in enumerate(tokens)})
         step = Step.of(draft, decoder.new_cache(13, 8))
         together = decoder.run(decoder.embed(draft.tokens, step), step)
         for row, token in enumerate(tokens):
-            step = Step.of(Draft.given_only({0: [token]}), decoder.new_cache(1, 8))
+            step = Step.of(Draft.committed_only({0: [token]}), decoder.new_cache(1, 8))
             assert torch.equal(decoder.run(decoder.embed(torch.tensor([token]), step), step)[0], together[row])
 
 

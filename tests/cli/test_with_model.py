@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import Outcome
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.evaluate import contest, sameness
+from vivace.evaluate import benchmark, sameness
 from vivace.evaluate.sameness import Difference, Sameness
 
 Cli = Callable[..., Outcome]
@@ -86,8 +86,9 @@ def test_a_difference_is_shown_and_is_a_failure(cli: Cli, folder: Path, monkeypa
         *[f"  prompt {i}, token 5: logits 0.25 apart" for i in range(1, 6)],
         "  and 3 more",
     ]
-    summarise = contest.summarise
-    monkeypatch.setattr(contest, "summarise", lambda *args: [replace(run, identical=False) for run in summarise(*args)])
+    summarise = benchmark.summarise
+    changed = lambda *args: [replace(run, identical=False) for run in summarise(*args)]  # noqa: E731
+    monkeypatch.setattr(benchmark, "summarise", changed)
     outcome = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1)
     assert (outcome.status, outcome.out.count("lookup: identical: no")) == (1, 2)
 

@@ -22,9 +22,9 @@ def ascend(decoder: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = Fals
 
 def prefill(decoder: Decoder, prompts: dict[int, list[int]], num_slots: int) -> tuple[KVCache, Tensor]:
     cache = decoder.new_cache(num_slots, CAPACITY)
-    draft = Draft.given_only(prompts)
+    draft = Draft.committed_only(prompts)
     hidden = ascend(decoder, draft, cache, chunk=True)
-    cache.commit(draft.slots, [range(count) for count in draft.given])
+    cache.commit(draft.slots, [range(count) for count in draft.committed])
     return cache, hidden
 
 
@@ -43,7 +43,7 @@ def test_alone_and_among_sixteen(decoder: Decoder) -> None:
     rows = {slot: tokens(3, 50 + slot) for slot in prompts}
     together = []
     for place in range(3):
-        hidden = ascend(decoder, Draft.given_only({slot: [row[place]] for slot, row in rows.items()}), cache)
+        hidden = ascend(decoder, Draft.committed_only({slot: [row[place]] for slot, row in rows.items()}), cache)
         together.append((hidden, decoder.head(hidden)))
         cache.commit(tuple(prompts), [[0]] * 16)
     first = 0
@@ -52,7 +52,7 @@ def test_alone_and_among_sixteen(decoder: Decoder) -> None:
         assert torch.equal(alone, prefilled[first : first + len(prompt)]), f"prefill of {len(prompt)} tokens"
         first += len(prompt)
         for place in range(3):
-            hidden = ascend(decoder, Draft.given_only({0: [rows[slot][place]]}), own)
+            hidden = ascend(decoder, Draft.committed_only({0: [rows[slot][place]]}), own)
             own.commit([0], [[0]])
             assert torch.equal(hidden[0], together[place][0][slot]), f"row {place} after {len(prompt)} tokens"
             assert torch.equal(decoder.head(hidden)[0], together[place][1][slot])
@@ -61,8 +61,8 @@ def test_alone_and_among_sixteen(decoder: Decoder) -> None:
 
 def tree(given: dict[int, list[int]], widths: tuple[int, ...], seed: int) -> Draft:
     """Children below the root, grandchildren below every child, and so on."""
-    draft = Draft.given_only(given)
-    leaves = draft.roots()
+    draft = Draft.committed_only(given)
+    leaves = draft.last_committed()
     generator = torch.Generator().manual_seed(seed)
     for width in widths:
         draft, leaves = draft.grow(leaves, torch.randint(0, VOCAB, (len(leaves), width), generator=generator))
@@ -74,7 +74,7 @@ def chain_hidden(decoder: Decoder, prompt: list[int], path: list[int]) -> tuple[
     cache, _ = prefill(decoder, {0: prompt}, 1)
     hidden = []
     for token in path:
-        hidden.append(ascend(decoder, Draft.given_only({0: [token]}), cache))
+        hidden.append(ascend(decoder, Draft.committed_only({0: [token]}), cache))
         cache.commit([0], [[0]])
     return torch.cat(hidden), cache
 
@@ -92,7 +92,7 @@ def test_tree_nodes_are_chain_rows(decoder: Decoder) -> None:
         assert torch.equal(hidden[torch.tensor(path)], alone), f"node {row}"
         kept[slots[row]] = path  # the last node of each slot: a leaf whose entries are scattered
     cache.commit(tuple(prompts), [draft.node[torch.tensor(kept[slot])].tolist() for slot in prompts])
-    after = ascend(decoder, Draft.given_only({slot: [7] for slot in prompts}), cache)
+    after = ascend(decoder, Draft.committed_only({slot: [7] for slot in prompts}), cache)
     for place, (slot, prompt) in enumerate(prompts.items()):
         alone, own = chain_hidden(decoder, prompt, [*draft.tokens[torch.tensor(kept[slot])].tolist(), 7])
         assert torch.equal(after[place], alone[-1])
@@ -106,12 +106,12 @@ def test_chains_of_any_length_are_single_rows(decoder: Decoder) -> None:
     cache, _ = prefill(decoder, {0: prompt, 1: tokens(9, 2)}, 2)
     path = tokens(6, 30)
     alone, _ = chain_hidden(decoder, prompt, path)
-    draft = Draft.given_only({0: path[:1]})
+    draft = Draft.committed_only({0: path[:1]})
     for token in path[1:]:
         draft, _ = draft.grow(torch.tensor([len(draft.tokens) - 1]), torch.tensor([[token]]))
     assert torch.equal(ascend(decoder, draft, cache), alone)
-    beside = Draft.given_only({0: path, 1: [3]})
-    beside, _ = beside.grow(beside.roots()[1:], torch.tensor([[4, 5]]))
+    beside = Draft.committed_only({0: path, 1: [3]})
+    beside, _ = beside.grow(beside.last_committed()[1:], torch.tensor([[4, 5]]))
     assert torch.equal(ascend(decoder, beside, cache)[:6], alone)
 
 
@@ -121,8 +121,8 @@ def test_chunks_of_a_prompt_do_not_see_each_other(decoder: Decoder) -> None:
     spans = [(0, 20), (20, 40), (40, 50)]
     alone, beside = decoder.new_cache(1, CAPACITY), decoder.new_cache(2, CAPACITY)
     for first, stop in spans:
-        a = ascend(decoder, Draft.given_only({0: mine[first:stop]}), alone, chunk=True)
-        both = Draft.given_only({1: mine[first:stop], 0: other[first : stop + 7]})
+        a = ascend(decoder, Draft.committed_only({0: mine[first:stop]}), alone, chunk=True)
+        both = Draft.committed_only({1: mine[first:stop], 0: other[first : stop + 7]})
         b = ascend(decoder, both, beside, chunk=True)
         alone.commit([0], [range(stop - first)])
         beside.commit([1], [range(stop - first)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.core.decoders import VOCAB, build, tokens
-from vivace.core.cache import KVCache, Late, LayerSpec
+from vivace.core.cache import KVCache, LayerSpec, PendingKV
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -41,8 +41,8 @@ def write(cache: KVCache, draft: Draft) -> Step:
 
 
 def random_draft(rng: random.Random, slots: list[int]) -> Draft:
-    draft = Draft.given_only({slot: [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] for slot in slots})
-    grown = draft.roots()
+    draft = Draft.committed_only({slot: [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] for slot in slots})
+    grown = draft.last_committed()
     for _ in range(rng.randint(0, 3)):
         width = rng.randint(1, 2)
         draft, grown = draft.grow(grown, torch.randint(0, VOCAB, (len(grown), width)))
@@ -52,7 +52,7 @@ def random_draft(rng: random.Random, slots: list[int]) -> Draft:
 def random_paths(rng: random.Random, draft: Draft) -> list[list[int]]:
     """Rows from each slot's first token to a random node at or below its root."""
     paths = []
-    for slot, root in zip(draft.slots, draft.roots().tolist(), strict=True):
+    for slot, root in zip(draft.slots, draft.last_committed().tolist(), strict=True):
         rows = [row for row in range(len(draft.tokens)) if int(draft.slot[row]) == slot and row >= root]
         below = [row for row in rows if root in draft.path(row)]
         paths.append(draft.path(rng.choice(below)))
@@ -132,8 +132,8 @@ def test_nobody_reads_behind_the_end(variant: str, dtype: torch.dtype) -> None:
         fill(decoder, cache, prompts)
         poison(cache, value)
         for token in range(3):
-            draft = Draft.given_only({slot: [token] for slot in prompts})
-            draft, _ = draft.grow(draft.roots(), torch.tensor([[5, 6], [7, 8], [9, 10]]))
+            draft = Draft.committed_only({slot: [token] for slot in prompts})
+            draft, _ = draft.grow(draft.last_committed(), torch.tensor([[5, 6], [7, 8], [9, 10]]))
             step = Step.of(draft, cache)
             hidden.append(decoder.run(decoder.embed(draft.tokens, step), step))
             nodes = [[0, 2], [0, 1], [0]]
@@ -145,10 +145,10 @@ def test_nobody_reads_behind_the_end(variant: str, dtype: torch.dtype) -> None:
 
 
 def fill(decoder: Decoder, cache: KVCache, prompts: dict[int, list[int]]) -> None:
-    draft = Draft.given_only(prompts)
+    draft = Draft.committed_only(prompts)
     step = Step.of(draft, cache, chunk=True)
     decoder.run(decoder.embed(draft.tokens, step), step)
-    cache.commit(draft.slots, [range(count) for count in draft.given])
+    cache.commit(draft.slots, [range(count) for count in draft.committed])
 
 
 def test_a_released_slot_leaves_nothing_to_the_next(dtype: torch.dtype) -> None:
@@ -160,7 +160,7 @@ def test_a_released_slot_leaves_nothing_to_the_next(dtype: torch.dtype) -> None:
         stored[0, :, :40] = math.nan
     cache.release([0])
     fill(decoder, cache, {0: tokens(9, 2)})
-    draft = Draft.given_only({0: [3]})
+    draft = Draft.committed_only({0: [3]})
     step = Step.of(draft, cache)
     assert decoder.run(decoder.embed(draft.tokens, step), step).isfinite().all()
 
@@ -172,7 +172,7 @@ def test_a_forked_slot_continues_as_its_source(dtype: torch.dtype) -> None:
     cache.fork([0, 0], [1, 2], 15)
     assert cache.lengths == [20, 15, 15]
     cache.truncate([0], [15])
-    draft = Draft.given_only({slot: [7] for slot in range(3)})
+    draft = Draft.committed_only({slot: [7] for slot in range(3)})
     step = Step.of(draft, cache)
     hidden = decoder.run(decoder.embed(draft.tokens, step), step)
     assert torch.equal(hidden[0], hidden[1])
@@ -184,7 +184,7 @@ def test_writing_beyond_the_end_is_caught() -> None:
     cache = decoder.new_cache(2, 64)
     last = cache.capacity
     with pytest.raises(AssertionError, match=f"entry {last} of a slot of {last}"):
-        Step.of(Draft.given_only({0: tokens(last + 1)}), cache)
+        Step.of(Draft.committed_only({0: tokens(last + 1)}), cache)
 
 
 def test_more_than_the_memory_holds() -> None:
@@ -194,17 +194,17 @@ def test_more_than_the_memory_holds() -> None:
 
 def test_what_was_saved_comes_back_whatever_was_stored_and_filled_since() -> None:
     cache = KVCache([LayerSpec(2, 2, 2)] * 2, SLOTS, CAPACITY)
-    held, late = cache.lengths, Late(2, 1, torch.zeros(2))
-    write(cache, Draft.given_only({1: [3, 4, 5], 4: [6]}))
+    held, late = cache.lengths, PendingKV(2, 1, torch.zeros(2))
+    write(cache, Draft.committed_only({1: [3, 4, 5], 4: [6]}))
     cache.commit([1, 4], [range(3), range(1)])
-    cache.late[1].append(late)
+    cache.pending[1].append(late)
     saved = cache.saved()
-    write(cache, Draft.given_only({1: [7, 8], 4: [9]}))
+    write(cache, Draft.committed_only({1: [7, 8], 4: [9]}))
     cache.commit([1, 4], [[1], range(1)])
-    cache.late[1].remove(late)
-    cache.late[4].append(late)
+    cache.pending[1].remove(late)
+    cache.pending[4].append(late)
     cache.restore(saved)
     assert cache.lengths is held, "others look at the same list"
     assert held == [0, 3, 0, 0, 1]
-    assert cache.late == [[], [late], [], [], []]
+    assert cache.pending == [[], [late], [], [], []]
     assert torch.equal(cache.span(0, 1, 0, 3)[0], contents([3, 4, 5]))

@@ -21,21 +21,21 @@ PROMPTS = {0: tokens(21, 1), 2: tokens(5, 2), 1: tokens(70, 3)}
 def filled(decoder: Decoder) -> KVCache:
     """A cache with three prompts in it."""
     cache = decoder.new_cache(4, 128)
-    draft = Draft.given_only(PROMPTS)
+    draft = Draft.committed_only(PROMPTS)
     step = Step.of(draft, cache, chunk=True)
     decoder.run(decoder.embed(draft.tokens, step), step)
-    cache.commit(draft.slots, [range(count) for count in draft.given])
+    cache.commit(draft.slots, [range(count) for count in draft.committed])
     return cache
 
 
 def next_rows(seed: int = 9) -> Draft:
-    return Draft.given_only({slot: tokens(2, seed + slot) for slot in PROMPTS})
+    return Draft.committed_only({slot: tokens(2, seed + slot) for slot in PROMPTS})
 
 
 def steps(decoder: Decoder) -> list[tuple[Tensor, Step]]:
     """Rows of every path of attention: dense, chunk, single rows."""
     dense = Step.dense(2, 17)
-    chunk_draft, row_draft = Draft.given_only(PROMPTS), next_rows()
+    chunk_draft, row_draft = Draft.committed_only(PROMPTS), next_rows()
     chunk = Step.of(chunk_draft, decoder.new_cache(4, 128), chunk=True)
     rows = Step.of(row_draft, filled(decoder))
     drafts = (torch.tensor(tokens(34)), chunk_draft.tokens, row_draft.tokens)
@@ -111,7 +111,7 @@ def test_an_adapter_gives_the_same_bits_whoever_is_beside(dtype: torch.dtype) ->
         together = decoder.run(decoder.embed(draft.tokens, step), step)
         for place, slot in enumerate(PROMPTS):
             rows = slice(2 * place, 2 * place + 2)
-            alone = Draft.given_only({slot: draft.tokens[rows].tolist()})
+            alone = Draft.committed_only({slot: draft.tokens[rows].tolist()})
             step = with_deltas(Step.of(alone, filled(decoder)), low_rank(decoder, which[rows], ALL_SITES))
             assert torch.equal(decoder.run(decoder.embed(alone.tokens, step), step), together[rows])
 

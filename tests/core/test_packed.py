@@ -49,7 +49,7 @@ def logits_of(decoder: Decoder, text: list[int]) -> Tensor:
     cache, hidden = prefill(decoder, {0: text[:half]}, 1)
     rows = [hidden]
     for token in text[half:]:
-        step = Step.of(Draft.given_only({0: [token]}), cache)
+        step = Step.of(Draft.committed_only({0: [token]}), cache)
         rows.append(decoder.run(decoder.embed(torch.tensor([token]), step), step))
         cache.commit([0], [[0]])
     return decoder.head(torch.cat(rows)).double()
@@ -72,8 +72,8 @@ def test_as_near_to_the_model_as_torch_is(variant: str, packed: Decoder) -> None
 
 def drafts(cache: KVCache) -> dict[str, Step]:
     """Calls of every shape over the stored prompts."""
-    one = Draft.given_only({1: [5]})
-    chains = Draft.given_only({1: tokens(4, 5), 0: [3], 2: tokens(17, 6)})
+    one = Draft.committed_only({1: [5]})
+    chains = Draft.committed_only({1: tokens(4, 5), 0: [3], 2: tokens(17, 6)})
     wide = tree({1: [4], 2: [9, 8]}, (3, 2), seed=4)
     row = Step.of(chains, cache)
     return {
@@ -126,7 +126,7 @@ def test_spans_with_any_number_of_threads(body: NativeBody, threads: int) -> Non
     """A phase begins when the one before is complete, also where a thread comes late."""
     packed = packing(wide_decoder(), body)
     cache, _ = prefill(packed, {0: tokens(40, 1)}, 1)
-    step = Step.of(Draft.given_only({0: tokens(6, 2)}), cache)
+    step = Step.of(Draft.committed_only({0: tokens(6, 2)}), cache)
     h = torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     alone = packed.run(h, step)
     torch.set_num_threads(threads)
@@ -169,7 +169,7 @@ def test_terms_of_some_rows(body: NativeBody, sites: tuple[str, ...]) -> None:
     """Rows with terms come out as PyTorch adds them; the others do not notice, to the bit."""
     packed, dense = packing(build("qk_norm", torch.bfloat16), body), build("qk_norm", torch.bfloat16)
     cache, _ = prefill(packed, PROMPTS, 3)
-    step = Step.of(Draft.given_only({1: tokens(2, 5), 0: [3, 4], 2: [1]}), cache)
+    step = Step.of(Draft.committed_only({1: tokens(2, 5), 0: [3, 4], 2: [1]}), cache)
     h = torch.randn(5, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
     plain = packed.run(h, step)
     without = [tuple(t.clone() for t in cache.span(layer, 0, 9, 11)) for layer in range(3)]
@@ -195,7 +195,7 @@ def test_terms_that_change_are_packed_again(body: NativeBody) -> None:
     with torch.inference_mode(False):
         deltas = adapters(torch.tensor([0]), ("o",))
         cache, _ = prefill(packed, {0: [1, 2, 3]}, 1)
-        step = replace(Step.of(Draft.given_only({0: [5]}), cache), deltas=(deltas,))
+        step = replace(Step.of(Draft.committed_only({0: [5]}), cache), deltas=(deltas,))
         h = packed.embed(torch.tensor([5]), step)
         before = packed.run(h, step)
         for up in deltas.up.values():
@@ -206,7 +206,7 @@ def test_terms_that_change_are_packed_again(body: NativeBody) -> None:
 def test_readers_of_zero_terms_are_the_rows_they_read_behind(body: NativeBody) -> None:
     packed = packing(build("plain", torch.bfloat16), body)
     cache, _ = prefill(packed, PROMPTS, 3)
-    step = Step.of(Draft.given_only({1: tokens(3, 5), 0: [3]}), cache)
+    step = Step.of(Draft.committed_only({1: tokens(3, 5), 0: [3]}), cache)
     which = torch.tensor([-1, -1, -1, -1, 0, 1])
     both = step.readers(torch.tensor([1, 3]), adapters(which, ("q", "o", "mlp"), scale=0.0))
     h = torch.randn(4, 48, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vivace.core import sampling as drawing
-from vivace.core.sampling import Sampling, drawable, law, sample
+from vivace.core.sampling import Sampling, distribution, drawable, sample
 from vivace.errors import DecodingError, NoTokenError
 
 V = 24
@@ -43,7 +43,7 @@ scores = st.one_of(
 def test_no_setting_leaves_the_simplex(asked: Sampling, row: list[float], prefix: list[int], bars_some: bool) -> None:
     barred = [(0, 3)] if bars_some else []
     logits = torch.tensor([row, [0.0, 1.0] * (V // 2)])
-    found = law(logits, asked, [prefix, prefix], barred and [*barred, ()])
+    found = distribution(logits, asked, [prefix, prefix], barred and [*barred, ()])
     assert bool((found >= 0).all())
     total = found.sum(-1).tolist()
     is_open = [
@@ -73,14 +73,14 @@ def allowed(asked: Sampling, prefix: list[int], bars_some: bool) -> torch.Tensor
 @pytest.mark.parametrize("temperature", SMALLEST)
 def test_the_coldest_temperatures_take_the_likeliest(temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.5, -math.inf], [-math.inf, -9.0, -9.0, -80.0]])
-    found = law(logits, Sampling(do_sample=True, temperature=temperature), [[], []])
+    found = distribution(logits, Sampling(do_sample=True, temperature=temperature), [[], []])
     assert found.tolist() == [[0, 1, 0, 0], [0, 0.5, 0.5, 0]]
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e300, HUGE])
 def test_the_hottest_temperatures_are_uniform_over_what_is_allowed(temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.5, -math.inf, -7.0]])
-    found = law(logits, Sampling(do_sample=True, temperature=temperature), [[]])
+    found = distribution(logits, Sampling(do_sample=True, temperature=temperature), [[]])
     assert found.tolist() == [[0.25, 0.25, 0.25, 0, 0.25]]
 
 
@@ -90,7 +90,9 @@ def test_the_strongest_penalties_put_seen_tokens_first_or_last(
     penalty: float, likeliest: int, temperature: float
 ) -> None:
     logits = torch.tensor([[2.0, -3.0, 1.0, 4.0, -math.inf]])
-    found = law(logits, Sampling(do_sample=True, temperature=temperature, repetition_penalty=penalty), [[0, 1, 3, 4]])
+    found = distribution(
+        logits, Sampling(do_sample=True, temperature=temperature, repetition_penalty=penalty), [[0, 1, 3, 4]]
+    )
     if penalty > 1:  # 0 and 3 fall to nearly zero, 1 below everything: 2 alone is left where it was
         assert int(found.argmax()) == likeliest
     else:  # 0 and 3 rise to the highest score that there is
@@ -100,15 +102,15 @@ def test_the_strongest_penalties_put_seen_tokens_first_or_last(
 
 def test_scores_that_a_penalty_pushes_down_are_not_excluded() -> None:
     logits = torch.tensor([[-20.0, -30.0], [-math.inf, -30.0], [-math.inf, -math.inf]])
-    found = law(logits, Sampling(do_sample=True, repetition_penalty=1e300), [[0, 1]] * 3)
+    found = distribution(logits, Sampling(do_sample=True, repetition_penalty=1e300), [[0, 1]] * 3)
     assert found.sum(-1).tolist() == [1, 1, 0], "and what is excluded is not let in again"
 
 
 def test_infinite_scores_come_first() -> None:
     """A processor that forces a token may say so with infinity."""
     logits = torch.tensor([[2.0, math.inf, 1.0, math.inf]])
-    assert law(logits, Sampling(do_sample=True), [[]]).tolist() == [[0, 0.5, 0, 0.5]]
-    assert law(logits, Sampling(), [[]]).tolist() == [[0, 1, 0, 0]]
+    assert distribution(logits, Sampling(do_sample=True), [[]]).tolist() == [[0, 0.5, 0, 0.5]]
+    assert distribution(logits, Sampling(), [[]]).tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +118,9 @@ def test_infinite_scores_come_first() -> None:
 )
 def test_where_every_token_is_excluded_there_is_no_mass(asked: Sampling) -> None:
     logits = torch.tensor([[-math.inf] * 4, [0.0, 1.0, -math.inf, 0.0]])
-    assert law(logits, asked, [[], []])[0].tolist() == [0] * 4
-    assert float(law(logits, asked, [[], []])[1].sum()) == pytest.approx(1)
-    everything = law(torch.zeros(1, 4), asked, [[]], [(0, 1, 2, 3)])
+    assert distribution(logits, asked, [[], []])[0].tolist() == [0] * 4
+    assert float(distribution(logits, asked, [[], []])[1].sum()) == pytest.approx(1)
+    everything = distribution(torch.zeros(1, 4), asked, [[]], [(0, 1, 2, 3)])
     assert everything.tolist() == [[0] * 4]
     with pytest.raises(NoTokenError):
         sample(everything[0], torch.Generator())
@@ -126,7 +128,7 @@ def test_where_every_token_is_excluded_there_is_no_mass(asked: Sampling) -> None
 
 @pytest.mark.parametrize("asked", [Sampling(), Sampling(do_sample=True)])
 def test_scores_that_are_no_numbers_are_told(asked: Sampling) -> None:
-    found = law(torch.tensor([[1.0, math.nan, 2.0]]), asked, [[]])
+    found = distribution(torch.tensor([[1.0, math.nan, 2.0]]), asked, [[]])
     with pytest.raises(DecodingError, match="not numbers"):
         sample(found[0], torch.Generator())
 
@@ -151,10 +153,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """Rescaling one row leaves the others' bits alone."""
     asked = Sampling(do_sample=True, temperature=0.7)
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * 5
-    alone = law(logits[:1], asked, [[]])
+    alone = distribution(logits[:1], asked, [[]])
     logits[1] *= 1e39
     logits[2] = -math.inf
-    assert torch.equal(law(logits, asked, [[]] * 3)[:1], alone)
+    assert torch.equal(distribution(logits, asked, [[]] * 3)[:1], alone)
 
 
 @given(st.floats(0.05, 10), st.floats(0.2, 5), st.integers(0, 1000))
@@ -165,6 +167,6 @@ def test_ordinary_settings_keep_their_bits(temperature: float, penalty: float, s
     seen = torch.tensor([1, 4])
     score = want[:, seen]
     want[:, seen] = torch.where(score < 0, score * penalty, score / penalty)
-    assert torch.equal(law(logits, asked, [[1, 4]] * 2), torch.softmax(want / temperature, -1))
-    bare = law(logits, replace(asked, repetition_penalty=1.0), [[]] * 2)
+    assert torch.equal(distribution(logits, asked, [[1, 4]] * 2), torch.softmax(want / temperature, -1))
+    bare = distribution(logits, replace(asked, repetition_penalty=1.0), [[]] * 2)
     assert torch.equal(bare, torch.softmax(logits / temperature, -1))

@@ -28,12 +28,12 @@ def plain_text(model: Decoder, prompt: tuple[int, ...], count: int, chunk: int =
     cache = model.new_cache(1, CAPACITY)
     for at in range(0, len(prompt) - 1, chunk):
         span = prompt[at : min(at + chunk, len(prompt) - 1)]
-        step = Step.of(Draft.given_only({0: span}), cache, chunk=True)
+        step = Step.of(Draft.committed_only({0: span}), cache, chunk=True)
         model.run(model.embed(torch.tensor(span), step), step)
         cache.commit([0], [range(len(span))])
     tokens, logprobs = list(prompt), []
     for _ in range(count):
-        step = Step.of(Draft.given_only({0: tokens[-1:]}), cache)
+        step = Step.of(Draft.committed_only({0: tokens[-1:]}), cache)
         logits = model.head(model.run(model.embed(torch.tensor(tokens[-1:]), step), step))[0]
         cache.commit([0], [range(1)])
         tokens.append(int(logits.argmax()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import Stateless
 
 Rightness = Callable[[int], bool]
@@ -36,7 +36,7 @@ class Scripted(Stateless):
         heeds_limit: bool = True,
     ) -> None:
         """Know ``texts`` (prompt and continuation, longest first where one begins another)."""
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self.texts = [list(text) for text in texts]
         self.vocab = vocab
         self.shape = tuple(shape)
@@ -45,9 +45,9 @@ class Scripted(Stateless):
         self.heeds_limit = heeds_limit
 
     def propose(self, context: Context) -> Draft:
-        draft = context.given()
+        draft = context.committed()
         reach = {slot: self._reach(context, slot) for slot in context.slots}
-        leaves = {slot: [root] for slot, root in zip(draft.slots, draft.roots().tolist(), strict=True)}
+        leaves = {slot: [root] for slot, root in zip(draft.slots, draft.last_committed().tolist(), strict=True)}
         for depth, width in enumerate(self.shape):
             growing = [slot for slot in context.slots if reach[slot] > depth]
             if not growing:

@@ -13,8 +13,8 @@ from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Verdict
-from vivace.decode.climb import Climb
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
+from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import Stateless
 from vivace.decode.request import Request
@@ -43,16 +43,16 @@ class Priced(Stateless):
     cost: float
     right: int = LONGEST
     name: str = "priced"
-    traversal: Climb = field(default_factory=Climb)
+    traversal: ForwardPass = field(default_factory=ForwardPass)
     asked: list[int] = field(default_factory=list)
 
     crowd: float = 0.0
     """Seconds that each further row of a pass costs beyond the first."""
 
     def propose(self, context: Context) -> Draft:
-        draft = context.given()
+        draft = context.committed()
         guesses = {slot: self.text[len(context.tokens[slot]) :][: context.max_nodes[slot]] for slot in context.slots}
-        leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+        leaves = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
         for depth in range(max(map(len, guesses.values()))):
             growing = [slot for slot in context.slots if len(guesses[slot]) > depth]
             tokens = [guesses[slot][depth] + (depth >= self.right) for slot in growing]
@@ -74,10 +74,10 @@ class Passing(Stateless):
 
     clock: Clock
     name: str = "plain"
-    traversal: Climb = field(default_factory=Climb)
+    traversal: ForwardPass = field(default_factory=ForwardPass)
 
     def propose(self, context: Context) -> Draft:
-        return context.given()
+        return context.committed()
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """The priced drafter, which sees every pass too, has counted the second."""
@@ -299,7 +299,7 @@ def test_every_drafter_goes_back_to_what_it_knew(models: Callable[..., Decoder])
     cache = models(BF16).new_cache(2, 64)
     state = Adaptive([PromptLookup(), PromptLookup()]).open(cache)
     lookups = state._states[1:]
-    context = Context((0,), {0: [1, 2, 3]}, cache, Laws({}, {}, cache.lengths))
+    context = Context((0,), {0: [1, 2, 3]}, cache, Distributions({}, {}, cache.lengths))
     lookups[0].propose(context)
     saved = state.saved()
     lookups[1].propose(context)

@@ -16,7 +16,7 @@ from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Draft
 from vivace.core.step import Step
-from vivace.decode.depth import Depth, Leaving, Missing
+from vivace.decode.depth import Depth, EarlyExit, Missing
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -46,10 +46,10 @@ class Scripted:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
 
-    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         h = model.run(h, step, (0, *GATES)[gate], GATES[gate])
         leaves = torch.tensor([self.rule(int(step.position[row]), gate) for row in asking], dtype=torch.bool)
-        return Leaving(h, leaves, h[asking])
+        return EarlyExit(h, leaves, h[asking])
 
 
 class Shallow(NoDrafts):
@@ -74,11 +74,11 @@ def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_late: int = 8)
     tokens, exits, owed = list(prompt), [], list[int]()
     for at in range(0, len(prompt) - 1, 8):
         span = tuple(prompt[at : min(at + 8, len(prompt) - 1)])
-        step = Step.of(Draft.given_only({0: span}), cache, chunk=True)
+        step = Step.of(Draft.committed_only({0: span}), cache, chunk=True)
         model.run(model.embed(torch.tensor(span), step), step)
         cache.commit([0], [range(len(span))])
     for _ in range(COUNT):
-        step = Step.of(Draft.given_only({0: tokens[-1:]}), cache)
+        step = Step.of(Draft.committed_only({0: tokens[-1:]}), cache)
         h, out, left = model.embed(torch.tensor(tokens[-1:]), step), None, LAYERS
         for gate, (low, high) in enumerate(pairwise((0, *GATES, LAYERS))):
             h = model.run(h, step, low, high)
@@ -137,18 +137,18 @@ def test_a_settled_cache_is_a_full_one(model) -> None:
             text += emitted.tokens
         if session.is_idle:
             break
-        owed = max(owed, len(session.cache.late[0]))
+        owed = max(owed, len(session.cache.pending[0]))
         length = session.cache.lengths[0]
         if len(text) % 4:
             continue
-        if session.cache.late[0]:
+        if session.cache.pending[0]:
             with pytest.raises(UnsupportedError, match="settle"):
                 session.cache.settle([0])
         drafter.traversal.settle(bf16, session.cache, [0])
         session.cache.settle([0])
         fresh = bf16.new_cache(1, 64)
         for span in (text[:2], *([token] for token in text[2:length])):
-            step = Step.of(Draft.given_only({0: span}), fresh, chunk=len(span) == 2)
+            step = Step.of(Draft.committed_only({0: span}), fresh, chunk=len(span) == 2)
             bf16.run(bf16.embed(torch.tensor(span), step), step)
             fresh.commit([0], [range(len(span))])
         for layer in range(LAYERS):
@@ -209,7 +209,7 @@ def test_masking_equals_an_attention_that_skips(model) -> None:
         while not session.is_idle:
             for emitted in session.step():
                 found[emitted.request_id] += emitted.tokens
-            for slot, late in enumerate(session.cache.late):
+            for slot, late in enumerate(session.cache.pending):
                 for gone in late:
                     for layer in range(gone.layer, LAYERS):
                         for stored in session.cache.span(layer, slot, gone.position, gone.position + 1):
@@ -240,7 +240,7 @@ def test_slots_that_come_and_go_leave_nothing_behind(model) -> None:
     for place, (tokens, stop) in enumerate(zip(alone, stops, strict=True)):
         if place != 2:
             assert texts[ids[place]] == tokens[: tokens.index(*stop.end_tokens) + 1]
-    assert not any(session.cache.late)
+    assert not any(session.cache.pending)
 
 
 def test_sampling_draws_from_the_gate(model) -> None:
@@ -260,12 +260,12 @@ def test_a_fork_owes_what_its_source_owes(model) -> None:
     for _ in range(4):
         session.step()
     cache = session.cache
-    owing = next(slot for slot in range(2) if cache.late[slot])
+    owing = next(slot for slot in range(2) if cache.pending[slot])
     cache.fork([owing], [1 - owing])
-    assert [late.position for late in cache.late[1 - owing]] == [1, 2, 3, 4]
+    assert [late.position for late in cache.pending[1 - owing]] == [1, 2, 3, 4]
     cache.truncate([1 - owing], [3])
-    assert [late.position for late in cache.late[1 - owing]] == [1, 2]
-    assert len(cache.late[owing]) == 4
+    assert [late.position for late in cache.pending[1 - owing]] == [1, 2]
+    assert len(cache.pending[owing]) == 4
 
 
 def test_what_depth_is_told_is_checked() -> None:

@@ -17,7 +17,7 @@ from vivace.core.config import RopeConfig
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, DraftState
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -163,8 +163,8 @@ def test_nothing_stale_is_read(models: Models, plain: Plain, monkeypatch: pytest
 def context(session: Session, texts: dict[int, list[int]], **fields: object) -> Context:
     for slot, tokens in texts.items():
         session.cache.lengths[slot] = len(tokens) - 1
-    law = Laws(dict.fromkeys(texts, Request((1,), 1, NoDrafts())), texts, session.cache.lengths)
-    return Context(tuple(texts), texts, session.cache, law, **fields)  # type: ignore[arg-type]
+    distribution = Distributions(dict.fromkeys(texts, Request((1,), 1, NoDrafts())), texts, session.cache.lengths)
+    return Context(tuple(texts), texts, session.cache, distribution, **fields)  # type: ignore[arg-type]
 
 
 def guesses(drafting: DraftState, context: Context) -> dict[int, list[int]]:
@@ -261,10 +261,10 @@ def test_ids_the_draft_model_lacks_are_never_guessed(models: Models, plain: Plai
             if sequences:
                 with torch.inference_mode():
                     draft = session.drafting(small).propose(session._context(sequences))
-                assert bool((draft.tokens[sum(draft.given) :] < 40).all())
+                assert bool((draft.tokens[sum(draft.committed) :] < 40).all())
                 if draft.probs is not None:
                     assert draft.probs.shape[1] == VOCAB
-                    assert float(draft.probs[sum(draft.given) :, 40:].sum()) == 0.0
+                    assert float(draft.probs[sum(draft.committed) :, 40:].sum()) == 0.0
             session.step()
 
 

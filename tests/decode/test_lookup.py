@@ -14,7 +14,7 @@ from tests.decode.tiny_decoders import prompts
 from vivace.core.cache import KVCache, LayerSpec
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
 from vivace.decode.lookup import LookupConfig, NgramIndex, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -56,7 +56,7 @@ def context(texts: dict[int, list[int]], room: dict[int, int]) -> Context:
     cache = new_cache()
     for slot, tokens in texts.items():
         cache.lengths[slot] = len(tokens) - 1
-    return Context(tuple(texts), texts, cache, Laws({}, texts, cache.lengths), room)
+    return Context(tuple(texts), texts, cache, Distributions({}, texts, cache.lengths), room)
 
 
 def chains(draft: Draft) -> dict[int, list[int]]:
@@ -64,7 +64,7 @@ def chains(draft: Draft) -> dict[int, list[int]]:
     assert draft.is_chain
     return {
         slot: [int(t) for t, s, n in zip(draft.tokens, draft.slot, draft.node, strict=True) if s == slot and n >= given]
-        for slot, given in zip(draft.slots, draft.given, strict=True)
+        for slot, given in zip(draft.slots, draft.committed, strict=True)
     }
 
 

@@ -16,7 +16,7 @@ from vivace.core.cache import KVCache
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -166,10 +166,10 @@ def test_the_first_chunks_have_the_bits_of_decoding(body: NativeBody) -> None:
     session.admit(Request(prompt, 2, NoDrafts()))
     while session.cache.lengths[0] < len(prompt) - 1:
         session.step()
-    alone, climb = model.new_cache(1, 64), Climb()
+    alone, climb = model.new_cache(1, 64), ForwardPass()
     with torch.inference_mode():
         for token in prompt[:-1]:
-            climb.run(model, Draft.given_only({0: [token]}), alone)
+            climb.run(model, Draft.committed_only({0: [token]}), alone)
             alone.commit([0], [range(1)])
     for layer in range(model.config.num_layers):
         for ours, theirs in zip(session.cache.stored(layer), alone.stored(layer), strict=True):
@@ -186,7 +186,7 @@ def test_how_a_chunk_goes_up_depends_on_its_place_alone(
     run = session._climb.run
 
     def noting(model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        ends = {cache.lengths[slot] + given for slot, given in zip(draft.slots, draft.given, strict=True)}
+        ends = {cache.lengths[slot] + given for slot, given in zip(draft.slots, draft.committed, strict=True)}
         seen.extend((chunk, end) for end in ends)
         return run(model, draft, cache, chunk=chunk)
 

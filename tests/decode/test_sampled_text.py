@@ -12,10 +12,10 @@ from tests.decode.oracles import chi_square
 from tests.decode.runs import finish
 from tests.decode.scripted_drafters import Scripted
 from vivace.core.model import Decoder
-from vivace.core.sampling import Sampling, law
+from vivace.core.sampling import Sampling, distribution
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.core.step import Step
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -54,12 +54,12 @@ def exact(model: Decoder, sampling: Sampling) -> Tensor:
     def after(new: tuple[int, ...]) -> Tensor:
         tokens = [*PROMPT, *new]
         cache = model.new_cache(1, 64)
-        step = Step.of(Draft.given_only({0: PROMPT[:-1]}), cache, chunk=True)
+        step = Step.of(Draft.committed_only({0: PROMPT[:-1]}), cache, chunk=True)
         model.run(model.embed(torch.tensor(PROMPT[:-1]), step), step)
         cache.commit([0], [range(len(PROMPT) - 1)])
-        step = Step.of(Draft.given_only({0: tokens[len(PROMPT) - 1 :]}), cache)
+        step = Step.of(Draft.committed_only({0: tokens[len(PROMPT) - 1 :]}), cache)
         hidden = model.run(model.embed(torch.tensor(tokens[len(PROMPT) - 1 :]), step), step)
-        return law(model.head(hidden[-1:]), sampling, [tokens])[0].double()
+        return distribution(model.head(hidden[-1:]), sampling, [tokens])[0].double()
 
     joint = torch.zeros(V, V, V, dtype=torch.float64)
     first = after(())
@@ -80,13 +80,13 @@ class SampledTree(Scripted):
         self.lies = False
 
     def propose(self, context: Context) -> Draft:
-        draft, leaves = context.given(), context.given().roots()
+        draft, leaves = context.committed(), context.committed().last_committed()
         for depth, width in enumerate(self.widths):
             leaves = leaves[[context.max_nodes[int(draft.slot[row])] > depth for row in leaves]]
             if len(leaves) == 0:
                 break
             scores = self.scores[draft.tokens[leaves]]
-            q = context.law(scores, draft, leaves)
+            q = context.distribution(scores, draft, leaves)
             drawn = [
                 torch.multinomial(row, width, replacement=True, generator=context.generators[slot])
                 for row, slot in zip(q, draft.slot[leaves].tolist(), strict=True)
@@ -159,12 +159,12 @@ def test_an_unfiltered_claim_is_caught(models: Models) -> None:
 
 def test_a_prefix_without_the_path_is_caught(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors that see the committed text only, not the guesses above a row."""
-    prefix = Laws._prefix
+    prefix = Distributions._prefix
 
-    def short(self: Laws, draft: Draft, slot: int, row: int) -> list[int]:
+    def short(self: Distributions, draft: Draft, slot: int, row: int) -> list[int]:
         return prefix(self, draft, slot, row)[: self._stored[slot] + 1]
 
-    monkeypatch.setattr(Laws, "_prefix", short)
+    monkeypatch.setattr(Distributions, "_prefix", short)
     model = target(models)
     counts, _ = sampled_texts(model, SAMPLINGS["penalised"], drafter("draft model", models))
     assert chi_square(counts, exact(model, SAMPLINGS["penalised"])) < CERTAIN

@@ -46,7 +46,7 @@ class HeadAtGate:
     def offsets(self, slots: Sequence[int]) -> None:
         """Nothing starts anywhere else."""
 
-    def climb(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def forward(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         h = model.run(h, step, 0, self.gate)
         return h, h[guessing]
 

@@ -33,9 +33,9 @@ LIKELY, CERTAIN = 0.01, 1e-9
 def drafts(draw: st.DrawFn) -> tuple[Draft, Tensor]:
     """Random trees for one to four slots in any order, and a choice after each row."""
     slots = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
-    draft = Draft.given_only({slot: draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)) for slot in slots})
+    draft = Draft.committed_only({slot: draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)) for slot in slots})
     for _ in range(draw(st.integers(0, 4))):
-        candidates = {*draft.roots().tolist(), *range(sum(draft.given), len(draft.tokens))}
+        candidates = {*draft.last_committed().tolist(), *range(sum(draft.committed), len(draft.tokens))}
         leaves = draw(st.lists(st.sampled_from(sorted(candidates)), min_size=1, max_size=3, unique=True))
         width = draw(st.integers(1, 3))
         tokens = draw(st.lists(st.integers(0, 3), min_size=len(leaves) * width, max_size=len(leaves) * width))
@@ -48,9 +48,9 @@ def drafts(draw: st.DrawFn) -> tuple[Draft, Tensor]:
 def test_greedy_keeps_the_longest_path_of_choices(case: tuple[Draft, Tensor]) -> None:
     draft, choice = case
     verdict = verify_greedy(draft, choice.tolist())
-    roots = draft.roots().tolist()
+    roots = draft.last_committed().tolist()
     for slot, given_count, root, path, accepted, following in zip(
-        draft.slots, draft.given, roots, verdict.paths, verdict.accepted, verdict.next_tokens, strict=True
+        draft.slots, draft.committed, roots, verdict.paths, verdict.accepted, verdict.next_tokens, strict=True
     ):
         assert all(int(draft.slot[row]) == slot for row in path)
         assert int(draft.parent[path[0]]) == -1
@@ -60,7 +60,7 @@ def test_greedy_keeps_the_longest_path_of_choices(case: tuple[Draft, Tensor]) ->
         for above, below in pairwise(path[given_count - 1 :]):
             assert int(draft.tokens[below]) == int(choice[above])
         assert following == int(choice[path[-1]])
-        children = [r for r in range(sum(draft.given), len(draft.tokens)) if int(draft.parent[r]) == path[-1]]
+        children = [r for r in range(sum(draft.committed), len(draft.tokens)) if int(draft.parent[r]) == path[-1]]
         assert following not in [int(draft.tokens[r]) for r in children]
 
 
@@ -80,7 +80,7 @@ def test_sampling_from_certain_laws_is_greedy(case: tuple[Draft, Tensor]) -> Non
 # Sampling: the law of the text
 
 
-def laws(*shape: int, seed: int, zeros: float = 0.0) -> Tensor:
+def distributions(*shape: int, seed: int, zeros: float = 0.0) -> Tensor:
     """Random laws over the last dimension, a share of their entries impossible."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(*shape, V, generator=generator).double() ** 3 + 1e-3
@@ -97,7 +97,7 @@ class Target:
     """
 
     def __init__(self) -> None:
-        by_depth = [laws(seed=1), laws(V, seed=2, zeros=0.3), laws(V, V, seed=3, zeros=0.3)]
+        by_depth = [distributions(seed=1), distributions(V, seed=2, zeros=0.3), distributions(V, V, seed=3, zeros=0.3)]
         p1, p2, p3 = (p.double() for p in by_depth)
         self.joint = p1[:, None, None] * p2[:, :, None] * p3
         self.after = torch.cat([p.reshape(-1, V) for p in by_depth])
@@ -122,18 +122,20 @@ def arbitrary(p: Tensor, last: Tensor, width: int, g: torch.Generator) -> tuple[
     return (last[:, None] + 1 + torch.arange(width)) % V, None
 
 
-def drawn_from(law: Callable[[Tensor, Tensor], Tensor], claim: Callable[[Tensor], Tensor] = lambda q: q) -> Proposer:
+def drawn_from(
+    distribution: Callable[[Tensor, Tensor], Tensor], claim: Callable[[Tensor], Tensor] = lambda q: q
+) -> Proposer:
     """Independent children from ``law(p, last)``, which are said to come from ``claim`` of it."""
 
     def propose(p: Tensor, last: Tensor, width: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-        q = law(p, last)
+        q = distribution(p, last)
         return torch.multinomial(q, width, replacement=True, generator=g), claim(q)
 
     return propose
 
 
-Q = laws(V, seed=4)
-Q_WITH_ZEROS = laws(V, seed=5, zeros=0.5)
+Q = distributions(V, seed=4)
+Q_WITH_ZEROS = distributions(V, seed=5, zeros=0.5)
 
 
 def opposite(p: Tensor, last: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ PROPOSERS: dict[str, Proposer] = {
 
 def make_draft(target: Target, shape: Sequence[int], propose: Proposer, g: torch.Generator) -> tuple[Draft, Tensor]:
     """One tree per slot, and the number of the prefix that ends with each row."""
-    draft = Draft.given_only({slot: [0] for slot in range(SLOTS)})
+    draft = Draft.committed_only({slot: [0] for slot in range(SLOTS)})
     prefixes = torch.zeros(SLOTS, dtype=torch.int64)
     leaves = torch.arange(SLOTS)
     for width in shape:
@@ -241,18 +243,21 @@ def test_a_prefix_without_the_path_is_caught() -> None:
 
 
 def recovers_from_the_full_law(
-    law: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
+    distribution: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
 ) -> tuple[int | None, int | None]:
     for child, token, chance in guesses:
-        if uniform(generator) * chance < float(law[token]):
+        if uniform(generator) * chance < float(distribution[token]):
             return child, None
-    return None, sample(law, generator)
+    return None, sample(distribution, generator)
 
 
 def keeps_what_is_possible(
-    law: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
+    distribution: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
 ) -> tuple[int | None, int | None]:
-    return next(((child, None) for child, token, _ in guesses if law[token] > 0.1), (None, sample(law, generator)))
+    return next(
+        ((child, None) for child, token, _ in guesses if distribution[token] > 0.1),
+        (None, sample(distribution, generator)),
+    )
 
 
 @pytest.mark.parametrize("mutant", [recovers_from_the_full_law, keeps_what_is_possible])
@@ -274,8 +279,8 @@ def test_a_slot_draws_alike_whatever_its_neighbours_drafted() -> None:
     target = Target()
     p = target.after[[0, 3]]
     for seed in range(50):
-        alone, _ = Draft.given_only({3: [0]}).grow(torch.tensor([0]), torch.tensor([[2]]))
-        both = Draft.given_only({3: [0], 5: [0]})
+        alone, _ = Draft.committed_only({3: [0]}).grow(torch.tensor([0]), torch.tensor([[2]]))
+        both = Draft.committed_only({3: [0], 5: [0]})
         both, _ = both.grow(torch.tensor([1]), torch.tensor([[4]]), Q[:1])
         both, _ = both.grow(torch.tensor([0]), torch.tensor([[2]]))
 
@@ -307,7 +312,7 @@ def test_a_rejected_guess_without_remainder_is_not_kept_where_it_is_excluded() -
     """The two distributions agree up to rounding, but the guess is one that the target never takes."""
     target = torch.tensor([[0.5, 0.5 - 2**-24, 0.0]])
     drafted = torch.tensor([[0.0] * 3, [0.5, 0.5 - 2**-24, 2**-24]])
-    draft, _ = Draft.given_only({0: [1]}).grow(torch.tensor([0]), torch.tensor([[2]]), drafted[1:])
+    draft, _ = Draft.committed_only({0: [1]}).grow(torch.tensor([0]), torch.tensor([[2]]), drafted[1:])
     for seed in range(20):
         verdict = verify_sampled(draft, target[[0, 0]], {0: torch.Generator().manual_seed(seed)})
         assert verdict.accepted == (0,)
@@ -324,7 +329,7 @@ def test_a_text_breaks_off_where_nothing_can_follow_whatever_was_drafted(
     empty: list[int], path: tuple[int, ...] | None, following: int | None, weight: float
 ) -> None:
     """Behind the root a right guess 1 and below it 2; beside them a wrong guess 3. Some rows have no distribution."""
-    draft, first = Draft.given_only({0: [5]}).grow(torch.tensor([0]), torch.tensor([[1, 3]]))
+    draft, first = Draft.committed_only({0: [5]}).grow(torch.tensor([0]), torch.tensor([[1, 3]]))
     draft, _ = draft.grow(first[:1], torch.tensor([[2]]))
     target = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 4]), V).float()
     target[empty] = weight

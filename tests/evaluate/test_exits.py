@@ -8,9 +8,9 @@ import torch
 from tests.decode.tiny_decoders import build
 from tests.methods.dynamic.gated import GATES, make_weights, text_batch
 from vivace.errors import ConfigError
-from vivace.evaluate.entrants import Entrant
 from vivace.evaluate.exits import RouterTrial, compare_routers, roc_auc, tradeoff, velocities
-from vivace.methods.dynamic.objective import RouterLesson, trails_of
+from vivace.evaluate.systems import MethodSystem
+from vivace.methods.dynamic.objective import RouterTraining, trails_of
 from vivace.methods.dynamic.router import RouterConfig
 from vivace.methods.dynamic.thresholds import Scores
 from vivace.train.distillation import FrozenPass
@@ -29,10 +29,10 @@ def test_roc_auc_counts_pairs() -> None:
 
 
 def test_an_entrant_may_state_an_agreement() -> None:
-    stated = [Entrant(name, None, 8).quality for name in ("plain", "dynamic", "dynamic@0.98")]  # type: ignore[arg-type]
+    stated = [MethodSystem(name, None, 8).quality for name in ("plain", "dynamic", "dynamic@0.98")]  # type: ignore[arg-type]
     assert stated == [None, None, 0.98]
     with pytest.raises(ConfigError, match=r"'dynamic@much': a quality is a number"):
-        _ = Entrant("dynamic@much", None, 8).quality  # type: ignore[arg-type]
+        _ = MethodSystem("dynamic@much", None, 8).quality  # type: ignore[arg-type]
 
 
 def test_a_tradeoff_counts_exits_on_other_positions() -> None:
@@ -57,7 +57,7 @@ def test_routers_are_compared_on_the_same_positions() -> None:
     configs = [RouterConfig(kind, latent=8, stride=1) for kind in ("arla", "linear", "gap")]
     found = compare_routers(
         *(model, weights.gates, configs, RouterTrial(one, other, one)),
-        lesson=RouterLesson(epochs=60, positions=80, rate=0.02),
+        lesson=RouterTraining(epochs=60, positions=80, rate=0.02),
         qualities=(0.7, 0.9),
     )
     rows = [row for row, _ in found]
@@ -69,7 +69,7 @@ def test_routers_are_compared_on_the_same_positions() -> None:
     with pytest.raises(ConfigError, match="one stride"):
         compare_routers(
             *(model, weights.gates, [RouterConfig(stride=1), RouterConfig(stride=2)], RouterTrial(one, one, one)),
-            lesson=RouterLesson(),
+            lesson=RouterTraining(),
             qualities=(0.9,),
         )
 

@@ -13,11 +13,11 @@ import torch
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.files import read_json
 from vivace.evaluate import peers
-from vivace.evaluate.contest import Question, Take
-from vivace.evaluate.peers import TransformersPeer, enter_peers
+from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
+from vivace.evaluate.peers import TransformersPeer, peer_systems
 
 CPU = torch.device("cpu")
-QUESTIONS = [Question(text, (3, 4, 5, index)) for index, text in enumerate(("a", "b", "c", "d"))]
+QUESTIONS = [BenchmarkPrompt(text, (3, 4, 5, index)) for index, text in enumerate(("a", "b", "c", "d"))]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     warm = set[int]()
     answer = TransformersPeer.answer
 
-    def timed(self: TransformersPeer, batch: Sequence[Question]) -> Take:
+    def timed(self: TransformersPeer, batch: Sequence[BenchmarkPrompt]) -> Trial:
         took = seconds[str(self.model.dtype).removeprefix("torch.")] if id(self.model) in warm else 60.0
         warm.add(id(self.model))
         return replace(answer(self, batch), total_s=took)
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_the_faster_dtype_runs(folder: Path, clock: dict[str, float], faster: str) -> None:
     clock |= {"bfloat16": 2.0, "float32": 2.0} | {faster: 1.0}
     names = ["transformers", "transformers-lookup"]
-    found, heat = enter_peers(names, folder, QUESTIONS, max_new_tokens=5, device=CPU)
+    found, heat = peer_systems(names, folder, QUESTIONS, max_new_tokens=5, device=CPU)
     assert heat is not None
     assert heat.dtype == faster
     slower = min(heat.rates, key=lambda name: heat.rates[name])
@@ -66,7 +66,7 @@ def test_the_faster_dtype_runs(folder: Path, clock: dict[str, float], faster: st
 def test_the_assistant_runs_in_the_same(folder: Path, clock: dict[str, float]) -> None:
     clock |= {"bfloat16": 1.0, "float32": 2.0}
     names = ["transformers-assisted"]
-    (peer,), _ = enter_peers(names, folder, QUESTIONS, max_new_tokens=5, device=CPU, draft_folder=folder)
+    (peer,), _ = peer_systems(names, folder, QUESTIONS, max_new_tokens=5, device=CPU, draft_folder=folder)
     assert isinstance(peer, TransformersPeer)
     assert peer.assistant.dtype == peer.model.dtype == torch.bfloat16
 
@@ -76,6 +76,6 @@ def test_a_checkpoint_in_float32_runs_in_that(tmp_path: Path, monkeypatch: pytes
     loaded: list[str] = []
     load = peers._load
     monkeypatch.setattr(peers, "_load", lambda *args: loaded.append(args[1]) or load(*args))
-    _, heat = enter_peers(["transformers"], make_checkpoint(tmp_path), QUESTIONS, max_new_tokens=5, device=CPU)
+    _, heat = peer_systems(["transformers"], make_checkpoint(tmp_path), QUESTIONS, max_new_tokens=5, device=CPU)
     assert heat is not None
     assert (heat.dtype, loaded) == ("float32", ["auto"])

@@ -15,10 +15,10 @@ from vivace.checkpoint.gguf import write_checkpoint
 from vivace.engine import SHIPPED, load
 from vivace.errors import CapacityError, DependencyError, UnsupportedError, VivaceError
 from vivace.evaluate import llamacpp
-from vivace.evaluate.contest import Question
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, Rows, enter_llama_cpp, llama_cpp_passes
-from vivace.evaluate.peers import enter_peers
+from vivace.evaluate.peers import peer_systems
+from vivace.evaluate.systems import MethodSystem
 
 TEXTS = ("Describe: name[Oak], food[French]", "Hello hello hello", "near the river")
 
@@ -59,7 +59,7 @@ def test_a_crash_is_a_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
     """One that fails otherwise is left to who opens the file next, and says it in its own words."""
     monkeypatch.setattr(llamacpp, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     with pytest.raises(DependencyError, match=r"peer llama.cpp crashes on this machine \(SIGSEGV\); leave it out"):
-        enter_llama_cpp(["llama.cpp"], folder, [Question("a", (1, 2))], max_new_tokens=2, batch_size=1)
+        enter_llama_cpp(["llama.cpp"], folder, [BenchmarkPrompt("a", (1, 2))], max_new_tokens=2, batch_size=1)
     monkeypatch.setattr(llamacpp, "_PROBE", "raise SystemExit(1)")
     llamacpp._probe("llama.cpp", folder)
 
@@ -102,17 +102,17 @@ def test_logits_of_peculiar_llamas_are_ours(tmp_path: Path, rope: dict[str, obje
 @pytest.mark.usefixtures("installed")
 def test_it_answers_as_we_do_alone_and_in_a_batch(folder: Path) -> None:
     engine = load(folder, dtype="float32")
-    questions = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
-    ours = Entrant("plain", engine, 12).answer(questions)
-    peers, heat = enter_peers(
+    questions = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
+    ours = MethodSystem("plain", engine, 12).answer(questions)
+    peers, heat = peer_systems(
         ["llama.cpp", "transformers", "llama.cpp-q8_0"],
         folder, questions, max_new_tokens=12, device=torch.device("cpu"), batch_size=3,
     )  # fmt: skip
     assert [peer.name for peer in peers] == ["llama.cpp", "transformers", "llama.cpp-q8_0"]
     assert heat is not None
     alone = [peers[0].answer([question]) for question in questions]
-    assert tuple(take.token_ids[0] for take in alone) == ours.token_ids
-    assert all(0 < take.decode_s < take.total_s for take in alone)
+    assert tuple(trial.token_ids[0] for trial in alone) == ours.token_ids
+    assert all(0 < trial.decode_s < trial.total_s for trial in alone)
     together = peers[0].answer(questions)
     assert together.token_ids == ours.token_ids
     assert together.num_first_tokens == 3
@@ -122,7 +122,7 @@ def test_it_answers_as_we_do_alone_and_in_a_batch(folder: Path) -> None:
 @pytest.mark.usefixtures("installed")
 def test_end_tokens_end_an_answer_and_stay(folder: Path) -> None:
     engine = load(folder, dtype="float32")
-    questions = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
+    questions = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
     (peer,) = enter_llama_cpp(["llama.cpp"], folder, questions, max_new_tokens=12, batch_size=3)
     whole = peer.answer(questions).token_ids
     assert peer.end_tokens == {0}
@@ -159,7 +159,7 @@ def test_without_the_package_the_extra_is_named(folder: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     llamacpp._library.cache_clear()
     with pytest.raises(DependencyError, match=r"pip install 'vivace\[llamacpp\]'"):
-        enter_peers(["transformers", "llama.cpp"], folder, [], max_new_tokens=4, device=torch.device("cpu"))
+        peer_systems(["transformers", "llama.cpp"], folder, [], max_new_tokens=4, device=torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("installed")

@@ -12,13 +12,13 @@ from tests.decode.tiny_decoders import build
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.engine import load
 from vivace.errors import ConfigError
-from vivace.evaluate.contest import Question
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.evaluate.memory import peak_memory
-from vivace.evaluate.peers import enter_peers
+from vivace.evaluate.peers import peer_systems
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import measure_roofline, pass_bytes
 from vivace.evaluate.sameness import Difference, compare
+from vivace.evaluate.systems import MethodSystem
 
 CPU = torch.device("cpu")
 TEXTS = ("Describe: name[Oak], food[French]", "Hello hello hello", "near the river")
@@ -66,14 +66,16 @@ def test_provenance_names_versions_and_machine() -> None:
 
 def test_peers_answer_as_we_do_alone_and_in_a_padded_batch(folder: Path) -> None:
     engine = load(folder, dtype="float32")
-    questions = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
-    peers, heat = enter_peers(["transformers", "transformers-lookup"], folder, questions, max_new_tokens=12, device=CPU)
+    questions = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
+    peers, heat = peer_systems(
+        ["transformers", "transformers-lookup"], folder, questions, max_new_tokens=12, device=CPU
+    )
     assert heat is not None
     assert heat.dtype == "float32"
-    ours = Entrant("plain", engine, 12).answer(questions)
+    ours = MethodSystem("plain", engine, 12).answer(questions)
     alone = [peer.answer([question]) for peer in peers for question in questions]
-    assert tuple(take.token_ids[0] for take in alone) == ours.token_ids * 2
-    assert all(0 < take.decode_s < take.total_s for take in alone)
+    assert tuple(trial.token_ids[0] for trial in alone) == ours.token_ids * 2
+    assert all(0 < trial.decode_s < trial.total_s for trial in alone)
     together = peers[0].answer(questions)
     assert together.token_ids == ours.token_ids
     assert together.num_first_tokens == len(questions)
@@ -85,15 +87,15 @@ def test_peers_answer_as_we_do_alone_and_in_a_padded_batch(folder: Path) -> None
 
 def test_unknown_peers_and_a_missing_assistant_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'transformers-lookup'"):
-        enter_peers(["transformers-lokup"], folder, [], max_new_tokens=4, device=CPU)
+        peer_systems(["transformers-lokup"], folder, [], max_new_tokens=4, device=CPU)
     with pytest.raises(ConfigError, match="give --draft-model"):
-        enter_peers(["transformers-assisted"], folder, [], max_new_tokens=4, device=CPU)
-    assert enter_peers([], folder, [], max_new_tokens=4, device=CPU) == ([], None)
+        peer_systems(["transformers-assisted"], folder, [], max_new_tokens=4, device=CPU)
+    assert peer_systems([], folder, [], max_new_tokens=4, device=CPU) == ([], None)
 
 
 def test_differences_are_placed_and_measured(folder: Path) -> None:
     engine = load(folder, dtype="float32")
-    questions = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
+    questions = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in TEXTS]
     _, (same,) = compare(engine, questions, ["lookup"], max_new_tokens=12, batch_size=3)
     assert same.identical
     true_generate = engine.generate

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vivace.cli.contestants import holdings
+from vivace.cli.systems import holdings
 from vivace.engine import SHIPPED, Engine, load
-from vivace.evaluate.contest import Question
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.evaluate.memory import Holdings, held_bytes
+from vivace.evaluate.systems import MethodSystem
 
 PROMPT = "Describe: name[The Eagle], food[Chinese], area[riverside]"
 ADAPTERS = SHIPPED / "adapters"
@@ -26,8 +26,8 @@ def engine() -> Engine:
 
 
 def held(engine: Engine, method: str, max_new_tokens: int = 16) -> Holdings:
-    question = Question(PROMPT, tuple(engine.tokenizer.encode_prompt(PROMPT)))
-    return holdings(engine, Entrant(method, engine, max_new_tokens), [question])
+    question = BenchmarkPrompt(PROMPT, tuple(engine.tokenizer.encode_prompt(PROMPT)))
+    return holdings(engine, MethodSystem(method, engine, max_new_tokens), [question])
 
 
 def tensors_of(folder: Path) -> int:

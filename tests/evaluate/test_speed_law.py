@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.speed_law import compare, table
 from vivace import load
-from vivace.cli.asking import questions_of, read_prompts
+from vivace.cli.prompting import questions_of, read_prompts
 from vivace.errors import ConfigError
-from vivace.evaluate.contest import Record, Take
+from vivace.evaluate.benchmark import Record, Trial
 from vivace.evaluate.speed_law import Parts, Shape, head_share, judge, keeping, tokens_per_step
 
 PARTS = Parts(plain_s=1.0, draft_s=(0.25, 0.5), verify_s=(1.25, 1.5))
@@ -42,13 +42,13 @@ def test_means_of_drafts_lie_between_them() -> None:
 
 def test_what_is_decided_behind_an_end_is_no_token() -> None:
     parts = replace(PARTS, plain_host_s=0.2, host_s=0.4)
-    take = Take(((7,) * 11,), 3, decode_s=4.4, total_s=5.0, num_steps=5, num_drafted=10, num_accepted=9)
-    found = judge(parts, Record("multirate", [[take]]), 2.0)
+    trial = Trial(((7,) * 11,), 3, decode_s=4.4, total_s=5.0, num_steps=5, num_drafted=10, num_accepted=9)
+    found = judge(parts, Record("multirate", [[trial]]), 2.0)
     assert (found.tokens_per_step, found.guesses_per_step) == (2.0, 2.0)
     assert found.law == pytest.approx(2.0 * 1.2 / 2.4)
     assert found.off == pytest.approx(2.0 / found.law - 1)
     with pytest.raises(ConfigError, match="multirate answered in 1 first blocks"):
-        tokens_per_step(Record("multirate", [[replace(take, num_steps=1)]]))
+        tokens_per_step(Record("multirate", [[replace(trial, num_steps=1)]]))
 
 
 @pytest.mark.slow

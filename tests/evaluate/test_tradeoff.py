@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from vivace.errors import ConfigError
-from vivace.evaluate.contest import Record, Take, summarise
+from vivace.evaluate.benchmark import Record, Trial, summarise
 from vivace.evaluate.tradeoff import Guessing, Judgement, Reading, costs, envelope, judge_texts, point
 from vivace.prompts import Prompt
 
 READING = Reading(layers=6, layer_bytes=10.0, head_bytes=30.0)
-TAKE = Take(((1,) * 10,), 1, decode_s=1.0, total_s=1.0)
+TAKE = Trial(((1,) * 10,), 1, decode_s=1.0, total_s=1.0)
 
 
 def record(**fields: object) -> Record:

@@ -125,11 +125,11 @@ def repeated(text: Sequence[int], count: int = 5) -> tuple[int, ...]:
 def _proposals(context: Context, draft: Draft, rows: Sequence[Tensor], of: Listening) -> list[Proposal]:
     """One for each slot that has guesses, with the rows they were read from."""
     tokens, slots, nodes, parents = draft.lists
-    roots = dict(zip(draft.slots, draft.root_rows, strict=True))
+    roots = dict(zip(draft.slots, draft.last_rows, strict=True))
     path_of: dict[int, tuple[int, ...]] = dict.fromkeys(roots.values(), ())
     guesses: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {slot: {} for slot in draft.slots}
     order: list[tuple[int, tuple[int, ...]]] = []
-    given = dict(zip(draft.slots, draft.given, strict=True))
+    given = dict(zip(draft.slots, draft.committed, strict=True))
     for row, (token, slot, node, parent) in enumerate(zip(tokens, slots, nodes, parents, strict=True)):
         if node < given[slot]:
             continue

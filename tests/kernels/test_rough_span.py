@@ -18,7 +18,7 @@ def test_only_the_layers_named_are_rounded(body: NativeBody, weights) -> None:
     pack_decoder(model, body)
     span = model.backend.span
     assert span is not None
-    rough = span.rough(2, 4, weights)
+    rough = span.quantized(2, 4, weights)
     cache = model.new_cache(1, 8)
 
     def after(which, start: int, stop: int) -> torch.Tensor:

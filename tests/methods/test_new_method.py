@@ -15,7 +15,7 @@ from tools.write_docs import methods_table
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
 from vivace.cli.app import run
 from vivace.decode.shallow import DraftPlan
-from vivace.evaluate.contest import Question
+from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.methods.composition import adapters_by_method, plan_of, twins
 from vivace.methods.table import METHODS
 from vivace.prompts import Prompt, save_prompts
@@ -62,7 +62,7 @@ def test_it_is_served_tuned_and_widened(trained: Path, tmp_path: Path) -> None:
 
     assert "bigram" in tuned_methods()
     plans = candidates_of(engine, "bigram", 2)
-    asked = [Question(text, tuple(engine.tokenizer.encode_prompt(text))) for text in ("aka", "bob")]
+    asked = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in ("aka", "bob")]
     best = search(engine, "bigram", plans, asked, max_new_tokens=4)[0].plan
     keep_plan(engine, "bigram", best)
     assert plan_of("bigram", asdict(best)) == best  # type: ignore[call-overload]

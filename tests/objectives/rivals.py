@@ -19,7 +19,7 @@ from tests.objectives.naive import (
 )
 from vivace.core.seams import Draft
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.tree import TreePlan
 from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidenceObjective
 from vivace.methods.draft.objective import StudentObjective
@@ -68,7 +68,7 @@ def eagle() -> Case:
     """The next final residual, and what the head makes of it."""
     model = frozen()
     layer = EagleLayer(EagleConfig(), model.config)
-    disturbed(nn.ParameterList(layer.learnt()))
+    disturbed(nn.ParameterList(layer.trainable()))
 
     def oracle() -> float:
         total = 0.0
@@ -95,7 +95,7 @@ def deed() -> Case:
         for text, at, token in predicting(BATCH):
             slow, _ = residuals_of(model, BATCH.tokens[text])
             rows = torch.arange(11)
-            p = ExitGuess(model, exit_).climb(model, slow[0], Step.dense(1, 11), rows, 0)[1][at]
+            p = ExitGuess(model, exit_).forward(model, slow[0], Step.dense(1, 11), rows, 0)[1][at]
             total += rival_loss(head(model, slow[-1][at]), head(model, p), token)
         return total / COUNT
 
@@ -125,10 +125,10 @@ def uno() -> Case:
         """What three noise rows below a text's last token say."""
         cache = model.new_cache(1, 64)
         if len(tokens) > 1:
-            Climb().run(model, Draft.given_only({0: tokens[:-1].tolist()}), cache, chunk=True)
+            ForwardPass().run(model, Draft.committed_only({0: tokens[:-1].tolist()}), cache, chunk=True)
             cache.commit([0], [range(len(tokens) - 1)])
         drafter = Uno(model, terms, TreePlan((1,) * 4))
-        return drafter.block(Draft.given_only({0: tokens[-1:].tolist()}), [4], cache)[1:]
+        return drafter.block(Draft.committed_only({0: tokens[-1:].tolist()}), [4], cache)[1:]
 
     def oracle() -> float:
         total, count = 0.0, 0

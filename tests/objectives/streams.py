@@ -9,8 +9,8 @@ from tests.objectives.case import BATCH, COUNT, Case, disturbed, frozen, head, l
 from tests.objectives.naive import cross_entropy, log_probs, predicting, residuals_of
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
-from vivace.methods.multistream.climb import Decided, StreamClimb
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.forward import Decided, StreamForwardPass
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.methods.multistream.streams import Streams
@@ -18,8 +18,8 @@ from vivace.methods.multistream.streams import Streams
 
 def streams_of(model: Decoder, streams: Streams, tokens: Tensor) -> Tensor:
     """Streams of the last but one token of a text, which know the last where they are told, (streams, E)."""
-    climb, cache = StreamClimb(streams, StreamPlan((1, 1, 1), "kept")), model.new_cache(1, 64)
-    passed = climb.run(model, Draft.given_only({0: tokens[:-1].tolist()}), cache)
+    climb, cache = StreamForwardPass(streams, StreamPlan((1, 1, 1), "kept")), model.new_cache(1, 64)
+    passed = climb.run(model, Draft.committed_only({0: tokens[:-1].tolist()}), cache)
     cache.commit([0], [range(len(tokens) - 1)])
     decided = Decided(passed.hidden[-1:], tokens[-1:]) if streams.config.feedback else None
     assert passed.entering is not None

@@ -92,11 +92,11 @@ def test_cached_step_by_step(pair: Pair) -> None:
     cache.prompts[0] = 80
     got = []
     for first, stop in ((0, 48), (48, 80)):
-        draft = Draft.given_only({0: text[first:stop].tolist()})
+        draft = Draft.committed_only({0: text[first:stop].tolist()})
         got.append(ascend(pair.ours, draft, Step.of(draft, cache, chunk=True)))
         cache.commit([0], [range(stop - first)])
     for token in text[80:].tolist():
-        draft = Draft.given_only({0: [token]})
+        draft = Draft.committed_only({0: [token]})
         got.append(ascend(pair.ours, draft, Step.of(draft, cache)))
         cache.commit([0], [[0]])
     torch.testing.assert_close(torch.cat(got), expected, atol=TOLERANCE, rtol=0)
@@ -110,13 +110,13 @@ def test_ragged_batch(pair: Pair) -> None:
         expected.append(stepwise(pair.theirs, text, length))
     cache = pair.ours.new_cache(5, 128)
     slots = (3, 0, 4, 1)
-    draft = Draft.given_only({slot: t[:n].tolist() for slot, t, n in zip(slots, texts, LENGTHS, strict=True)})
+    draft = Draft.committed_only({slot: t[:n].tolist() for slot, t, n in zip(slots, texts, LENGTHS, strict=True)})
     for slot, length in zip(slots, LENGTHS, strict=True):
         cache.prompts[slot] = length
     got = [[rows] for rows in ascend(pair.ours, draft, Step.of(draft, cache, chunk=True)).split(LENGTHS)]
     cache.commit(slots, [range(length) for length in LENGTHS])
     for place in range(NUM_STEPS):
-        draft = Draft.given_only({s: [int(t[n + place])] for s, t, n in zip(slots, texts, LENGTHS, strict=True)})
+        draft = Draft.committed_only({s: [int(t[n + place])] for s, t, n in zip(slots, texts, LENGTHS, strict=True)})
         for mine, row in zip(got, ascend(pair.ours, draft, Step.of(draft, cache)).split(1), strict=True):
             mine.append(row)
         cache.commit(slots, [[0]] * 4)
@@ -132,7 +132,7 @@ def test_greedy_text(pair: Pair) -> None:
     cache.prompts[0] = 75
     given, text = prompt.tolist(), list[int]()
     while len(text) < 64:
-        draft = Draft.given_only({0: given})
+        draft = Draft.committed_only({0: given})
         logits = ascend(pair.ours, draft, Step.of(draft, cache, chunk=len(given) > 1))
         cache.commit([0], [range(len(given))])
         text.append(int(logits[-1].argmax()))
@@ -208,11 +208,11 @@ def test_every_peculiarity_shows(pair: Pair) -> None:
     """The comparisons above would notice if any one of the family's settings were ignored."""
     text = tokens(96)
     step = written_at_once(Step.dense(1, 96), 96)
-    expected = ascend(pair.ours, Draft.given_only({0: text.tolist()}), step)
+    expected = ascend(pair.ours, Draft.committed_only({0: text.tolist()}), step)
     for name, config in variants(pair.ours.config).items():
         other = Decoder(config)
         for ours, parameter in pair.ours.named_parameters():
             put(other, ours, parameter)
         step = written_at_once(Step.dense(1, 96), 96)
-        got = ascend(other, Draft.given_only({0: text.tolist()}), step)
+        got = ascend(other, Draft.committed_only({0: text.tolist()}), step)
         assert (got - expected).abs().max() > 10 * TOLERANCE, f"{name} makes no difference"

@@ -16,7 +16,7 @@ from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.methods.dynamic.drafter import DynamicConfig
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
-from vivace.methods.dynamic.objective import RouterLesson
+from vivace.methods.dynamic.objective import RouterTraining
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.prompts import Prompt
 from vivace.recipes.dynamic import DynamicRecipe
@@ -110,7 +110,7 @@ def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
 EXITS = DynamicRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
-    lesson=RouterLesson(epochs=2, positions=64),
+    lesson=RouterTraining(epochs=2, positions=64),
     adapter=DynamicConfig(GatesConfig((GateConfig(1), GateConfig(2), GateConfig(3)), rank=4, bottleneck=8)),
     tokens_per_batch=128,
     held_back=20,

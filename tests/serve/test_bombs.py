@@ -18,11 +18,11 @@ from tests.serve.conftest import Local, local
 from tests.serve.lag import PROMISED_S, Lateness, calmest, health_lag
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
+from vivace.serve.api_error import APIError
 from vivace.serve.config import ServeConfig
 from vivace.serve.encoding import encoded
 from vivace.serve.lanes import Lane
 from vivace.serve.long_text import LONG, decode_apart, encode_apart
-from vivace.serve.refusal import Refusal
 
 MEGABYTE = 1_000_000
 TEXT = "".join(random.Random(0).choices(string.ascii_lowercase + "  ,.\n", k=MEGABYTE))
@@ -186,7 +186,7 @@ def test_a_lane_refuses_what_it_cannot_keep() -> None:
         lane, gate = Lane("test", num_threads=1, max_open=2), threading.Event()
         waiting = [asyncio.create_task(lane.run(gate.wait)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(Refusal, match="2 requests wait") as caught:
+        with pytest.raises(APIError, match="2 requests wait") as caught:
             await lane.run(gate.wait)
         assert caught.value.status == 429
         gate.set()
@@ -204,7 +204,7 @@ def test_a_process_finds_the_same_tokens(engine: Engine) -> None:
         tokens = encode_apart(engine.folder, text, special=special)
         assert tokens == tokenizer.encode(text, special=special)
     assert decode_apart(engine.folder, tokens) == tokenizer.decode(tokens)
-    with pytest.raises(Refusal, match="send it in parts") as caught:
+    with pytest.raises(APIError, match="send it in parts") as caught:
         encode_apart(engine.folder / "nowhere", text, special=True)
     assert caught.value.status == 503
 

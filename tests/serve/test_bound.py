@@ -13,9 +13,9 @@ import torch
 
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.engine import Engine
+from vivace.serve.api_error import APIError
 from vivace.serve.grammar import Binding, Bound, binds_within
 from vivace.serve.grammars import Grammars
-from vivace.serve.refusal import Refusal
 from vivace.serve.tool_format import HERMES, rest_grammar
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200}
@@ -119,7 +119,7 @@ def test_decided_tokens_that_do_not_fit_are_an_error(engine: Engine, grammars: G
     free = torch.zeros(1, engine.model.config.vocab_size)
     assert torch.equal(bound(torch.tensor([bad]), free), free)
     assert bound.keeps_to(good) is False
-    with pytest.raises(Refusal, match="response_format") as caught:
+    with pytest.raises(APIError, match="response_format") as caught:
         bound.keeps_to(bad)
     assert caught.value.code == "grammar_stopped"
     assert bound.keeps_to(good) is False, "the next answer is not concerned"
@@ -131,7 +131,7 @@ def test_decided_calls_that_do_not_fit_are_an_error(engine: Engine, grammars: Gr
     call = '<tool_call>\n{"name": "look", "arguments": {"size": "small"}}\n</tool_call>'
     assert bound.keeps_to(encode(f"some text {call} and text")) is False
     assert bound.keeps_to(encode(f"{call}{call[:40]}")) is False
-    with pytest.raises(Refusal, match="tools"):
+    with pytest.raises(APIError, match="tools"):
         bound.keeps_to(encode(f"{call}\n" + call.replace("small", "large")))
 
 
@@ -163,6 +163,6 @@ def test_a_token_that_opens_a_call_and_goes_on_fits_the_call(folder: Path) -> No
 def test_a_tokenizer_that_ends_no_text_binds_none(folder: Path) -> None:
     inner = load_tokenizer(folder / "tiny").inner
     inner.eos_token = None
-    with pytest.raises(Refusal, match="no token that ends a text") as caught:
+    with pytest.raises(APIError, match="no token that ends a text") as caught:
         Grammars(Tokenizer(inner), len(inner)).json_schema(CLOSED, b"")
     assert caught.value.status == 400

@@ -12,7 +12,7 @@ import torch
 
 import vivace
 from tests.every_method import make_model
-from vivace.decode.plain import NoDrafts, Pace
+from vivace.decode.plain import NoDrafts, StepBudget
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
@@ -68,7 +68,7 @@ class Reader:
 @pytest.fixture(autouse=True)
 def steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Native calls make three steps whatever the clock says, on one thread."""
-    monkeypatch.setattr(Pace, "count", lambda self, context, tokens=1.0: 3)
+    monkeypatch.setattr(StepBudget, "count", lambda self, context, tokens=1.0: 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

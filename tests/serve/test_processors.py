@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from vivace.engine import Engine
+from vivace.serve.api_error import APIError
 from vivace.serve.catalog import Catalog
 from vivace.serve.grammar import Bound
 from vivace.serve.grammars import Grammars
 from vivace.serve.processors import Bias, Penalties
-from vivace.serve.refusal import Refusal
 
 SCHEMA = {
     "type": "object",
@@ -69,7 +69,7 @@ def test_a_seed_settles_how_auto_drafts(engine: Engine) -> None:
     assert catalog.method("base", "auto", is_seeded=True) == "lookup"
     assert catalog.method("base", None, is_seeded=False) == "auto"
     assert catalog.method("base", "multirate", is_seeded=True) == "multirate"
-    with pytest.raises(Refusal, match="draft"):
+    with pytest.raises(APIError, match="draft"):
         catalog.method("base", "draft", is_seeded=False)
 
 

@@ -14,14 +14,14 @@ from tests.decode.failing import CALLS, Failing, Plan, explode, outcomes
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import CapacityError
-from vivace.serve.refusal import Refusal
+from vivace.serve.api_error import APIError
 from vivace.serve.worker import Event, Failed, Job, Progress, Worker
 
 Mail = queue.Queue[list[tuple[Job, Event]]]
 
 
 @pytest.fixture
-def mail() -> Mail:
+def dispatch() -> Mail:
     return queue.Queue()
 
 
@@ -64,7 +64,7 @@ def test_a_cancelled_job_leaves_before_the_next_step(engine: Engine, worker: Wor
 def test_a_waiting_job_that_is_cancelled_never_runs(engine: Engine, worker: Worker, mail: Mail) -> None:
     jobs = [Job(request(engine, 30)) for _ in range(3)]
     worker.submit(jobs)
-    with pytest.raises(Refusal, match="room for 0: 0 run and 3 wait") as caught:
+    with pytest.raises(APIError, match="room for 0: 0 run and 3 wait") as caught:
         worker.submit([Job(request(engine, 3))])
     assert caught.value.status == 429
     worker.cancel([jobs[2]])
@@ -113,8 +113,8 @@ def offline(engine: Engine, *jobs: Job) -> list[list[int]]:
     ]
 
 
-def refusals(events: list[tuple[Job, Event]]) -> dict[Job, Refusal]:
-    return {job: event.refusal for job, event in events if isinstance(event, Failed)}
+def refusals(events: list[tuple[Job, Event]]) -> dict[Job, APIError]:
+    return {job: event.api_error for job, event in events if isinstance(event, Failed)}
 
 
 def test_a_request_that_fails_is_told_so_alone(
@@ -126,9 +126,9 @@ def test_a_request_that_fails_is_told_so_alone(
     worker.submit([bad, beside, waiting])
     worker.start()
     events = until_done(mail, bad, beside, waiting)
-    ((job, refusal),) = refusals(events).items()
-    assert (job, refusal.status, refusal.code) == (bad, 500, "decoding_failed")
-    assert "a bug of its own" not in str(refusal), "what it was stands in the log"
+    ((job, api_error),) = refusals(events).items()
+    assert (job, api_error.status, api_error.code) == (bad, 500, "decoding_failed")
+    assert "a bug of its own" not in str(api_error), "what it was stands in the log"
     assert "a bug of its own" in caplog.text
     assert answers(events, beside, waiting) == offline(engine, beside, waiting)
     assert (worker.num_failed, worker.num_running, worker.is_healthy) == (1, 0, True)
@@ -155,9 +155,9 @@ def test_what_a_request_excludes_is_its_own_mistake(engine: Engine, worker: Work
     worker.submit([bad, beside])
     worker.start()
     events = until_done(mail, bad, beside)
-    refusal = refusals(events)[bad]
-    assert (refusal.status, refusal.code) == (400, "no_token_allowed")
-    assert "after 0 new ones" in str(refusal)
+    api_error = refusals(events)[bad]
+    assert (api_error.status, api_error.code) == (400, "no_token_allowed")
+    assert "after 0 new ones" in str(api_error)
     assert answers(events, beside) == offline(engine, beside)
 
 
@@ -193,7 +193,7 @@ def test_a_thread_that_ends_tells_everybody(
     worker.start()
     assert {one.status for one in refusals(until_done(mail, *jobs)).values()} == {503}
     assert not worker.is_healthy
-    with pytest.raises(Refusal, match="stopping"):
+    with pytest.raises(APIError, match="stopping"):
         worker.submit([Job(request(engine, 1))])
 
 
@@ -217,7 +217,7 @@ def test_a_job_that_the_session_does_not_take_is_told_so(
 
 
 def test_what_can_never_fit_is_not_told_to_come_back(engine: Engine, worker: Worker) -> None:
-    with pytest.raises(Refusal, match="asks for 4 sequences") as caught:
+    with pytest.raises(APIError, match="asks for 4 sequences") as caught:
         worker.submit([Job(request(engine, 3)) for _ in range(4)])
     assert caught.value.status == 400
 
@@ -225,7 +225,7 @@ def test_what_can_never_fit_is_not_told_to_come_back(engine: Engine, worker: Wor
 def test_calls_are_bounded_too(worker: Worker) -> None:
     for _ in range(3):
         worker.call(lambda: None)
-    with pytest.raises(Refusal, match="3 prompts wait") as caught:
+    with pytest.raises(APIError, match="3 prompts wait") as caught:
         worker.call(lambda: None)
     assert caught.value.status == 429
 
@@ -246,5 +246,5 @@ def test_closing_tells_those_who_wait(engine: Engine, worker: Worker, mail: Mail
     worker.close()
     failed = [job for job, event in until_done(mail, *jobs) if isinstance(event, Failed)]
     assert set(failed) == set(jobs)
-    with pytest.raises(Refusal, match="stopping"):
+    with pytest.raises(APIError, match="stopping"):
         worker.submit([Job(request(engine, 1))])

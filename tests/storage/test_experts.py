@@ -23,7 +23,7 @@ from vivace.kernels.native import NativeBody
 from vivace.storage.budget import chosen_experts, plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.experts import ExpertCache
-from vivace.storage.experts_guess import GuessingClimb
+from vivace.storage.experts_guess import GuessingForwardPass
 from vivace.storage.experts_parts import load_around
 from vivace.storage.experts_shelf import StoreShelf
 from vivace.storage.loading import load_stored
@@ -72,7 +72,7 @@ def run(
     with cache:
         cache.trace = Trace(mixture.num_layers)
         model = streamed(mixture.folder, cache, mixture.resident)
-        return cache, shelf, answers(model, GuessingClimb(guesses) if guesses else None)
+        return cache, shelf, answers(model, GuessingForwardPass(guesses) if guesses else None)
 
 
 def next_use(mixture: Mixture) -> NextUse:
@@ -278,7 +278,7 @@ def test_a_store_gives_the_resident_bits_through_every_reader(mixture: Mixture, 
     shelf = StoreShelf(store, reader)
     with ExpertCache(shelf, next_use(mixture), mixture.num_layers, 5, chunk_bytes=4096) as cache:
         model = load_around(store, reader, cache)
-        assert same(answers(model, GuessingClimb(2)), mixture.plain)
+        assert same(answers(model, GuessingForwardPass(2)), mixture.plain)
     reader.close()
 
 
@@ -300,7 +300,7 @@ def test_native_kernels_run_experts_from_a_store(
     assert storage.experts is not None
     assert (storage.experts.num_slots < len(storage.plan.streamed)) == (share is not None)
     assert isinstance(model.backend.span, MixtureSpan) == isinstance(resident.backend.span, MixtureSpan)
-    found = answers(model, GuessingClimb(2))
+    found = answers(model, GuessingForwardPass(2))
     assert same(found, answers(resident))
     assert isinstance(model.backend, CpuBackend)
     model.backend.span = None

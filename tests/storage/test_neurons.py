@@ -137,13 +137,13 @@ def test_thresholds_leave_out_what_was_asked_and_cost_more_the_more_they_do(case
 def first_logprobs(model: Decoder) -> torch.Tensor:
     """Of one decoding row after a prompt, (V,)."""
     from vivace.core.seams import Draft
-    from vivace.decode.climb import Climb
+    from vivace.decode.forward import ForwardPass
 
     cache = model.new_cache(1, 128)
     with torch.inference_mode():
-        Climb().run(model, Draft.given_only({0: list(PROMPTS[0][:-1])}), cache, chunk=True)
+        ForwardPass().run(model, Draft.committed_only({0: list(PROMPTS[0][:-1])}), cache, chunk=True)
         cache.commit([0], [list(range(len(PROMPTS[0]) - 1))])
-        passed = Climb().run(model, Draft.given_only({0: [PROMPTS[0][-1]]}), cache)
+        passed = ForwardPass().run(model, Draft.committed_only({0: [PROMPTS[0][-1]]}), cache)
         return torch.log_softmax(model.head(passed.hidden), -1)[-1]
 
 

@@ -21,9 +21,9 @@ def test_only_the_answer_and_the_end_are_scored(tokenizer: Tokenizer) -> None:
     batch = collate([row])
     learnt = batch.tokens[batch.scored].tolist()
     assert learnt == [*tokenizer.encode(PAIRS[0][1], special=False), tokenizer.eos_ids[0]]
-    assert batch.tokens[0, : row.num_given].tolist() == tokenizer.encode_prompt(PAIRS[0][0])
+    assert batch.tokens[0, : row.num_prompt].tolist() == tokenizer.encode_prompt(PAIRS[0][0])
     assert batch.targets.tolist() == learnt
-    assert batch.tokens.reshape(-1)[batch.predicting].tolist() == [row.tokens[row.num_given - 1], *learnt[:-1]]
+    assert batch.tokens.reshape(-1)[batch.predicting].tolist() == [row.tokens[row.num_prompt - 1], *learnt[:-1]]
 
 
 @settings(max_examples=50, deadline=None)

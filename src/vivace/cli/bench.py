@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vivace.cli import options
-from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
-from vivace.cli.contestants import drafting, holdings, libraries_memory, method_of, planned_engines
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.reference import compare_plain, complain, plain_json, plain_lines
+from vivace.cli.systems import drafting, holdings, libraries_memory, method_of, planned_engines
 from vivace.errors import ConfigError, DependencyError
 from vivace.files import write_text
 from vivace.methods.table import METHODS
@@ -24,7 +24,7 @@ from vivace.units import format_bytes
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
-    from vivace.evaluate.contest import Record, Run
+    from vivace.evaluate.benchmark import Record, Run
     from vivace.evaluate.memory import Holdings
     from vivace.evaluate.reference import Plainness
     from vivace.evaluate.roofline import Roofline
@@ -70,10 +70,10 @@ def decode(
     ] = None,
 ) -> None:
     """Measure decoding: methods take turns on every prompt; medians over the repeats count."""
-    from vivace.evaluate.contest import hold, summarise
-    from vivace.evaluate.entrants import Entrant
+    from vivace.evaluate.benchmark import run_benchmark, summarise
     from vivace.evaluate.others import watched_others
-    from vivace.evaluate.peers import enter_peers
+    from vivace.evaluate.peers import peer_systems
+    from vivace.evaluate.systems import MethodSystem
 
     libraries = libraries_memory()
     names = split_names(methods)
@@ -88,7 +88,7 @@ def decode(
             f"--peers read checkpoints, {engine.folder} is a store; leave them out, or name the checkpoint"
         )
     questions = questions_of(engine, rows, raw=raw)
-    rivals, heat = enter_peers(
+    rivals, heat = peer_systems(
         split_names(peers),
         engine.folder,
         questions,
@@ -98,14 +98,14 @@ def decode(
         draft_folder=draft_model,
     )
     engines = planned_engines(engine, names, plans)
-    entrants = [Entrant(name, engines[name], max_new_tokens, raw) for name in names]
+    systems = [MethodSystem(name, engines[name], max_new_tokens, raw) for name in names]
     with console.progress("answering") as progress, watched_others() as others:
-        records = hold([*entrants, *rivals], questions, batch_size=batch, repeats=repeats, on_progress=progress)
+        records = run_benchmark([*systems, *rivals], questions, batch_size=batch, repeats=repeats, on_progress=progress)
     runs = summarise(records, BASELINE)
     first = questions[:batch]
-    held = {entrant.name: holdings(engines[entrant.name], entrant, first) for entrant in entrants}
+    held = {system.name: holdings(engines[system.name], system, first) for system in systems}
     held |= {peer.name: peer.holdings(first) for peer in rivals}
-    answers = [ids for takes in records[names.index(BASELINE)].takes for ids in takes[0].token_ids]
+    answers = [ids for trials in records[names.index(BASELINE)].trials for ids in trials[0].token_ids]
     what, plain = compare_plain(engine, questions, answers)
     runs = [_beside(run, plain) if run.method == BASELINE else run for run in runs]
     report = {
@@ -181,7 +181,7 @@ def quality(engine: Engine, prompts: list[Prompt], records: list[Record], name: 
     from vivace.evaluate.quality import score
 
     found = next(record for record in records if record.name == name)
-    texts = [engine.tokenizer.decode(ids) for takes in found.takes for ids in takes[0].token_ids]
+    texts = [engine.tokenizer.decode(ids) for trials in found.trials for ids in trials[0].token_ids]
     try:
         return score(prompts, texts)
     except DependencyError as error:

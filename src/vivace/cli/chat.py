@@ -10,7 +10,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.generate import stream_answer
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
 from vivace.prompts import Message
 
 HELP = "/reset starts over, /exit ends (or Ctrl-D)"

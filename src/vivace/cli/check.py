@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from vivace.cli import options
-from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.reference import NUM_SHOWN, compare_plain, complain, plain_json, plain_lines
 from vivace.errors import ConfigError
 from vivace.methods.table import METHODS

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from vivace.cli import options
-from vivace.cli.asking import questions_of
 from vivace.cli.bench import BASELINE, facts, print_runs, roofline_note
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.prompting import questions_of
 from vivace.prompts import PACKAGED, packaged_prompts
 
 METHODS_SHOWN = ("plain", "lookup", "multirate")
@@ -27,8 +27,8 @@ def demo(
     """Show the main job on the packaged prompts: what the model writes, how fast, and that it stays the same."""
     from dataclasses import asdict
 
-    from vivace.evaluate.contest import hold, summarise
-    from vivace.evaluate.entrants import Entrant
+    from vivace.evaluate.benchmark import run_benchmark, summarise
+    from vivace.evaluate.systems import MethodSystem
 
     engine = open_engine(ModelChoice(model))
     names = [name for name in METHODS_SHOWN if name in engine.methods.ready()]
@@ -43,9 +43,11 @@ def demo(
             [row.request for row in rows[:NUM_SAMPLES]], method=BASELINE, max_new_tokens=MAX_NEW_TOKENS
         )
         samples[task] = [{"prompt": row.request, "text": a.text} for row, a in zip(rows, answers, strict=False)]
-        entrants = [Entrant(name, engine, MAX_NEW_TOKENS) for name in names]
+        systems = [MethodSystem(name, engine, MAX_NEW_TOKENS) for name in names]
         with console.progress(task) as progress:
-            records = hold(entrants, questions_of(engine, rows, raw=False), repeats=repeats, on_progress=progress)
+            records = run_benchmark(
+                systems, questions_of(engine, rows, raw=False), repeats=repeats, on_progress=progress
+            )
         runs = summarise(records, BASELINE)
         report["runs"][task] = [asdict(run) for run in runs]
         if not as_json:

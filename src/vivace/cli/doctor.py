@@ -12,7 +12,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
 from vivace.errors import VivaceError
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import METHODS

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vivace.cli import options
-from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.errors import ConfigError
 from vivace.prompts import PACKAGED, Prompt
 from vivace.units import format_bytes

@@ -10,7 +10,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine, stats_json
+from vivace.cli.loading import ModelChoice, open_engine, stats_json
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import Message, load_prompts
 

@@ -10,7 +10,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.opening import folder_of
+from vivace.cli.loading import folder_of
 from vivace.errors import ConfigError
 from vivace.units import format_bytes
 

@@ -10,7 +10,7 @@ from vivace.cli.console import console
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
-    from vivace.evaluate.contest import Question
+    from vivace.evaluate.benchmark import BenchmarkPrompt
     from vivace.evaluate.reference import Plainness
 
 NUM_SHOWN = 5
@@ -20,7 +20,7 @@ AS_KEPT = "the same weights and kernels, layer by layer, without a cache"
 
 
 def compare_plain(
-    engine: Engine, questions: Sequence[Question], answers: Sequence[Sequence[int]]
+    engine: Engine, questions: Sequence[BenchmarkPrompt], answers: Sequence[Sequence[int]]
 ) -> tuple[str, Plainness]:
     """Compare plain answers with their reference; returns what the reference is, and what was found.
 

@@ -11,7 +11,7 @@ import typer
 import vivace
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
 from vivace.errors import ConfigError, DependencyError
 
 if TYPE_CHECKING:

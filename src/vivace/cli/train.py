@@ -11,7 +11,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import print_runs
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt, load_prompts
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vivace.cli import options
-from vivace.cli.asking import Limit, Prompts, questions_of, read_prompts
 from vivace.cli.console import console
-from vivace.cli.opening import ModelChoice, open_engine
+from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts
 from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vivace.tuning import Trial
+    from vivace.tuning import TunedPlan
 
 
 def tune(
@@ -65,12 +65,12 @@ def tune(
     console.note(f"the plan in {folder} is now: {_name(best)}")
 
 
-def _name(trial: Trial) -> str:
+def _name(trial: TunedPlan) -> str:
 
     return trial.plan.label
 
 
-def _print(trials: list[Trial]) -> None:
+def _print(trials: list[TunedPlan]) -> None:
     rows = [
         [
             _name(trial),

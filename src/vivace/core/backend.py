@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from vivace.core.guessers import Chain
+from vivace.core.draft_rows import Chain
 from vivace.core.layers import Linear
 from vivace.core.seams import Span
 

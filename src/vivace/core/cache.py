@@ -43,7 +43,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Late:
+class PendingKV:
     """A committed token whose entries from ``layer`` on are still missing: it left early (``decode/depth.py``)."""
 
     position: int
@@ -99,7 +99,7 @@ class KVCache:
         """Committed tokens per slot."""
         self.prompts = [0] * num_slots
         """Length of the prompt a slot was admitted with; a dynamic rotary embedding rotates the prompt as a whole."""
-        self.late: list[list[Late]] = [[] for _ in range(num_slots)]
+        self.pending: list[list[PendingKV]] = [[] for _ in range(num_slots)]
         """Per slot, tokens with missing entries; all others are complete in every layer."""
         self._written = [0] * num_slots
         sizes = [self.num_slots * spec.num_bytes(self.capacity, dtype) for spec in specs]
@@ -178,7 +178,7 @@ class KVCache:
         for slot, length in zip(slots, lengths, strict=True):
             assert length <= self.lengths[slot], "truncate cannot grow a slot"
             self.lengths[slot] = length
-            self.late[slot] = [late for late in self.late[slot] if late.position < length]
+            self.pending[slot] = [late for late in self.pending[slot] if late.position < length]
 
     def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
         """Parallel assignment of slots: beams, several samples of a prompt, shared prefixes."""
@@ -188,19 +188,19 @@ class KVCache:
         target = torch.tensor(list(targets), device=self._keys[0].device)
         for stored in (*self._keys, *self._values):
             stored[target, :, :longest] = stored[source, :, :longest]
-        written, prompts, late = self._written.copy(), self.prompts.copy(), self.late.copy()
+        written, prompts, late = self._written.copy(), self.prompts.copy(), self.pending.copy()
         for slot, origin, kept in zip(targets, sources, lengths, strict=True):
             self.lengths[slot] = kept
             self._written[slot] = max(written[slot], longest)
             self.prompts[slot] = prompts[origin]
-            self.late[slot] = [missing for missing in late[origin] if missing.position < kept]
+            self.pending[slot] = [missing for missing in late[origin] if missing.position < kept]
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences, and give back what they left: hidden entries are multiplied by zero, not skipped."""
         for slot in slots:
             self._clear(slot, self._written[slot])
             self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
-            self.late[slot] = []
+            self.pending[slot] = []
 
     def _clear(self, slot: int, entries: int) -> None:
         """Zero the first entries of a slot; they take no memory then."""
@@ -223,21 +223,21 @@ class KVCache:
             UnsupportedError: a slot lacks entries; who let its tokens leave can fill them (``Depth.settle``).
         """
         for slot in slots:
-            if self.late[slot]:
-                first = min(self.late[slot], key=lambda late: late.position)
+            if self.pending[slot]:
+                first = min(self.pending[slot], key=lambda late: late.position)
                 raise UnsupportedError(
-                    f"slot {slot} lacks {len(self.late[slot])} entries, the first at position {first.position} from "
+                    f"slot {slot} lacks {len(self.pending[slot])} entries, the first at position {first.position} from "
                     f"layer {first.layer} on; settle the method that left early first"
                 )
 
     def saved(self) -> object:
         """How long every slot is and what it lacks; entries beyond a length are written again before they are read."""
-        return self.lengths.copy(), [late.copy() for late in self.late]
+        return self.lengths.copy(), [late.copy() for late in self.pending]
 
     def restore(self, saved: object) -> None:
         """Forget what was stored since."""
         assert isinstance(saved, tuple)
-        self.lengths[:], self.late[:] = saved
+        self.lengths[:], self.pending[:] = saved
 
 
 class Fresh:

@@ -80,7 +80,7 @@ def _is_finite(value: float) -> bool:
     return isinstance(value, int) or math.isfinite(value)
 
 
-def law(
+def distribution(
     logits: Tensor, sampling: Sampling, prefixes: Sequence[Sequence[int]], suppressed: Sequence[Sequence[int]] = ()
 ) -> Tensor:
     """Probabilities of the next token.

@@ -56,7 +56,7 @@ class Draft:
     """Tokens to run, as rows that are only ever appended."""
 
     slots: tuple[int, ...]
-    given: tuple[int, ...]
+    committed: tuple[int, ...]
     """Decided tokens at the front of each slot's nodes; the last is the root."""
     tokens: Tensor
     """(T,)"""
@@ -77,15 +77,15 @@ class Draft:
     """Of each slot, where the model decided the given tokens meanwhile; ``hidden`` then left the last layer."""
 
     @staticmethod
-    def given_only(tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False) -> Draft:
+    def committed_only(tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False) -> Draft:
         """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk."""
         slots = tuple(tokens)
         flat: list[int] = []
         slot: list[int] = []
         node: list[int] = []
         parent: list[int] = []
-        for index, given in tokens.items():
-            for place, token in enumerate(given):
+        for index, committed in tokens.items():
+            for place, token in enumerate(committed):
                 parent.append(len(flat) - 1 if place else -1)
                 flat.append(token)
                 slot.append(index)
@@ -119,28 +119,28 @@ class Draft:
     @cached_property
     def depths(self) -> list[int]:
         """Edges between each row and its slot's root, 0 for given rows."""
-        given = dict(zip(self.slots, self.given, strict=True))
+        committed = dict(zip(self.slots, self.committed, strict=True))
         depths: list[int] = []
         for slot, node, parent in zip(self.lists.slot, self.lists.node, self.lists.parent, strict=True):
-            depths.append(0 if node < given[slot] else depths[parent] + 1)
+            depths.append(0 if node < committed[slot] else depths[parent] + 1)
         return depths
 
     @cached_property
-    def root_rows(self) -> list[int]:
+    def last_rows(self) -> list[int]:
         """Row of each slot's root, in the order of ``slots``."""
-        last = {slot: given - 1 for slot, given in zip(self.slots, self.given, strict=True)}
+        last = {slot: committed - 1 for slot, committed in zip(self.slots, self.committed, strict=True)}
         nodes = zip(self.lists.slot, self.lists.node, strict=True)
         row_of = {slot: row for row, (slot, node) in enumerate(nodes) if node == last[slot]}
         return [row_of[slot] for slot in self.slots]
 
-    def roots(self) -> Tensor:
-        """``root_rows`` as indices, (number of slots,)."""
-        return torch.tensor(self.root_rows)
+    def last_committed(self) -> Tensor:
+        """``last_rows`` as indices, (number of slots,)."""
+        return torch.tensor(self.last_rows)
 
     @cached_property
     def open_rows(self) -> list[int]:
         """Roots and guesses: rows behind which the next token is not decided yet."""
-        last = {slot: given - 1 for slot, given in zip(self.slots, self.given, strict=True)}
+        last = {slot: committed - 1 for slot, committed in zip(self.slots, self.committed, strict=True)}
         nodes = zip(self.lists.slot, self.lists.node, strict=True)
         return [row for row, (slot, node) in enumerate(nodes) if node >= last[slot]]
 
@@ -165,19 +165,19 @@ class Draft:
             node.append(next_node[s])
         rows = torch.arange(len(self.tokens), len(self.tokens) + count * width)
         flat = tokens.reshape(-1)
-        law = self.probs
-        known = probs if law is None else law
+        distribution = self.probs
+        known = probs if distribution is None else distribution
         if known is not None:  # a guess without a law is a point mass
-            above = _point_masses(self.tokens, known.shape[1]) if law is None else law
+            above = _point_masses(self.tokens, known.shape[1]) if distribution is None else distribution
             below = _point_masses(flat, known.shape[1]) if probs is None else probs.repeat_interleave(width, 0)
-            law = torch.cat((above, below))
+            distribution = torch.cat((above, below))
         grown = replace(
             self,
             tokens=torch.cat((self.tokens, flat)),
             slot=torch.cat((self.slot, slot)),
             node=torch.cat((self.node, torch.tensor(node, dtype=torch.int64))),
             parent=torch.cat((self.parent, parent)),
-            probs=law,
+            probs=distribution,
         )
         return grown, rows
 
@@ -239,7 +239,7 @@ class Verdict:
     """The recovered or bonus token: decided, not stored."""
 
 
-class Law(Protocol):
+class Distribution(Protocol):
     """The law a slot's next token is drawn from, on a hypothetical prefix."""
 
     def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class Context:
     tokens: Mapping[int, Sequence[int]]
     """Everything decided so far per slot; the last ``tokens - cache.lengths`` are not stored yet."""
     cache: KVCache
-    law: Law
+    distribution: Distribution
     max_nodes: Mapping[int, int] = field(default_factory=dict)
     """Guesses a slot may still use before its limit; drafting past it is waste."""
     generators: Mapping[int, torch.Generator] = field(default_factory=dict)
@@ -271,9 +271,9 @@ class Context:
     room: Mapping[int, int] = field(default_factory=dict)
     """Tokens that may be decided for a slot before a proposal is made, none where it is missing."""
 
-    def given(self) -> Draft:
+    def committed(self) -> Draft:
         """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
-        return Draft.given_only({s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots})
+        return Draft.committed_only({s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots})
 
 
 class SlotState(Protocol):
@@ -361,7 +361,7 @@ class Span(Protocol):
         """Rows (T, E) through layers start..stop-1."""
         ...
 
-    def rough(self, start: int, stop: int, weights: Weights) -> Span:
+    def quantized(self, start: int, stop: int, weights: Weights) -> Span:
         """The same with copies in few bits of the matrices of layers start..stop-1, for drafts."""
         ...
 

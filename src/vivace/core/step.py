@@ -69,7 +69,7 @@ class Step:
         entries = [lengths[s] + n for s, n in zip(slots, nodes, strict=True)]
         memory.reserve(slots, entries)
         entry = torch.tensor(entries)
-        if len(slots) == sum(draft.given) or draft.is_chain:
+        if len(slots) == sum(draft.committed) or draft.is_chain:
             chunks = _runs(slots) if chunk else None
             position, seen, tail = entry, entry + 1, None
         else:

@@ -23,11 +23,11 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from vivace.core.cache import KVCache, Late
+from vivace.core.cache import KVCache, PendingKV
 from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.errors import ConfigError
 
 Missing = Literal["deferred", "propagate", "mask"]
@@ -68,7 +68,7 @@ class ExitPolicy(Protocol):
     gates: tuple[int, ...]
     """Layers below each gate at which rows may leave, ascending; none sends all to the top."""
 
-    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """Rows from the gate below (or the embedding) to this one.
 
         Args:
@@ -82,21 +82,21 @@ class ExitPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class Leaving:
+class EarlyExit:
     """What a policy decided at a gate."""
 
     h: Tensor
     """(T, E) residuals at the gate."""
-    leaves: Tensor
+    exits: Tensor
     """(n,) bool: which of the asking rows leave."""
     says: Tensor
     """(n, E) what their logits are read from."""
-    companion_layers: int = 0
+    draft_row_layers: int = 0
     """Layers through which a further row went along with each asking one, for the books."""
 
 
 @dataclass(frozen=True)
-class Walkers:
+class ActiveRows:
     """Rows on their way up: those of the draft, and late ones that came along."""
 
     row: list[int]
@@ -106,12 +106,12 @@ class Walkers:
     h: Tensor
     """(T, E)"""
 
-    def take(self, places: Sequence[int]) -> Walkers:
+    def take(self, places: Sequence[int]) -> ActiveRows:
         """Some of them."""
         if len(places) == len(self.row):
             return self
         pick = [self.row[p] for p in places], [self.slot[p] for p in places], [self.position[p] for p in places]
-        return Walkers(*pick, self.h[torch.tensor(places, dtype=torch.int64)])
+        return ActiveRows(*pick, self.h[torch.tensor(places, dtype=torch.int64)])
 
 
 class Depth:
@@ -136,16 +136,16 @@ class Depth:
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """Take the rows up; all of them come out, at the top or at a gate."""
         if chunk:
-            return Climb().run(model, draft, cache, chunk=True)
+            return ForwardPass().run(model, draft, cache, chunk=True)
         assert draft.is_chain, "a tree's nodes have no place of their own to be late at"
         step = Step.of(draft, cache)
-        ascent = _Ascent(self, model, draft, cache, step)
+        forward = _GatedForward(self, model, draft, cache, step)
         for gate in range(len(self.policy.gates)):
-            if not ascent.pass_interval(gate):
+            if not forward.pass_interval(gate):
                 break
         else:
-            ascent.finish()
-        return TargetPass(ascent.out, torch.arange(len(draft.tokens)), ascent.depth, ascent.work)
+            forward.finish()
+        return TargetPass(forward.out, torch.arange(len(draft.tokens)), forward.depth, forward.work)
 
     def settle(self, model: Decoder, cache: KVCache, slots: Sequence[int]) -> None:
         """Make every layer of these sequences complete, to the bits of a full pass.
@@ -155,38 +155,40 @@ class Depth:
             cache: where they lie.
             slots: which of them.
         """
-        assert self.missing != "mask" or not any(cache.late[s] for s in slots), "masked entries are never filled"
-        owed = [(s, late) for s in slots for late in cache.late[s]]
-        for low, high in zip(depths := sorted({late.layer for _, late in owed}), [*depths[1:], None], strict=True):
-            due = [(s, late) for s in slots for late in cache.late[s] if late.layer == low]
-            step = Step.at(cache, [s for s, _ in due], [late.position for _, late in due])
-            h = model.run(torch.stack([late.hidden for _, late in due]), step, low, high)
-            for (slot, late), row in zip(due, h, strict=True):
-                cache.late[slot].remove(late)
+        assert self.missing != "mask" or not any(cache.pending[s] for s in slots), "masked entries are never filled"
+        owed = [(s, pending) for s in slots for pending in cache.pending[s]]
+        for low, high in zip(
+            depths := sorted({pending.layer for _, pending in owed}), [*depths[1:], None], strict=True
+        ):
+            due = [(s, pending) for s in slots for pending in cache.pending[s] if pending.layer == low]
+            step = Step.at(cache, [s for s, _ in due], [pending.position for _, pending in due])
+            h = model.run(torch.stack([pending.hidden for _, pending in due]), step, low, high)
+            for (slot, pending), row in zip(due, h, strict=True):
+                cache.pending[slot].remove(pending)
                 if high is not None:
-                    cache.late[slot].append(Late(late.position, high, row))
+                    cache.pending[slot].append(PendingKV(pending.position, high, row))
 
 
-class _Ascent:
+class _GatedForward:
     """One pass of ``Depth``."""
 
     def __init__(self, way: Depth, model: Decoder, draft: Draft, cache: KVCache, step: Step) -> None:
         self.way, self.model, self.cache = way, model, cache
         count = len(draft.tokens)
         h = model.embed(draft.tokens, step)
-        self.walkers = Walkers(list(range(count)), draft.slot.tolist(), step.position.tolist(), h)
+        self.walkers = ActiveRows(list(range(count)), draft.slot.tolist(), step.position.tolist(), h)
         self.step: Step | None = step
         """Of the walkers; None when it has to be made."""
         full = {slot for slot in draft.slots if self._owed(slot) >= way.max_late}
-        roots = zip(draft.slots, draft.roots().tolist(), strict=True)
+        roots = zip(draft.slots, draft.last_committed().tolist(), strict=True)
         self.may_leave = {root for slot, root in roots if slot not in full}
         self.out = torch.empty_like(h)
         self.depth = torch.full((count,), model.config.num_layers)
         self.work = torch.zeros(count, dtype=torch.int64)
-        self._root = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+        self._root = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
 
     def _owed(self, slot: int) -> int:
-        return 0 if self.way.missing == "mask" else len(self.cache.late[slot])
+        return 0 if self.way.missing == "mask" else len(self.cache.pending[slot])
 
     def pass_interval(self, gate: int) -> bool:
         """Up to a gate; whether anybody goes on."""
@@ -194,12 +196,12 @@ class _Ascent:
         self._join(low)
         asking = [place for place, row in enumerate(self.walkers.row) if row in self.may_leave]
         step = self._step(low)
-        went = self.way.policy.climb(self.model, gate, self.walkers.h, step, torch.tensor(asking, dtype=torch.int64))
+        went = self.way.policy.forward(self.model, gate, self.walkers.h, step, torch.tensor(asking, dtype=torch.int64))
         self._book(high - low, self.walkers.slot)
-        self._book(went.companion_layers, [self.walkers.slot[place] for place in asking])
-        self.walkers = Walkers(self.walkers.row, self.walkers.slot, self.walkers.position, went.h)
+        self._book(went.draft_row_layers, [self.walkers.slot[place] for place in asking])
+        self.walkers = ActiveRows(self.walkers.row, self.walkers.slot, self.walkers.position, went.h)
         left = [
-            (place, says) for place, leaves, says in zip(asking, went.leaves.tolist(), went.says, strict=True) if leaves
+            (place, says) for place, exits, says in zip(asking, went.exits.tolist(), went.says, strict=True) if exits
         ]
         if left:
             self._leave(high, left)
@@ -226,20 +228,22 @@ class _Ascent:
         w = self.walkers
         rows, slots, positions, hidden = list(w.row), list(w.slot), list(w.position), [w.h]
         for slot in dict.fromkeys(w.slot):
-            for late in [late for late in self.cache.late[slot] if late.layer == low]:
-                self.cache.late[slot].remove(late)
+            for pending in [pending for pending in self.cache.pending[slot] if pending.layer == low]:
+                self.cache.pending[slot].remove(pending)
                 rows.append(-1)
                 slots.append(slot)
-                positions.append(late.position)
-                hidden.append(late.hidden[None])
+                positions.append(pending.position)
+                hidden.append(pending.hidden[None])
         if len(rows) > len(w.row):
-            self.walkers, self.step = Walkers(rows, slots, positions, torch.cat(hidden)), None
+            self.walkers, self.step = ActiveRows(rows, slots, positions, torch.cat(hidden)), None
 
     def _step(self, low: int) -> Step:
         """The call of the walkers in the interval that begins at ``low``."""
         w = self.walkers
         if self.way.missing == "mask":
-            holes = {s: {late.position for late in self.cache.late[s] if late.layer <= low} for s in set(w.slot)}
+            holes = {
+                s: {pending.position for pending in self.cache.pending[s] if pending.layer <= low} for s in set(w.slot)
+            }
             return Step.at(self.cache, w.slot, w.position, holes=holes)
         if self.step is None:
             self.step = Step.at(self.cache, w.slot, w.position)
@@ -257,11 +261,11 @@ class _Ascent:
             self._propagate(gate, w.take(sorted(leaving)), torch.stack([says for _, says in sorted(left, key=_place)]))
         else:
             for p in sorted(stays, key=lambda p: w.position[p]):
-                self.cache.late[w.slot[p]].append(Late(w.position[p], gate, w.h[p]))
+                self.cache.pending[w.slot[p]].append(PendingKV(w.position[p], gate, w.h[p]))
         gone = set(stays)
         self.walkers, self.step = w.take([p for p in range(len(w.row)) if p not in gone]), None
 
-    def _propagate(self, gate: int, gone: Walkers, says: Tensor) -> None:
+    def _propagate(self, gate: int, gone: ActiveRows, says: Tensor) -> None:
         """Keys and values above the gate from what the rows said there."""
         step = Step.at(self.cache, gone.slot, gone.position)
         for layer in self.model.layers[gate:]:

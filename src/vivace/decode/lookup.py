@@ -15,7 +15,7 @@ import torch
 
 from vivace.core.cache import KVCache
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import Forgetful
 from vivace.errors import ConfigError
 
@@ -82,17 +82,17 @@ class LookupState(Forgetful):
 
     def __init__(self, config: LookupConfig) -> None:
         self.config = config
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self._index: dict[int, NgramIndex] = {}
 
     def propose(self, context: Context) -> Draft:
         """A chain per slot where the ending was seen before, nothing elsewhere."""
-        return self.seed(context.given(), context)[0]
+        return self.seed(context.committed(), context)[0]
 
     def seed(self, draft: Draft, context: Context) -> tuple[Draft, frozenset[int]]:
         """Chains below the roots of ``draft`` where the ending was seen before, and the slots that got one."""
         chains = {slot: self.guess(context, slot) for slot in context.slots}
-        leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+        leaves = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
         for depth in range(max(map(len, chains.values()), default=0)):
             growing = [slot for slot in context.slots if len(chains[slot]) > depth]
             tokens = torch.tensor([[chains[slot][depth]] for slot in growing])

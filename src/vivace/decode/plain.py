@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from vivace.core.cache import KVCache
-from vivace.core.guessers import Chain, ChainPlan, Root
+from vivace.core.draft_rows import Chain, ChainPlan, Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.kernels.low_bit import Weights
 
 
@@ -82,11 +82,11 @@ class NoDrafts(Stateless):
     def __init__(self, name: str = "plain", traversal: Traversal | None = None) -> None:
         """Give the way up another name if it is another than all rows together."""
         self.name = name
-        self.traversal: Traversal = Climb() if traversal is None else traversal
+        self.traversal: Traversal = ForwardPass() if traversal is None else traversal
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens alone."""
-        return context.given()
+        return context.committed()
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Nothing to learn."""
@@ -100,7 +100,7 @@ FORGET = 1.02
 """Growth of what is remembered of a pass with each further one."""
 
 
-class Pace:
+class StepBudget:
     """How much may be decided in one native call: one pass or step where a text begins, then what fits ``BLOCK_S``.
 
     At a small model the way to Python and back takes a quarter as long as a pass.
@@ -143,7 +143,7 @@ class Pace:
 def pending(context: Context) -> dict[int, int] | None:
     """The one token of each slot that is not stored yet; None where there are more, or where tokens are drawn."""
     fresh = {slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in context.slots}
-    if any(len(tokens) > 1 for tokens in fresh.values()) or not context.law.is_greedy(context.slots):
+    if any(len(tokens) > 1 for tokens in fresh.values()) or not context.distribution.is_greedy(context.slots):
         return None
     return {slot: tokens[0] for slot, tokens in fresh.items()}
 
@@ -153,20 +153,20 @@ def native_chain(model: Decoder, cache: KVCache) -> Chain | None:
     return model.backend.chain if cache.row_count == 1 else None
 
 
-class RunsAhead(NoDrafts):
+class MultiStepPlain(NoDrafts):
     """Plain decoding, greedily several tokens in one native call."""
 
     def __init__(self, model: Decoder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """For ``model``; ``clock`` tells how long its passes take."""
         super().__init__()
         self._model = model
-        self._pace = Pace(clock)
+        self._pace = StepBudget(clock)
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and those that the model decides behind them."""
         chain, roots = native_chain(self._model, context.cache), pending(context)
         if chain is None or roots is None:
-            return context.given()
+            return context.committed()
         more = self._pace.count(context) - 1
         below = [Root(slot, token, min(more, context.room.get(slot, 0))) for slot, token in roots.items()]
         return self._pace.timed(context, lambda: chain.decide(below, context.cache, context.ends))

@@ -91,7 +91,7 @@ def blocks_of(draft: Draft, verdict: Verdict) -> list[list[Block]]:
     for slot, depth in zip(draft.lists.slot, draft.depths, strict=True):
         depths.setdefault(slot, []).append(depth)
     blocks = []
-    for place, (slot, given) in enumerate(zip(draft.slots, draft.given, strict=True)):
+    for place, (slot, given) in enumerate(zip(draft.slots, draft.committed, strict=True)):
         if draft.passes:
             path, (kept, guessed, _) = verdict.paths[place], draft.passes[place]
             made = [list(range(1, count + 1)) for count in guessed]

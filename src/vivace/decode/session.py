@@ -24,9 +24,9 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, Drafter, DraftState, SlotState, TargetPass, Verdict
-from vivace.decode.climb import Climb
+from vivace.decode.distributions import Distributions
+from vivace.decode.forward import ForwardPass
 from vivace.decode.isolation import STOPS, RequestFailed, Saved, blaming, parts_of, told
-from vivace.decode.laws import Laws
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
@@ -75,7 +75,7 @@ class Session:
         """By identity: drafters that requests have named, and what they remember of this session's sequences."""
         self.num_target_passes = 0
         """Decoding passes so far, whatever the number of slots in each."""
-        self._climb = Climb()
+        self._climb = ForwardPass()
         self._owned = [part.open(self.cache) for part in model.stateful]
         self._free = list(range(num_slots))[::-1]
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -241,7 +241,7 @@ class Session:
         sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self.cache)
         known = sequence.stats.num_cached_tokens = sum(map(len, sequence.shown))
         if known:
-            draft = Draft.given_only({slot: request.tokens[:known]}, is_prompt=True)
+            draft = Draft.committed_only({slot: request.tokens[:known]}, is_prompt=True)
             drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
             for state in (*self._owned, drafting):
                 state.commit([slot], [range(known)])
@@ -269,7 +269,7 @@ class Session:
         started = time.perf_counter()
         as_rows = self._goes_as_rows(batch[0])
         spans = {s.slot: s.chunks[0] for s in batch}
-        draft = Draft.given_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch}, is_prompt=True)
+        draft = Draft.committed_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch}, is_prompt=True)
         with self._threads() if as_rows else nullcontext():
             passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
         kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
@@ -345,7 +345,7 @@ class Session:
             slots=tuple(tokens),
             tokens=tokens,
             cache=self.cache,
-            law=Laws(requests, tokens, self.cache.lengths),
+            distribution=Distributions(requests, tokens, self.cache.lengths),
             max_nodes={slot: min(tokens, DRAFT_SLACK - 1) for slot, tokens in room.items()},
             generators={s.slot: s.generator for s in sequences},
             room={s.slot: 0 if s.request.shows_guesses else room[s.slot] for s in sequences},
@@ -357,14 +357,14 @@ class Session:
     ) -> tuple[Verdict, Tensor | None]:
         """The verdict, and log p of every vocabulary entry after each row when somebody asked for it."""
         wants_logprobs = any(s.request.logprobs for s in sequences)
-        if context.law.is_greedy(context.slots) and not wants_logprobs:
+        if context.distribution.is_greedy(context.slots) and not wants_logprobs:
             return verify_greedy(draft, self._choices(draft, passed.hidden)), None
         logits = self.model.head(passed.hidden, row_count=self.cache.row_count)
         logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
-        if context.law.is_greedy(context.slots):
+        if context.distribution.is_greedy(context.slots):
             return verify_greedy(draft, logits.argmax(-1).tolist()), logprobs
-        law = context.law(logits, draft, passed.rows)
-        return verify_sampled(draft, law, context.generators), logprobs
+        distribution = context.distribution(logits, draft, passed.rows)
+        return verify_sampled(draft, distribution, context.generators), logprobs
 
     def _choices(self, draft: Draft, hidden: Tensor) -> list[int]:
         """The most likely token after each row; where it is decided already nobody looks."""
@@ -464,4 +464,6 @@ def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, Ta
         return draft, passed
     tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
     rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
-    return Draft.given_only(tokens, is_prompt=draft.is_prompt), TargetPass(passed.hidden[rows], torch.arange(len(rows)))
+    return Draft.committed_only(tokens, is_prompt=draft.is_prompt), TargetPass(
+        passed.hidden[rows], torch.arange(len(rows))
+    )

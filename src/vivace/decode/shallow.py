@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.guessers import ChainPlan, Companion, Root
+from vivace.core.draft_rows import ChainPlan, DraftRows, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import LookupState, PromptLookup
-from vivace.decode.plain import Forgetful, Pace, native_chain, pending
+from vivace.decode.plain import Forgetful, StepBudget, native_chain, pending
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -102,7 +102,7 @@ class EarlyGuess(Protocol):
     gate: int
     """Layers below it run while drafting."""
 
-    companion: Companion | None
+    companion: DraftRows | None
     """The same as data, if the guesses come from rows behind the slow ones: whole chains are then drafted at once."""
 
     def offsets(self, final: Tensor) -> Tensor | None:
@@ -113,7 +113,7 @@ class EarlyGuess(Protocol):
         """
         ...
 
-    def climb(
+    def forward(
         self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Rows through the layers below the gate.
@@ -151,7 +151,7 @@ class ShallowDrafter:
         self.guess = guess
         self.plan = plan
         self.name = name
-        self.pace = Pace()
+        self.pace = StepBudget()
         chain, companion = model.backend.chain, guess.companion
         if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
             chain.prepare(companion, plan.weights)
@@ -166,7 +166,7 @@ class ShallowState(Forgetful):
 
     def __init__(self, drafter: ShallowDrafter, first: LookupState | None) -> None:
         """Draft as ``drafter`` says, where ``first`` knows no continuation."""
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self.first = first
         self.model, self.guess, self.plan = drafter.model, drafter.guess, drafter.plan
         self._pace = drafter.pace
@@ -218,8 +218,8 @@ class ShallowState(Forgetful):
         return chain.draft(roots, companion, self._offsets_of(context.slots), cache, plan)
 
     def _in_steps(self, context: Context) -> Draft:
-        draft = context.given()
-        leaves = draft.roots()
+        draft = context.committed()
+        leaves = draft.last_committed()
         if self.first is not None:
             draft, known = self.first.seed(draft, context)
             leaves = torch.tensor(
@@ -260,7 +260,7 @@ class ShallowState(Forgetful):
         guessing = leaves - fresh[0]
         offsets = self._offsets_of(step.slot[guessing].tolist())
         offset = None if offsets is None else offsets[:, min(depth, offsets.shape[1] - 1)]
-        return self.guess.climb(self.model, h, step, guessing, offset)
+        return self.guess.forward(self.model, h, step, guessing, offset)
 
     def _offsets_of(self, slots: Sequence[int]) -> Tensor | None:
         """(n, depths, E) for drafts that start here; None where no position has been verified yet."""
@@ -274,7 +274,7 @@ class ShallowState(Forgetful):
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Remember what the top of the last kept row adds to the next draft: it stands before the next root."""
-        last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        last = draft.last_rows if verdict is None else [path[-1] for path in verdict.paths]
         final = passed.hidden[last] if len(last) > 1 else passed.hidden[last[0] : last[0] + 1]
         offsets = self.guess.offsets(final)
         if offsets is not None:
@@ -312,18 +312,23 @@ def guess_below(
     """
     sure: Tensor | None = None
     probs: Tensor | None = None
-    if context.law.is_greedy(context.slots) and not plan.min_confidence:
+    if context.distribution.is_greedy(context.slots) and not plan.min_confidence:
         tokens = model.greedy(at_gate)[:, None] if width == 1 else model.head(at_gate).topk(width).indices
     else:
         logits = model.head(at_gate)
-        bare, law = torch.softmax(logits, -1), context.law(logits, draft, leaves)
+        bare, distribution = torch.softmax(logits, -1), context.distribution(logits, draft, leaves)
         if plan.is_chain:
-            law = drawable(law)
+            distribution = drawable(distribution)
             slots = draft.slot.tolist()
-            drawn = [sample(q, context.generators[slots[leaf]]) for q, leaf in zip(law, leaves.tolist(), strict=True)]
-            tokens, probs = torch.tensor(drawn)[:, None], law
+            drawn = [
+                sample(q, context.generators[slots[leaf]])
+                for q, leaf in zip(distribution, leaves.tolist(), strict=True)
+            ]
+            tokens, probs = torch.tensor(drawn)[:, None], distribution
         else:
-            tokens = (law + bare).topk(width).indices  # a greedy law names one token: the others by the model's
+            tokens = (
+                (distribution + bare).topk(width).indices
+            )  # a greedy law names one token: the others by the model's
         sure = bare.gather(1, tokens) >= plan.min_confidence
     draft, rows = draft.grow(leaves, tokens, probs)
     return draft, rows if sure is None else rows[sure.reshape(-1)]

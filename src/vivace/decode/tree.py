@@ -27,7 +27,7 @@ class Node(NamedTuple):
 def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
     """The draft with a tree below the root of each slot named; a node's parent stands before it."""
     tokens, slot, node, parent = (list(column) for column in draft.lists)
-    for index, root, given in zip(draft.slots, draft.root_rows, draft.given, strict=True):
+    for index, root, given in zip(draft.slots, draft.last_rows, draft.committed, strict=True):
         first = len(tokens)
         for place, guess in enumerate(trees.get(index, ())):
             tokens.append(guess.token)
@@ -35,7 +35,7 @@ def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
             node.append(given + place)
             parent.append(root if guess.parent < 0 else first + guess.parent)
     rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
-    return Draft(draft.slots, draft.given, rows, slots, nodes, parents)
+    return Draft(draft.slots, draft.committed, rows, slots, nodes, parents)
 
 
 def every_path(levels: Sequence[Sequence[int]]) -> list[Node]:

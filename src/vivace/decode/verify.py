@@ -47,7 +47,7 @@ def verify_greedy(draft: Draft, chosen: Sequence[int]) -> Verdict:
     tokens = draft.lists.tokens
     children = children_of(draft)
     paths, accepted, following = [], [], []
-    for root in draft.root_rows:
+    for root in draft.last_rows:
         path = draft.path(root)
         given = len(path)
         row = root
@@ -75,7 +75,7 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
     chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
     children = children_of(draft)
     paths, accepted, following = [], [], []
-    for slot, root in zip(draft.slots, draft.root_rows, strict=True):
+    for slot, root in zip(draft.slots, draft.last_rows, strict=True):
         path = draft.path(root)
         given = len(path)
         row, token = root, None
@@ -98,23 +98,23 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
 
 
 def _descend(
-    law: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
+    distribution: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
 ) -> tuple[int | None, int | None]:
     """(child to go on from, None), or (None, token that ends the step)."""
     # told by the guesses themselves, so that a slot's draws do not depend on what its neighbours drafted
     if probs is None or all(chance == 1.0 for _, _, chance in guesses):
-        drawn = sample(law, generator)
+        drawn = sample(distribution, generator)
         child = next((row for row, token, _ in guesses if token == drawn), None)
         return (None, drawn) if child is None else (child, None)
     for child, token, chance in guesses:
-        if uniform(generator) * chance < float(law[token]):
+        if uniform(generator) * chance < float(distribution[token]):
             return child, None
-        rest = (law - probs[child]).clamp(min=0)
+        rest = (distribution - probs[child]).clamp(min=0)
         mass = float(rest.sum())
         if mass == 0.0:  # the two laws are equal up to rounding: there is nothing to recover from
-            return (child, None) if float(law[token]) > 0 else (None, sample(law, generator))
-        law = rest / mass
-    return None, sample(law, generator)
+            return (child, None) if float(distribution[token]) > 0 else (None, sample(distribution, generator))
+        distribution = rest / mass
+    return None, sample(distribution, generator)
 
 
 def _chances(probs: Tensor, tokens: Tensor) -> list[float]:

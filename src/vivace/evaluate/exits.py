@@ -17,7 +17,7 @@ from torch import Tensor
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatedAccelerator, GatesConfig
-from vivace.methods.dynamic.objective import RouterLesson, Trails, fit_router
+from vivace.methods.dynamic.objective import RouterTraining, Trails, fit_router
 from vivace.methods.dynamic.router import Router, RouterConfig, make_router
 from vivace.methods.dynamic.thresholds import Scores, calibrate, exits, score_all
 from vivace.train.data import TokenBatch
@@ -70,7 +70,7 @@ def tradeoff(known: Scores, tried: Scores, quality: float, gates: GatesConfig, n
         gates: where the gates stand.
         num_layers: of the model.
     """
-    plan = calibrate(known, quality, worthwhile=gates.worthwhile(num_layers))
+    plan = calibrate(known, quality, minimum_exit_share=gates.minimum_exit_share(num_layers))
     gate = exits(tried, plan)
     left = gate < len(gates.gates)
     right = tried.agrees.gather(1, gate.clamp(max=len(gates.gates) - 1)[:, None])[:, 0] | ~left
@@ -110,7 +110,7 @@ def compare_routers(
     configs: Sequence[RouterConfig],
     trial: RouterTrial,
     *,
-    lesson: RouterLesson,
+    lesson: RouterTraining,
     qualities: Sequence[float],
 ) -> list[tuple[RouterRow, Router]]:
     """Train routers on the same trails and measure them on the same others.

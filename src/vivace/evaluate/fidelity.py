@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vivace.evaluate.contest import Question
+from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.evaluate.quality import score
 from vivace.prompts import Prompt
 
@@ -53,7 +53,7 @@ class Scorer(Protocol):
 class Sheet:
     """What one format was given and wrote."""
 
-    questions: Sequence[Question]
+    questions: Sequence[BenchmarkPrompt]
     answers: Sequence[Answer]
     references: Sequence[tuple[int, ...]]
     """Tokens of each prompt's first reference, the end included; empty without one."""

@@ -29,7 +29,7 @@ from vivace.checkpoint.generation import load_eos_ids
 from vivace.checkpoint.gguf import write_checkpoint
 from vivace.checkpoint.load import load_config
 from vivace.errors import CapacityError, DependencyError, VivaceError
-from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.memory import Holdings, peak_memory
 
 LLAMA_CPP: Mapping[str, str] = {"llama.cpp": "auto", "llama.cpp-q8_0": "q8_0", "llama.cpp-q4_0": "q4_0"}
@@ -201,11 +201,11 @@ class LlamaCppPeer:
     entry_bytes: int = 0
     """Of a token's keys and values in all layers, float16."""
 
-    def holdings(self, batch: Sequence[Question]) -> Holdings:
+    def holdings(self, batch: Sequence[BenchmarkPrompt]) -> Holdings:
         """Bytes of the weights and of the cache, which are taken when the file is opened."""
         return Holdings(self.engine.num_bytes, self.engine.num_entries * self.entry_bytes, 0)
 
-    def answer(self, batch: Sequence[Question]) -> Take:
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch, greedily, all its sequences in one pass a step."""
         with peak_memory(torch.device("cpu")) as peak:
             start = time.perf_counter()
@@ -216,7 +216,7 @@ class LlamaCppPeer:
             while live := [one for one in live if not one.is_done(self.max_new_tokens, self.end_tokens)]:
                 self._step(live)
                 last_at = time.perf_counter()
-        return Take(
+        return Trial(
             token_ids=tuple(tuple(one.tokens) for one in answers),
             num_first_tokens=len(batch),
             decode_s=last_at - first_at,
@@ -225,7 +225,7 @@ class LlamaCppPeer:
             peak_memory_bytes=peak.num_bytes,
         )
 
-    def _prefill(self, batch: Sequence[Question]) -> list[_Sequence]:
+    def _prefill(self, batch: Sequence[BenchmarkPrompt]) -> list[_Sequence]:
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -250,7 +250,7 @@ class LlamaCppPeer:
 
 
 def enter_llama_cpp(
-    names: Sequence[str], folder: Path, questions: Sequence[Question], *, max_new_tokens: int, batch_size: int
+    names: Sequence[str], folder: Path, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int, batch_size: int
 ) -> list[LlamaCppPeer]:
     """Write a checkpoint as GGUF, once for each kind, and open the files.
 

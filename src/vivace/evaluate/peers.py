@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vivace.errors import ConfigError, nearest
-from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, enter_llama_cpp
 from vivace.evaluate.memory import Holdings, held_bytes, peak_memory
 
@@ -61,7 +61,7 @@ class TransformersPeer:
     max_new_tokens: int
     assistant: Any = None
 
-    def answer(self, batch: Sequence[Question]) -> Take:
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch, greedily; shorter prompts are padded on the left."""
         ids, mask = _pad([question.token_ids for question in batch], self.model.device)
         watch = Stopwatch()
@@ -77,7 +77,7 @@ class TransformersPeer:
             )
             total_s = time.perf_counter() - start
         first_at, num_first = watch.blocks[1]
-        return Take(
+        return Trial(
             token_ids=tuple(_cut(row, self._end_tokens()) for row in output[:, ids.shape[1] :].tolist()),
             num_first_tokens=num_first,
             decode_s=watch.blocks[-1][0] - first_at,
@@ -86,7 +86,7 @@ class TransformersPeer:
             peak_memory_bytes=peak.num_bytes,
         )
 
-    def holdings(self, batch: Sequence[Question]) -> Holdings:
+    def holdings(self, batch: Sequence[BenchmarkPrompt]) -> Holdings:
         """Bytes of the model, of the cache that answering a batch leaves behind, and of the assistant."""
         ids, mask = _pad([question.token_ids for question in batch], self.model.device)
         settings = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
@@ -120,10 +120,10 @@ class Heat:
     rates: dict[str, float]
 
 
-def enter_peers(
+def peer_systems(
     names: Sequence[str],
     folder: Path,
-    questions: Sequence[Question],
+    questions: Sequence[BenchmarkPrompt],
     *,
     max_new_tokens: int,
     device: torch.device,
@@ -171,7 +171,7 @@ def enter_peers(
 
 
 def _hold_heat(
-    folder: Path, questions: Sequence[Question], max_new_tokens: int, device: torch.device
+    folder: Path, questions: Sequence[BenchmarkPrompt], max_new_tokens: int, device: torch.device
 ) -> tuple[Heat, Any]:
     """Runs transformers in the checkpoint's dtype and in float32; both rates, and the faster model."""
     rates = {}
@@ -182,8 +182,8 @@ def _hold_heat(
         model = _load(folder, dtype, device)
         peer = TransformersPeer("transformers", model, max_new_tokens)
         peer.answer(questions[:1])
-        takes = [peer.answer([question]) for question in questions[:HEAT_PROMPTS]]
-        rates[_dtype(model)] = sum(t.num_tokens for t in takes) / sum(t.total_s for t in takes)
+        trials = [peer.answer([question]) for question in questions[:HEAT_PROMPTS]]
+        rates[_dtype(model)] = sum(t.num_tokens for t in trials) / sum(t.total_s for t in trials)
         models[_dtype(model)] = model
     best = max(rates, key=lambda name: rates[name])
     return Heat(best, rates), models[best]

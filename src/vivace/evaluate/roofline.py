@@ -18,7 +18,7 @@ import torch
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 
 MAX_ROWS = 16
 
@@ -86,11 +86,11 @@ def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> lis
         context: Tokens in the cache, the same at every call.
     """
     cache = model.new_cache(1, context + max(num_rows) + 1)
-    climb = Climb()
-    prompt = Draft.given_only({0: [1] * context})
+    climb = ForwardPass()
+    prompt = Draft.committed_only({0: [1] * context})
     climb.run(model, prompt, cache, chunk=True)
     cache.commit([0], [range(context)])
-    drafts = [Draft.given_only({0: [1] * rows}) for rows in num_rows]
+    drafts = [Draft.committed_only({0: [1] * rows}) for rows in num_rows]
     return [partial(run_pass, model, climb, draft, cache) for draft in drafts]
 
 
@@ -103,7 +103,7 @@ def pass_bytes(model: Decoder) -> int:
     return sum(weights.values()) - looked_up
 
 
-def run_pass(model: Decoder, climb: Climb, draft: Draft, cache: KVCache) -> None:
+def run_pass(model: Decoder, climb: ForwardPass, draft: Draft, cache: KVCache) -> None:
     """A target pass over a draft and its greedy choices."""
     model.greedy(climb.run(model, draft, cache).hidden)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vivace.evaluate.contest import Question
-from vivace.evaluate.entrants import Answering
+from vivace.evaluate.benchmark import BenchmarkPrompt
+from vivace.evaluate.systems import Answering
 
 Progress = Callable[[int, int], None]
 
@@ -48,7 +48,7 @@ class Sameness:
 
 def compare(
     engine: Answering,
-    questions: Sequence[Question],
+    questions: Sequence[BenchmarkPrompt],
     methods: Sequence[str],
     *,
     max_new_tokens: int,
@@ -95,7 +95,7 @@ def compare(
 
 
 def _difference(
-    engine: Answering, index: int, question: Question, plain: Sequence[int], found: Sequence[int]
+    engine: Answering, index: int, question: BenchmarkPrompt, plain: Sequence[int], found: Sequence[int]
 ) -> Difference:
     shorter = min(len(plain), len(found))
     position = next((place for place in range(shorter) if plain[place] != found[place]), shorter)

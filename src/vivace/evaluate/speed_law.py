@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vivace.errors import ConfigError
-from vivace.evaluate.contest import Record
+from vivace.evaluate.benchmark import Record
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def judge(parts: Parts, record: Record, speedup: float) -> Judged:
         record: its takes.
         speedup: what was measured.
     """
-    takes = [take for batch in record.takes for take in batch]
-    guesses = sum(take.num_drafted for take in takes) / sum(take.num_steps for take in takes)
+    trials = [trial for batch in record.trials for trial in batch]
+    guesses = sum(trial.num_drafted for trial in trials) / sum(trial.num_steps for trial in trials)
     tokens = tokens_per_step(record)
     return Judged(record.name, tokens, guesses, parts.speed_up(tokens, guesses), speedup, parts)
 
@@ -135,8 +135,8 @@ def tokens_per_step(record: Record) -> float:
     Raises:
         ConfigError: every answer ended with its first block.
     """
-    takes = [take for batch in record.takes for take in batch]
-    steps = sum(take.num_steps - len(take.token_ids) for take in takes)
+    trials = [trial for batch in record.trials for trial in batch]
+    steps = sum(trial.num_steps - len(trial.token_ids) for trial in trials)
     if steps < 1:
-        raise ConfigError(f"{record.name} answered in {len(takes)} first blocks: longer answers are needed")
-    return sum(take.num_tokens - take.num_first_tokens for take in takes) / steps
+        raise ConfigError(f"{record.name} answered in {len(trials)} first blocks: longer answers are needed")
+    return sum(trial.num_tokens - trial.num_first_tokens for trial in trials) / steps

@@ -37,7 +37,7 @@ def layers_of_step(drafter: Drafter, num_layers: int) -> StepLayers:
     """
     if isinstance(drafter, StreamDrafter):
         follows = drafter.plan.attach == "kept"
-        return StepLayers(num_layers, num_layers - drafter.climb.streams.config.insertion if follows else 0)
+        return StepLayers(num_layers, num_layers - drafter.forward.streams.config.insertion if follows else 0)
     if isinstance(drafter, ShallowDrafter):
         gate, depth = drafter.guess.gate, len(drafter.plan.widths)
         if drafter.plan.weights != "bf16":  # a draft with quantized copies leaves nothing that verification could use

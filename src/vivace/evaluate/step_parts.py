@@ -18,8 +18,8 @@ import torch
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, Drafter, DraftState, TargetPass, Verdict
-from vivace.decode.climb import Climb
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
+from vivace.decode.forward import ForwardPass
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
@@ -51,12 +51,12 @@ def measure_parts(
     if len(tokens) < 2 or longest < 1:
         raise ConfigError(f"a step needs two tokens and a guess, found {len(tokens)} tokens and {longest} guesses")
     room = STEPS * (longest + 1)
-    cache, climb = model.new_cache(1, len(tokens) + room + 1), Climb()
-    prompt = Draft.given_only({0: list(tokens[:-1])})
+    cache, climb = model.new_cache(1, len(tokens) + room + 1), ForwardPass()
+    prompt = Draft.committed_only({0: list(tokens[:-1])})
     undrafted, drafting = plain.open(cache), drafter.open(cache)
     drafting.observe(prompt, climb.run(model, prompt, cache, chunk=True), None)
     cache.commit([0], [range(len(tokens) - 1)])
-    law = Laws({0: Request(tuple(tokens), room, drafter)}, {0: tokens}, cache.lengths)
+    law = Distributions({0: Request(tuple(tokens), room, drafter)}, {0: tokens}, cache.lengths)
     asked = [Context((0,), {0: tokens}, cache, law, {0: n}, room={0: room}) for n in range(longest + 1)]
     found: list[list[tuple[float, float]]] = [[] for _ in asked]
     with nullcontext() if model.backend.span is None else one_pytorch_thread():
@@ -68,7 +68,7 @@ def measure_parts(
     return Parts(given + alone, tuple(drafted for drafted, _ in drafts), tuple(checked for _, checked in drafts))
 
 
-def _step_seconds(model: Decoder, climb: Climb, drafting: DraftState, context: Context) -> tuple[float, float]:
+def _step_seconds(model: Decoder, climb: ForwardPass, drafting: DraftState, context: Context) -> tuple[float, float]:
     """Of a step, or of each of those made in one call: seconds of the draft, and of the pass that verifies it."""
     drafts: list[Draft] = []
     [proposing] = timed(lambda: drafts.append(drafting.propose(context)), model.device)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from vivace.errors import ConfigError
+from vivace.evaluate.benchmark import Record, Run
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap
-from vivace.evaluate.contest import Record, Run
 from vivace.evaluate.fidelity import Scorer, read_answer
 from vivace.evaluate.overlap import rouge_l
 from vivace.evaluate.quality import SQL_TASKS, score
@@ -146,13 +146,13 @@ def costs(record: Record, reading: Reading, guessing: Guessing | None) -> tuple[
         reading: of the model that decoded.
         guessing: how it drafts below a gate; other drafts are counted as if making them cost nothing.
     """
-    takes = [batch[0] for batch in record.takes]
-    tokens = sum(take.num_tokens for take in takes)
-    layers = [layer for take in takes for layer in take.exit_layers]
+    trials = [batch[0] for batch in record.trials]
+    tokens = sum(trial.num_tokens for trial in trials)
+    layers = [layer for trial in trials for layer in trial.exit_layers]
     if layers:
-        passes = sum(take.num_layer_passes for take in takes) / len(layers)
+        passes = sum(trial.num_layer_passes for trial in trials) / len(layers)
         return passes, sum(layers) / len(layers) * reading.layer_bytes + reading.head_bytes
-    steps, drafted = sum(take.num_steps for take in takes), sum(take.num_drafted for take in takes)
+    steps, drafted = sum(trial.num_steps for trial in trials), sum(trial.num_drafted for trial in trials)
     steps = steps or tokens
     passes, read = (steps + drafted) * reading.layers, steps * reading.pass_bytes
     if guessing is not None:

@@ -122,7 +122,7 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
 
 
 @dataclass(eq=False)
-class Second:
+class DraftModelSource:
     """A smaller model with the same tokens, read when it is first asked for."""
 
     open: Callable[[], Decoder]
@@ -143,7 +143,7 @@ class Methods:
         model: Decoder,
         folder: Path | None,
         adapters: Mapping[str, Path],
-        second: Second | None = None,
+        second: DraftModelSource | None = None,
         plan: Plan | None = None,
     ) -> None:
         """Make nothing yet.

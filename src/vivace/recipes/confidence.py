@@ -12,7 +12,7 @@ from vivace.methods.confidence.drafter import (
     ConfidenceObjective,
     ConfidencePlan,
     calibrated,
-    told_by,
+    confidence_scores,
 )
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
@@ -48,7 +48,7 @@ class ConfidenceTraining(Trainable):
         """Thresholds found on the held-back rows."""
         model = self.context.engine.model
         self.weights.to(model.dtype)  # thresholds belong to the weights as they are stored
-        told = told_by(model, self.weights, self.context.batches(self.context.held_back))
+        told = confidence_scores(model, self.weights, self.context.batches(self.context.held_back))
         plans = tuple(calibrated(told, quality) for quality in QUALITIES)
         for plan in plans:
             shown = ", ".join("shut" if at is None else f"{at:.3f}" for at in plan.thresholds)

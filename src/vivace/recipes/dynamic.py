@@ -9,7 +9,7 @@ from typing import Literal
 from vivace.decode.depth import Missing
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
-from vivace.methods.dynamic.objective import GatesLoss, GatesObjective, RouterLesson, Trails, fit_router, trails_of
+from vivace.methods.dynamic.objective import GatesLoss, GatesObjective, RouterTraining, Trails, fit_router, trails_of
 from vivace.methods.dynamic.thresholds import QUALITIES, calibrate, exit_shares, score_all
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 from vivace.train.variation import Pair
@@ -20,7 +20,7 @@ class DynamicRecipe(FrozenRecipe):
     """How to train gates and the router that opens them on a frozen base; the loop is the gates'."""
 
     kind: Literal["dynamic"] = "dynamic"
-    lesson: RouterLesson = field(default_factory=RouterLesson)
+    lesson: RouterTraining = field(default_factory=RouterTraining)
     """Of the router, after the gates."""
     adapter: DynamicConfig = field(default_factory=DynamicConfig)
     loss: GatesLoss = field(default_factory=GatesLoss)
@@ -77,8 +77,8 @@ class ExitTraining(Trainable):
         """Thresholds; says how many tokens would leave."""
         model = self.context.engine.model
         scores = score_all(model, self.weights.router, self._trails(self.context.held_back))
-        worthwhile = self.recipe.adapter.gates.worthwhile(model.config.num_layers)
-        plans = tuple(calibrate(scores, quality, worthwhile=worthwhile) for quality in QUALITIES)
+        minimum_exit_share = self.recipe.adapter.gates.minimum_exit_share(model.config.num_layers)
+        plans = tuple(calibrate(scores, quality, minimum_exit_share=minimum_exit_share) for quality in QUALITIES)
         for plan in plans:
             shares = ", ".join(f"{share:.0%}" for share in exit_shares(scores, plan))
             self.context.report.note(f"at agreement {plan.quality:g}: {shares} of the tokens leave at the gates")

@@ -15,8 +15,8 @@ from torch import Tensor
 from vivace.checkpoint.adapters import save_adapter
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.evaluate.contest import Question, Run, hold, summarise
-from vivace.evaluate.entrants import Entrant
+from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
+from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
@@ -171,9 +171,9 @@ class TrainContext:
     def timed(self, saved: Saved) -> list[Run]:
         """Time plain decoding and what was trained on held-back prompts, by the code and kernels that decode."""
         asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
-        questions = [Question(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
-        entrants = [Entrant(name, ready, max_new_tokens=64) for name in ("plain", saved.method)]
-        return summarise(hold(entrants, questions, repeats=1), "plain")
+        questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
+        systems = [MethodSystem(name, ready, max_new_tokens=64) for name in ("plain", saved.method)]
+        return summarise(run_benchmark(systems, questions, repeats=1), "plain")
 
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
         """Return batches of some rows, each row once, in order of length."""

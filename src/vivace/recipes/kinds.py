@@ -19,13 +19,13 @@ from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.multistream import MultistreamRecipe
 from vivace.recipes.shared import SharedRecipe
-from vivace.recipes.whole import RivalModelRecipe
+from vivace.recipes.whole import SupervisedRecipe
 
 RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
     kind: recipe
     for recipe in (
         DecoderRecipe,
-        RivalModelRecipe,
+        SupervisedRecipe,
         ModRecipe,
         SharedRecipe,
         DraftRecipe,

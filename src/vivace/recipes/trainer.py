@@ -9,7 +9,7 @@ import torch
 
 from vivace.checkpoint.adapters import base_hash
 from vivace.engine import Engine
-from vivace.evaluate.contest import Run
+from vivace.evaluate.benchmark import Run
 from vivace.prompts import Prompt
 from vivace.recipes.frozen import FrozenRecipe, TrainContext
 from vivace.train.config import TrainConfig

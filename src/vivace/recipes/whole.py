@@ -17,7 +17,7 @@ from vivace.train.supervised import SupervisedObjective, Supervision
 
 
 @dataclass(frozen=True)
-class RivalModelRecipe(WholeRecipe):
+class SupervisedRecipe(WholeRecipe):
     """How to train a whole model for a rival."""
 
     kind: Literal["layerskip", "supervised", "skipdecode"]

@@ -15,12 +15,12 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vivace.decode.request import Emitted
-from vivace.serve.asking import Ask
+from vivace.serve.api_error import APIError
 from vivace.serve.bodies import GenerationBody
 from vivace.serve.call import Call, Calls
 from vivace.serve.choice import Choice, Fresh, TokenInfo
-from vivace.serve.meters import Meters
-from vivace.serve.refusal import Refusal
+from vivace.serve.metrics import Metrics
+from vivace.serve.parsing import ParsedRequest
 from vivace.serve.replies import Extras, Head, Shape
 from vivace.serve.usage import metrics, usage
 from vivace.serve.worker import Progress, Worker
@@ -43,7 +43,7 @@ class Reply:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: ParsedRequest,
         body: GenerationBody,
         shape: Shape,
         head: Head,
@@ -99,27 +99,27 @@ class Reply:
         """In the end."""
         return metrics(self.choices, self.arrived_at, self.queue_s)
 
-    def take(self, index: int, emitted: Emitted, meters: Meters) -> Fresh:
+    def take(self, index: int, emitted: Emitted, metrics: Metrics) -> Fresh:
         """Add a step to a choice and to the metrics."""
         choice = self.choices[index]
         before = choice.last_at
         fresh = choice.take(emitted)
         count = len(fresh.tokens)
-        meters.count("generation_tokens", count)
+        metrics.count("generation_tokens", count)
         if before:
-            meters.observe("inter_token_latency_seconds", [(choice.last_at - before) / count] * count)
+            metrics.observe("inter_token_latency_seconds", [(choice.last_at - before) / count] * count)
         else:
-            meters.observe("time_to_first_token_seconds", [choice.last_at - self.arrived_at])
+            metrics.observe("time_to_first_token_seconds", [choice.last_at - self.arrived_at])
         if choice.finish_reason is not None:
-            meters.finished(choice, self.arrived_at, self.queue_s)
+            metrics.finished(choice, self.arrived_at, self.queue_s)
         return fresh
 
-    async def gather(self, call: Call, meters: Meters) -> None:
+    async def gather(self, call: Call, metrics: Metrics) -> None:
         """Run to the end."""
         async for found in call.events():
             if found is not None and isinstance(found[1], Emitted):
                 self.queue_s = call.queue_s
-                self.take(found[0], found[1], meters)
+                self.take(found[0], found[1], metrics)
 
     def whole(self) -> dict[str, Any]:
         """The complete answers as one object."""
@@ -128,7 +128,7 @@ class Reply:
             reply["prompt_token_ids"] = list(self.ask.prompts[0])
         return {**reply, "usage": self.usage, "metrics": self.metrics}
 
-    async def chunks(self, call: Call, meters: Meters) -> AsyncIterator[str]:
+    async def chunks(self, call: Call, metrics: Metrics) -> AsyncIterator[str]:
         """Run to the end; server-sent events as they come."""
         try:
             for choice in self.choices:
@@ -141,11 +141,11 @@ class Reply:
                     yield self._event([], prompt_progress=_progress(found[1]))
                 elif isinstance(found[1], Emitted):
                     self.queue_s = call.queue_s
-                    yield self._step(found[0], found[1], meters)
+                    yield self._step(found[0], found[1], metrics)
             if self.body.options.include_usage:
                 yield self._event([], usage=self.usage, metrics=self.metrics)
-        except Refusal as refusal:  # the status is sent already: what is left is to say so in the stream
-            yield f"data: {json.dumps(refusal.body)}\n\n"
+        except APIError as api_error:  # the status is sent already: what is left is to say so in the stream
+            yield f"data: {json.dumps(api_error.body)}\n\n"
         yield "data: [DONE]\n\n"
 
     def _beginning(self, choice: Choice) -> list[dict[str, Any]]:
@@ -160,8 +160,8 @@ class Reply:
             parts.append(closing)
         return parts
 
-    def _step(self, index: int, emitted: Emitted, meters: Meters) -> str:
-        lines = self._event([self.shape.piece(index, self.take(index, emitted, meters), self.extras)])
+    def _step(self, index: int, emitted: Emitted, metrics: Metrics) -> str:
+        lines = self._event([self.shape.piece(index, self.take(index, emitted, metrics), self.extras)])
         if (reason := self.choices[index].reason) is not None:
             closing = self.shape.closing(index, reason)
             lines += "" if closing is None else self._event([closing])
@@ -181,8 +181,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply, call: Call, meters: Meters) -> None:
-        super().__init__(reply.chunks(call, meters), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    def __init__(self, reply: Reply, call: Call, metrics: Metrics) -> None:
+        super().__init__(reply.chunks(call, metrics), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +193,7 @@ class EventStream(StreamingResponse):
             self._call.close()
 
 
-async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, stopped as soon as the client is gone.
 
     Raises:
@@ -205,7 +205,7 @@ async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Refusal(499, "the client closed the connection", code="client_closed")
+        raise APIError(499, "the client closed the connection", code="client_closed")
     finally:
         for one in (task, gone):
             one.cancel()
@@ -216,7 +216,7 @@ async def _gone(request: HttpRequest) -> None:
         pass
 
 
-def head(ask: Ask, shape: Shape, fingerprint: str) -> Head:
+def head(ask: ParsedRequest, shape: Shape, fingerprint: str) -> Head:
     """Beginning of a reply's objects."""
     return Head(f"{shape.id_prefix}{uuid.uuid4().hex}", int(time.time()), ask.model, fingerprint)
 

@@ -17,8 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vivace.engine import Engine
 from vivace.errors import VivaceError
-from vivace.serve.answering import Echo, EventStream, Reply, head, unless_gone
-from vivace.serve.asking import Ask, Asking
+from vivace.serve.answering import Echo, EventStream, Reply, cancel_on_disconnect, head
+from vivace.serve.api_error import APIError, api_error_of, error_body
 from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from vivace.serve.call import Calls
 from vivace.serve.catalog import Catalog
@@ -27,17 +27,17 @@ from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
 from vivace.serve.connections import Connections
 from vivace.serve.document import describe, takes
 from vivace.serve.encoding import encoded
-from vivace.serve.figures import ServerFigures
-from vivace.serve.guard import Guard
 from vivace.serve.health import check_live, check_ready
 from vivace.serve.lanes import Lane
 from vivace.serve.long_text import LONG
-from vivace.serve.meters import Meters
+from vivace.serve.metrics import Metrics
+from vivace.serve.middleware import Middleware
+from vivace.serve.parsing import ParsedRequest, RequestParser
 from vivace.serve.prefix import PrefixCache
 from vivace.serve.prompts import Prompts
-from vivace.serve.refusal import Refusal, error_body, refusal_of
 from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
 from vivace.serve.scoring import score
+from vivace.serve.server_metrics import ServerFigures
 from vivace.serve.worker import Worker
 
 B = TypeVar("B", bound=GenerationBody)
@@ -81,7 +81,7 @@ class Server:
         context = engine.model.config.max_positions
         asked = min(context, LONGEST_DEFAULT) if config.max_model_len is None else config.max_model_len
         if asked > context:
-            raise Refusal(400, f"max_model_len is {asked}; the context of this model holds {context}")
+            raise APIError(400, f"max_model_len is {asked}; the context of this model holds {context}")
         storage = engine.storage
         if storage is not None and config.max_model_len is None:
             asked = storage.most_tokens(asked)
@@ -90,7 +90,7 @@ class Server:
         self.connections = Connections(config)
         self.worker = Worker(
             engine.model,
-            self.calls.mail,
+            self.calls.dispatch,
             num_slots=config.num_slots if storage is None else storage.num_slots(config.num_slots, asked),
             capacity=asked,
             max_queue=config.max_queue,
@@ -105,9 +105,9 @@ class Server:
         self.texts = Lane("texts", num_threads=2, max_open=num_open)
         self.heavy = Lane("heavy", num_threads=2, max_open=num_open)
         prompts = Prompts(engine, asked, num_open)
-        self.asking = Asking(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens)
+        self.asking = RequestParser(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens)
         self.figures = ServerFigures(config.served_model_name, self.calls, self.connections, self.worker)
-        self.meters = Meters(config.served_model_name, self.worker, self.figures, compat=config.metrics_compat)
+        self.metrics = Metrics(config.served_model_name, self.worker, self.figures, compat=config.metrics_compat)
 
     @property
     def fingerprint(self) -> str:
@@ -123,16 +123,16 @@ class Server:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
         body, ask = await self._asked(CompletionBody, request)
-        echoes = await unless_gone(request, self._echoes(body, ask)) if body.echo else []
+        echoes = await cancel_on_disconnect(request, self._echoes(body, ask)) if body.echo else []
         extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
         return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
 
-    async def _asked(self, kind: type[B], request: Request) -> tuple[B, Ask]:
+    async def _asked(self, kind: type[B], request: Request) -> tuple[B, ParsedRequest]:
         """What a request asks for, found out beside the event loop."""
         raw, owner = await request.body(), request.state.owner
-        return await unless_gone(request, self._read(kind, raw, owner, request))
+        return await cancel_on_disconnect(request, self._read(kind, raw, owner, request))
 
-    async def _read(self, kind: type[B], raw: bytes, owner: bytes, request: Request) -> tuple[B, Ask]:
+    async def _read(self, kind: type[B], raw: bytes, owner: bytes, request: Request) -> tuple[B, ParsedRequest]:
         begun = await self.texts.run(self.asking.begin, kind, raw)
         body = begun.body
         assert isinstance(body, kind)
@@ -143,7 +143,7 @@ class Server:
 
     async def _answer(
         self,
-        ask: Ask,
+        ask: ParsedRequest,
         body: GenerationBody,
         shape: Shape,
         extras: Extras,
@@ -156,14 +156,14 @@ class Server:
         call = reply.call(self.worker, self.calls)
         call.start()
         if body.stream:
-            return EventStream(reply, call, self.meters)
+            return EventStream(reply, call, self.metrics)
         try:
-            await unless_gone(request, reply.gather(call, self.meters))
+            await cancel_on_disconnect(request, reply.gather(call, self.metrics))
             return _json(await self.texts.run(lambda: encoded(reply.whole())))
         finally:
             call.close()
 
-    async def _echoes(self, body: CompletionBody, ask: Ask) -> list[Echo]:
+    async def _echoes(self, body: CompletionBody, ask: ParsedRequest) -> list[Echo]:
         return [await self._echo(body, tokens) for tokens in ask.prompts]
 
     async def _echo(self, body: CompletionBody, tokens: tuple[int, ...]) -> Echo:
@@ -184,14 +184,16 @@ class Server:
             tokens = prompts.tokens(text, special=special)
             return encoded({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
 
-        return _json(await unless_gone(request, self._lane(text).run(found)))
+        return _json(await cancel_on_disconnect(request, self._lane(text).run(found)))
 
     async def detokenize(self, request: Request) -> Response:
         """``/detokenize``."""
         prompts, raw = self.asking.prompts, await request.body()
         tokens = await self.texts.run(self.asking.to_detokenize, raw)
         return _json(
-            await unless_gone(request, self._lane(tokens).run(lambda: encoded({"prompt": prompts.text(tokens)})))
+            await cancel_on_disconnect(
+                request, self._lane(tokens).run(lambda: encoded({"prompt": prompts.text(tokens)}))
+            )
         )
 
     def _lane(self, text: str | list[int]) -> Lane:
@@ -226,7 +228,7 @@ def build(server: Server) -> FastAPI:
         server.asking.grammars.close()
 
     app = FastAPI(title="vivace", version=server.version, lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, config=server.config, responded=server.figures.responded)
+    app.add_middleware(Middleware, config=server.config, responded=server.figures.responded)
     if server.config.cors:  # outermost: browsers ask beforehand without a key, and must be able to read refusals
         app.add_middleware(
             CORSMiddleware,
@@ -302,7 +304,7 @@ def _other_routes(app: FastAPI, server: Server) -> None:
     @app.get("/metrics", responses=_ERRORS)
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(server.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def playground() -> HTMLResponse:
@@ -318,10 +320,10 @@ def _other_routes(app: FastAPI, server: Server) -> None:
 def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(VivaceError)
     async def ours(request: Request, error: VivaceError) -> JSONResponse:
-        refusal = refusal_of(error)
-        if refusal.status >= 500:
+        api_error = api_error_of(error)
+        if api_error.status >= 500:
             log.error("%s: %s", request.state.request_id, error)
-        return JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
+        return JSONResponse(api_error.body, api_error.status, headers=api_error.headers)
 
     @app.exception_handler(HTTPException)
     async def routes(_: Request, error: HTTPException) -> JSONResponse:

@@ -28,7 +28,7 @@ PromptTokens = Annotated[list[Tokens], Field(max_length=MAX_PROMPTS, fail_fast=T
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Unknown fields and values of another type are errors; null is the same as nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -46,7 +46,7 @@ class Strict(BaseModel):
         return left
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """What a stream carries beside text."""
 
     include_usage: bool = False
@@ -61,7 +61,7 @@ class StreamOptions(Strict):
         return values
 
 
-class Schema(Strict):
+class Schema(StrictModel):
     """A named JSON schema."""
 
     name: str = "answer"
@@ -70,7 +70,7 @@ class Schema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """What the answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -83,7 +83,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class Function(Strict):
+class Function(StrictModel):
     """A function that may be called."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -97,34 +97,34 @@ class Function(Strict):
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """Something the model may ask for."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Strict):
+class FunctionName(StrictModel):
     """Which function."""
 
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     """The function that has to be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(StrictModel):
     """One turn of a conversation; what else it may carry is passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -156,7 +156,7 @@ def _with_values(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": values}}
 
 
-class Body(Strict):
+class Body(StrictModel):
     """A whole request."""
 
 

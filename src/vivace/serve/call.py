@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from vivace.decode.request import Emitted, Request
-from vivace.serve.refusal import Refusal
+from vivace.serve.api_error import APIError
 from vivace.serve.worker import Event, Failed, Job, Worker
 
 STATES = ("received", "finished", "failed", "cancelled")
@@ -22,7 +22,7 @@ class Calls:
         """Jobs by state; once nothing runs, those that were received are those that ended."""
         self._open: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
 
-    def mail(self, events: list[tuple[Job, Event]]) -> None:
+    def dispatch(self, events: list[tuple[Job, Event]]) -> None:
         """The worker's mailbox; called on its thread."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._deliver, events)
@@ -122,7 +122,7 @@ class Call:
                 continue
             if isinstance(event, Failed):
                 self._over(job, "failed")
-                raise Refusal(event.refusal.status, str(event.refusal), code=event.refusal.code)
+                raise APIError(event.api_error.status, str(event.api_error), code=event.api_error.code)
             if isinstance(event, Emitted) and event.finish_reason is not None:
                 self._over(job, "finished")
             yield places[job], event

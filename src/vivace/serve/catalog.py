@@ -12,7 +12,7 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError, nearest
 from vivace.methods.composition import Methods, adapters_by_method
 from vivace.methods.table import METHODS
-from vivace.serve.refusal import Refusal
+from vivace.serve.api_error import APIError
 
 SEEDED = "lookup"
 """What ``auto`` becomes for text drawn with a seed: guesses that are not drawn leave the random numbers alone, so the
@@ -65,7 +65,7 @@ class Catalog:
         if name is None:
             return self.base
         if name not in self._methods:
-            raise Refusal(
+            raise APIError(
                 404,
                 f"there is no model {name[:200]!r}{nearest(name, self._methods)}",
                 param="model",
@@ -90,7 +90,7 @@ class Catalog:
         """
         chosen = asked or self._defaults[model]
         if chosen not in self.methods(model):
-            raise Refusal(
+            raise APIError(
                 400,
                 f"method {chosen[:100]!r} is not ready on this server; use one of {', '.join(self.methods(model))}",
                 param="method",
@@ -106,7 +106,7 @@ class Catalog:
         try:
             return self._methods[model].drafter(method, num_draft_tokens, quality)
         except ConfigError as exc:
-            raise Refusal(400, str(exc), param="num_draft_tokens" if quality is None else "quality") from None
+            raise APIError(400, str(exc), param="num_draft_tokens" if quality is None else "quality") from None
 
     def cards(self, max_model_len: int) -> list[dict[str, Any]]:
         """Entries of ``/v1/models``."""

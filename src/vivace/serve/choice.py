@@ -11,7 +11,7 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 from vivace.engine import Answer
-from vivace.serve.pieces import Offsets, Piece, piece
+from vivace.serve.token_text import Offsets, Piece, piece
 from vivace.serve.tool_reader import ToolReader
 
 

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vivace.serve.api_error import APIError
 from vivace.serve.config import ServeConfig
-from vivace.serve.refusal import Refusal
 
 READ_BYTES = 8 << 10
 """Read from a connection before another one has its turn: parsing 256 KiB in chunks of one byte takes .2 s."""
@@ -163,22 +163,22 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """What came is no HTTP: say so where no answer has begun, and end the connection."""
         is_silent = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
         message = f"the request is no HTTP/1.1, or its head is longer than {MAX_HEAD_BYTES} bytes"
-        self.cut("malformed", Refusal(400, message) if is_silent else None)
+        self.cut("malformed", APIError(400, message) if is_silent else None)
 
-    def cut(self, reason: str, refusal: Refusal | None = None) -> None:
+    def cut(self, reason: str, api_error: APIError | None = None) -> None:
         """End the connection, with a last word where the client can take it for an answer.
 
         Args:
             reason: one of ``CUTS``.
-            refusal: the last word; without one the connection is gone at once.
+            api_error: the last word; without one the connection is gone at once.
         """
         if self.transport.is_closing() and reason != "read_timeout":
             return
         self.shared.cut[reason] += 1
-        if refusal is None:
+        if api_error is None:
             self.transport.abort()
             return
-        self.transport.write(_response(refusal))
+        self.transport.write(_response(api_error))
         self.transport.close()
         self._start("read_timeout", self.shared.config.read_timeout_s)
 
@@ -186,9 +186,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """The application of a connection for which there is no room."""
         self.shared.cut["refused"] += 1
         message = f"all {self.shared.config.max_connections} connections are taken; try again later"
-        refusal = Refusal(503, message, code="too_many_connections")
-        headers = {**refusal.headers, "Connection": "close"}
-        await JSONResponse(refusal.body, refusal.status, headers=headers)(scope, receive, send)
+        api_error = APIError(503, message, code="too_many_connections")
+        headers = {**api_error.headers, "Connection": "close"}
+        await JSONResponse(api_error.body, api_error.status, headers=headers)(scope, receive, send)
 
     def _start(self, reason: str, timeout_s: float) -> None:
         """End the connection for this reason unless the timer is stopped in time."""
@@ -204,18 +204,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Say so to a client that has begun to ask; another one waits for nothing."""
         has_begun = self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
         seconds = self.shared.config.head_timeout_s
-        refusal = Refusal(408, f"the head of the request did not come within {seconds:g} seconds", code="timeout")
-        self.cut("head_timeout", refusal if has_begun else None)
+        api_error = APIError(408, f"the head of the request did not come within {seconds:g} seconds", code="timeout")
+        self.cut("head_timeout", api_error if has_begun else None)
 
 
-def _response(refusal: Refusal) -> bytes:
+def _response(api_error: APIError) -> bytes:
     """A refusal as a whole HTTP response, after which the connection ends."""
-    body = json.dumps(refusal.body).encode()
+    body = json.dumps(api_error.body).encode()
     lines = [
-        f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+        f"HTTP/1.1 {api_error.status} {HTTPStatus(api_error.status).phrase}",
         "content-type: application/json",
         f"content-length: {len(body)}",
         "connection: close",
-        *(f"{name.lower()}: {value}" for name, value in refusal.headers.items()),
+        *(f"{name.lower()}: {value}" for name, value in api_error.headers.items()),
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from vivace.decode.request import Request
+from vivace.serve.api_error import APIError
 from vivace.serve.grammar_trial import stuck
 from vivace.serve.grammars import Grammar, Grammars
-from vivace.serve.refusal import Refusal
 from vivace.serve.tool_format import ToolFormat
 
 if TYPE_CHECKING:
@@ -246,10 +246,10 @@ def _allowed(grammar: Grammar, matcher: LLMatcher, logits: Tensor, param: str) -
     return logits.masked_fill(~allowed, -math.inf)
 
 
-def _stopped(param: str, why: str) -> Refusal:
+def _stopped(param: str, why: str) -> APIError:
     """A grammar that an answer cannot go on with."""
     line = " ".join(why.replace("<non-verbose/>", "").split())[:300]
-    return Refusal(
+    return APIError(
         400,
         f"{param}: the answer cannot go on within its schema: {line}; what was sent of it is incomplete",
         param=param,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import DependencyError
 from vivace.serve import grammar_trial
+from vivace.serve.api_error import APIError
 from vivace.serve.grammar_trial import MAX_SECONDS, compiled, stuck
-from vivace.serve.refusal import Refusal
 from vivace.serve.tool_format import LAYOUT
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Trials:
         with self._lock:
             said = self._ask(json.dumps({"kind": kind, "text": text}).encode() + b"\n")
         if not said:
-            raise Refusal(503, "this schema could not be tried out in time; try again later", code="busy")
+            raise APIError(503, "this schema could not be tried out in time; try again later", code="busy")
         found = json.loads(said)
         if found["problem"] is not None:
             raise ValueError(found["problem"])
@@ -202,11 +202,11 @@ class Grammars:
             raise DependencyError("response_format and tools need llguidance; install vivace[serve]") from exc
         ends = list(self._tokenizer.eos_ids)
         if not ends:
-            raise Refusal(400, "answers of this model cannot be bound: its tokenizer has no token that ends a text")
+            raise APIError(400, "answers of this model cannot be bound: its tokenizer has no token that ends a text")
         try:
             return from_tokenizer(self._tokenizer.inner, n_vocab=self.vocab_size, eos_token=ends)
         except ValueError as exc:
-            raise Refusal(400, f"answers of this model cannot be bound: {_line(str(exc))}") from exc
+            raise APIError(400, f"answers of this model cannot be bound: {_line(str(exc))}") from exc
 
     def _find(self, owner: bytes, kind: str, text: str, trial: str, param: str) -> Grammar:
         key = (owner, kind, text)
@@ -236,7 +236,7 @@ class Grammars:
             if problem:
                 raise ValueError(problem)
         except ValueError as exc:
-            raise Refusal(400, f"{param}: this schema cannot be used: {_line(str(exc))}", param=param) from exc
+            raise APIError(400, f"{param}: this schema cannot be used: {_line(str(exc))}", param=param) from exc
         return Grammar(matcher, num_bytes + len(text))
 
 

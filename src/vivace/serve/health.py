@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vivace.serve.refusal import Refusal
+from vivace.serve.api_error import APIError
 from vivace.serve.worker import Worker
 
 
@@ -17,10 +17,10 @@ def check_live(worker: Worker, stall_timeout_s: float) -> None:
         Refusal: the thread has ended, or has been in one step for longer (503); only a new start helps.
     """
     if worker.has_died:
-        raise Refusal(503, "the worker has ended; the log says why", code="dead")
+        raise APIError(503, "the worker has ended; the log says why", code="dead")
     busy_s = worker.heartbeat.busy_s
     if busy_s > stall_timeout_s:
-        raise Refusal(503, f"the worker has been in one step for {busy_s:.0f} seconds", code="stalled")
+        raise APIError(503, f"the worker has been in one step for {busy_s:.0f} seconds", code="stalled")
 
 
 def check_ready(worker: Worker, stall_timeout_s: float) -> None:
@@ -31,4 +31,4 @@ def check_ready(worker: Worker, stall_timeout_s: float) -> None:
     """
     check_live(worker, stall_timeout_s)
     if not worker.is_healthy:
-        raise Refusal(503, "the server has not begun yet, or is stopping", code="stopping")
+        raise APIError(503, "the server has not begun yet, or is stopping", code="stopping")

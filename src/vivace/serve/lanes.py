@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from vivace.serve.refusal import Refusal
+from vivace.serve.api_error import APIError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Lane:
             Refusal: as much waits as this server keeps (429).
         """
         if self._num_open >= self._max_open:
-            raise Refusal(429, f"{self._num_open} requests wait to be read; try again later", code="queue_full")
+            raise APIError(429, f"{self._num_open} requests wait to be read; try again later", code="queue_full")
         self._num_open += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))

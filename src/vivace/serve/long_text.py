@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from vivace.serve.refusal import Refusal
+from vivace.serve.api_error import APIError
 
 LONG = 1 << 17
 """Characters, or tokens, above which a text is long."""
@@ -52,7 +52,7 @@ def _apart(folder: Path, what: str, given: bytes) -> bytes:
     try:
         return subprocess.run(command, input=given, capture_output=True, timeout=MAX_SECONDS, check=True).stdout
     except (subprocess.SubprocessError, OSError) as exc:
-        raise Refusal(503, "a text this long could not be tokenized; send it in parts", code="busy") from exc
+        raise APIError(503, "a text this long could not be tokenized; send it in parts", code="busy") from exc
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from vivace.checkpoint.token_length import longest_token
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
+from vivace.serve.api_error import APIError
 from vivace.serve.bodies import ChatBody, CompletionBody, Message
 from vivace.serve.long_text import LONG, decode_apart, encode_apart
-from vivace.serve.refusal import Refusal
 
 Unread = str | list[int]
 """A prompt that may still have to be tokenized."""
@@ -118,12 +118,12 @@ class Prompts:
         """Refuse tokens that this model does not have."""
         vocab = self._engine.model.config.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < vocab]:
-            raise Refusal(400, f"{param} names token {wrong[0]}; this model has tokens 0 to {vocab - 1}", param=param)
+            raise APIError(400, f"{param} names token {wrong[0]}; this model has tokens 0 to {vocab - 1}", param=param)
 
     def _check_count(self, num_sequences: int) -> None:
         """Refuse more answers than ever run and wait."""
         if num_sequences > self._max_sequences:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"this request asks for {num_sequences} sequences and this server runs and keeps waiting "
                 f"{self._max_sequences}; ask for fewer prompts or a smaller n",
@@ -139,16 +139,16 @@ class Prompts:
         for name in template:
             if name not in self._template_words or name in ("messages", "add_generation_prompt"):
                 param = "tools" if name == "tools" and body.tools else "chat_template_kwargs"
-                raise Refusal(
+                raise APIError(
                     400,
                     f"{param}: the chat template of this model does not read {name[:100]!r}; leave it out",
                     param=param,
                 )
 
 
-def too_long(found: str, max_model_len: int, param: str) -> Refusal:
+def too_long(found: str, max_model_len: int, param: str) -> APIError:
     """A prompt that does not fit."""
-    return Refusal(
+    return APIError(
         400,
         f"{found}; this server holds {max_model_len} with the answer; shorten it",
         param=param,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vivace.serve.choice import Choice, Fresh, TokenInfo
-from vivace.serve.pieces import Piece
+from vivace.serve.token_text import Piece
 
 
 @dataclass(frozen=True)

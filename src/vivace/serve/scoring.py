@@ -9,7 +9,7 @@ import torch
 from vivace.engine import Engine
 from vivace.errors import CapacityError
 from vivace.serve.choice import TokenInfo
-from vivace.serve.pieces import Offsets, piece
+from vivace.serve.token_text import Offsets, piece
 from vivace.units import format_bytes
 
 MAX_BYTES = 512 << 20

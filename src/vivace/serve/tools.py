@@ -8,10 +8,10 @@ from typing import Any
 
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Request
+from vivace.serve.api_error import APIError
 from vivace.serve.bodies import ChatBody
 from vivace.serve.grammar import Bind, binds, binds_within
 from vivace.serve.grammars import Grammars
-from vivace.serve.refusal import Refusal
 from vivace.serve.tool_format import FORMATS, ToolFormat, format_of, grammar, rest_grammar
 from vivace.serve.tool_reader import PYTHON_TAG
 
@@ -49,7 +49,7 @@ class Tools:
         form = format_of(str(self.tokenizer.inner.chat_template))
         if form is None:
             known = ", ".join(known.name for known in FORMATS)
-            raise Refusal(
+            raise APIError(
                 400,
                 f"tools: the chat template of this model teaches a way to write calls that is none of {known}; "
                 "leave them out",
@@ -93,7 +93,7 @@ class Tools:
     def _strict(self, form: ToolFormat, body: ChatBody, owner: bytes) -> Bind:
         """Calls of a model that is free to make none; those of functions that are not strict are any object."""
         if not form.close:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"tools: strict needs a closing tag behind calls, which the {form.name} way has not; leave strict out, "
                 "or force a call with tool_choice",

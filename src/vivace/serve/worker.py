@@ -21,9 +21,9 @@ from vivace.decode.isolation import STOPS, told
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
 from vivace.errors import VivaceError
+from vivace.serve.api_error import APIError, api_error_of
 from vivace.serve.heartbeat import Heartbeat
 from vivace.serve.prefix import PrefixCache
-from vivace.serve.refusal import Refusal, refusal_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Progress:
 class Failed:
     """The job ended without an answer."""
 
-    refusal: Refusal
+    api_error: APIError
 
 
 Event = Emitted | Progress | Failed
@@ -143,16 +143,16 @@ class Worker:
             job.request.check_fits(self.capacity)
         with self._changed:
             if self._is_closing or self.has_died:
-                raise Refusal(503, "the server is stopping and takes no more requests", code="stopping")
+                raise APIError(503, "the server is stopping and takes no more requests", code="stopping")
             if len(jobs) > self.num_slots + self.max_queue:
-                raise Refusal(
+                raise APIError(
                     400,
                     f"this request asks for {len(jobs)} sequences and this server runs {self.num_slots} and keeps "
                     f"{self.max_queue} waiting; ask for fewer prompts or a smaller n",
                 )
             room = self.num_slots + self.max_queue - len(self._waiting) - len(self._running)
             if len(jobs) > room:
-                raise Refusal(
+                raise APIError(
                     429,
                     f"this request asks for {len(jobs)} sequences and there is room for {max(room, 0)}: "
                     f"{len(self._running)} run and {len(self._waiting)} wait; try again later",
@@ -187,7 +187,7 @@ class Worker:
 
         with self._changed:
             if len(self._calls) >= self.num_slots + self.max_queue:
-                raise Refusal(429, f"{len(self._calls)} prompts wait to be scored; try again later", code="queue_full")
+                raise APIError(429, f"{len(self._calls)} prompts wait to be scored; try again later", code="queue_full")
             self._calls.append(run)
             self._changed.notify()
         return future
@@ -215,7 +215,7 @@ class Worker:
                     if events:
                         self._mailbox(events)
         finally:
-            stopping = Refusal(503, "the server was stopped before this answer was complete", code="stopping")
+            stopping = APIError(503, "the server was stopped before this answer was complete", code="stopping")
             with self._changed:
                 self._is_closing = True
                 waiting, self._waiting = self._waiting, []
@@ -297,7 +297,9 @@ class Worker:
 
     def _failed(self, job: Job, error: BaseException) -> tuple[Job, Event]:
         """What a job is told that failed; the log has the rest where the job is not at fault."""
-        refusal = refusal_of(told(error, "a step of the whole session"))
+        api_error = api_error_of(told(error, "a step of the whole session"))
         self.num_failed += 1
-        log.log(logging.ERROR if refusal.status >= 500 else logging.INFO, "a request failed: %s", error, exc_info=error)
-        return job, Failed(refusal)
+        log.log(
+            logging.ERROR if api_error.status >= 500 else logging.INFO, "a request failed: %s", error, exc_info=error
+        )
+        return job, Failed(api_error)

@@ -15,7 +15,7 @@ from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 
 
-class GuessingClimb:
+class GuessingForwardPass:
     """All rows up the layers, telling each mixture beforehand what will likely be asked of it."""
 
     def __init__(self, count: int, ahead: int = 1) -> None:

@@ -33,7 +33,7 @@ class Row:
     """One training example as tokens."""
 
     tokens: tuple[int, ...]
-    num_given: int
+    num_prompt: int
     """Tokens of the prompt, template included; what follows is scored."""
 
 
@@ -198,7 +198,7 @@ def collate(rows: Sequence[Row]) -> TokenBatch:
     scored = torch.zeros(len(rows), length, dtype=torch.bool)
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)] = torch.tensor(row.tokens)
-        scored[index, row.num_given : len(row.tokens)] = True
+        scored[index, row.num_prompt : len(row.tokens)] = True
     return TokenBatch(tokens, scored)
 
 

@@ -13,7 +13,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import Stateless
 from vivace.decode.shallow import DraftPlan
 from vivace.train.data import DecoderObjective, TokenBatch
@@ -41,15 +41,15 @@ class BigramDrafter(Stateless):
     name = "bigram"
 
     def __init__(self, table: BigramTable, plan: DraftPlan) -> None:
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self.plan = plan
         self._follower = table.scores.argmax(-1)
 
     def propose(self, context: Context) -> Draft:
         """A chain below each root, as far as the slot with the least room allows."""
-        draft = context.given()
+        draft = context.committed()
         room = min((context.max_nodes.get(slot, len(self.plan.widths)) for slot in context.slots), default=0)
-        leaves = draft.roots()
+        leaves = draft.last_committed()
         for _ in range(min(room, len(self.plan.widths))):
             draft, leaves = draft.grow(leaves, self._follower[draft.tokens[leaves]][:, None])
         return draft

@@ -50,10 +50,10 @@ def test_row_by_row_is_the_whole_text(deep, mode) -> None:
     _, whole = full_text(model, gates, TOKENS)
     cache = model.new_cache(1, 64)
     for at, token in enumerate(TOKENS):
-        step = Step.of(Draft.given_only({0: [int(token)]}), cache)
+        step = Step.of(Draft.committed_only({0: [int(token)]}), cache)
         h = model.embed(token[None], step)
         for gate, stop in enumerate(GATES.layers):
-            h, trail = gates.climb(model, gate, h, step, torch.tensor([0]), (stop,))
+            h, trail = gates.forward(model, gate, h, step, torch.tensor([0]), (stop,))
             torch.testing.assert_close(gates.at_gate(gate, trail[0, -1]), whole[gate][at], atol=1e-10, rtol=1e-10)
         cache.commit([0], [range(1)])
 
@@ -66,11 +66,11 @@ def test_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
     gates = make_weights(model, noise=0.3).gates
     caches = [model.new_cache(1, 64) for _ in range(2)]
     for token in TOKENS.tolist():
-        with_, without = (Step.of(Draft.given_only({0: [token]}), cache) for cache in caches)
+        with_, without = (Step.of(Draft.committed_only({0: [token]}), cache) for cache in caches)
         h = bare = model.embed(torch.tensor([token]), without)
         for gate in range(3):
             start, stop = GATES.interval(gate)
-            h, _ = gates.climb(model, gate, h, with_, torch.tensor([0]), (stop,))
+            h, _ = gates.forward(model, gate, h, with_, torch.tensor([0]), (stop,))
             bare = model.run(bare, without, start, stop)
             assert torch.equal(h, bare)
         for cache in caches:

@@ -8,7 +8,7 @@ import torch
 from tests.methods.dynamic.gated import GATES, make_weights, text_batch
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
-from vivace.methods.dynamic.objective import RouterLesson, Trails, fit_router, router_loss, trails_of
+from vivace.methods.dynamic.objective import RouterTraining, Trails, fit_router, router_loss, trails_of
 from vivace.methods.dynamic.router import ArlaRouter, RouterConfig, make_router
 from vivace.methods.dynamic.thresholds import QualityPlan, Scores, calibrate, exit_shares, exits, score_all
 
@@ -74,7 +74,7 @@ def test_a_router_learns_when_its_gates_are_right(deep, kind, fall) -> None:
     batches = [text_batch(seed) for seed in range(3)]
     trails = Trails.join([trails_of(model, weights.gates, weights.config.router, batch) for batch in batches])
     before = float(router_loss(model, weights.router, trails).detach())
-    fit_router(model, weights.router, trails, RouterLesson(epochs=20, positions=100, rate=0.02))
+    fit_router(model, weights.router, trails, RouterTraining(epochs=20, positions=100, rate=0.02))
     assert float(router_loss(model, weights.router, trails).detach()) < fall * before
     assert all(torch.equal(value, gates[name]) for name, value in weights.gates.state_dict().items())
 
@@ -83,11 +83,11 @@ def test_a_router_without_weights_is_left_alone(deep) -> None:
     model = deep(torch.float32)
     weights = make_weights(model, router=RouterConfig("gap", stride=1))
     trails = trails_of(model, weights.gates, weights.config.router, text_batch(0))
-    fit_router(model, weights.router, trails, RouterLesson())
+    fit_router(model, weights.router, trails, RouterTraining())
     assert score_all(model, weights.router, trails).score.min() >= 0
     for wrong in ({"epochs": 0}, {"positions": 0}, {"rate": 0.0}):
         with pytest.raises(ConfigError):
-            RouterLesson(**wrong)
+            RouterTraining(**wrong)
 
 
 @torch.no_grad()
@@ -151,12 +151,12 @@ def test_a_gate_that_cannot_keep_it_stays_shut() -> None:
 
 def test_a_gate_whose_companions_cost_more_than_its_exits_save_stays_shut() -> None:
     """24 layers: six layers of companions (.3 of a row each) are paid by .1, .15 and .3 of the tokens asked."""
-    assert GatesConfig().worthwhile(24) == pytest.approx((0.1, 0.15, 0.3))
+    assert GatesConfig().minimum_exit_share(24) == pytest.approx((0.1, 0.15, 0.3))
     score = torch.linspace(0, 1, 1000)[:, None].repeat(1, 3)
     agrees = torch.stack([score[:, 0] > 0.7, score[:, 0] > 0.6, score[:, 0] > 0.2], 1)
     scores = Scores(score, agrees)
     assert [share > 0 for share in exit_shares(scores, calibrate(scores, 0.99))] == [True] * 3
-    plan = calibrate(scores, 0.99, worthwhile=(0.1, 0.15, 0.3))
+    plan = calibrate(scores, 0.99, minimum_exit_share=(0.1, 0.15, 0.3))
     assert plan.thresholds[1] is None, "a tenth of the tokens leaves there, a seventh of those asked"
     assert exit_shares(scores, plan)[2] > 0.4
 

@@ -12,7 +12,7 @@ from vivace.configuration import build
 from vivace.engine import SHIPPED
 from vivace.evaluate.exits import velocities
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
-from vivace.methods.dynamic.objective import RouterLesson
+from vivace.methods.dynamic.objective import RouterTraining
 from vivace.prompts import packaged_prompts
 from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.regenerate import regenerated
@@ -26,7 +26,7 @@ RECIPE = DynamicRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=40, warmup_steps=5, hold=0.1, autocast=True, report_steps=10),
     optimiser=OptimiserConfig(adamw_rate=0.004),
-    lesson=RouterLesson(epochs=4, positions=256),
+    lesson=RouterTraining(epochs=4, positions=256),
     tokens_per_batch=512,
     held_back=12,
     router_rows=12,

@@ -85,7 +85,7 @@ class Sees:
         self, tokens: dict[int, Sequence[int]], *, kept: Sequence[Sequence[int]] = ((0,),), is_prompt: bool = False
     ) -> Tensor:
         """A pass over tokens of some slots, of which some nodes are kept; where its rows came out."""
-        draft = Draft.given_only(tokens, is_prompt=is_prompt)
+        draft = Draft.committed_only(tokens, is_prompt=is_prompt)
         with torch.inference_mode():
             passed = self.drafting.traversal.run(self.model, draft, self.cache, chunk=is_prompt)
         nodes = zip(draft.lists.slot, draft.lists.node, strict=True)

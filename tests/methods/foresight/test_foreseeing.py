@@ -21,7 +21,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
-from vivace.methods.foresight.drafter import Foreseeing, ForesightClimb, Routers
+from vivace.methods.foresight.drafter import Foreseeing, ForesightForwardPass, Routers
 from vivace.methods.foresight.weights import ForesightPlan, router_rows
 
 
@@ -62,7 +62,9 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
 def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
     cache = model.new_cache(1, 8)
     with torch.inference_mode():
-        ForesightClimb(foresight(model, 0.1), ForesightPlan(2)).run(model, Draft.given_only({0: [4, 9, 33]}), cache)
+        ForesightForwardPass(foresight(model, 0.1), ForesightPlan(2)).run(
+            model, Draft.committed_only({0: [4, 9, 33]}), cache
+        )
     for index in (i for i in range(1, model.config.num_layers) if model.config.is_moe(i)):
         kinds = [kind for kind, layer, _ in heard if layer == index]
         assert kinds == ["expected", "ran"]
@@ -73,8 +75,8 @@ def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
 
 def test_refining_asks_again_from_the_layer_below(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
-        climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
+        climb = ForesightForwardPass(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
+        climb.run(model, Draft.committed_only({0: [4]}), model.new_cache(1, 8))
     top = model.config.num_layers - 1
     assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
 
@@ -84,28 +86,28 @@ def test_whoever_is_asked_about_the_next_layer_is_asked_once(model: Decoder, hea
     assert model.config.moe is not None
     seeing = foresight(model, 0.1, rate=1.25)
     with torch.inference_mode():
-        climb = ForesightClimb(seeing, ForesightPlan(1, (1,)))
-        climb.run(model, Draft.given_only({0: [4]}), model.new_cache(1, 8))
+        climb = ForesightForwardPass(seeing, ForesightPlan(1, (1,)))
+        climb.run(model, Draft.committed_only({0: [4]}), model.new_cache(1, 8))
     told = [experts for kind, layer, experts in heard if (kind, layer) == ("expected", 2)]
     assert [len(experts) for experts in told] == [model.config.moe.top_k] * model.config.is_moe(2)
 
 
 def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightClimb(foresight(model), ForesightPlan())
-        climb.run(model, Draft.given_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
+        climb = ForesightForwardPass(foresight(model), ForesightPlan())
+        climb.run(model, Draft.committed_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
     assert {kind for kind, *_ in heard} == {"prompt"}
 
 
 def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(model: Decoder, heard: Heard) -> None:
-    climb = ForesightClimb(foresight(model, 0.2), ForesightPlan(2))
+    climb = ForesightForwardPass(foresight(model, 0.2), ForesightPlan(2))
     said = []
     for tokens in ([[4], [9]], [[4], [33]]):
         cache = model.new_cache(1, 8)
         for place, given in enumerate(tokens):
             heard.clear()
             with torch.inference_mode():
-                climb.run(model, Draft.given_only({0: given}), cache)
+                climb.run(model, Draft.committed_only({0: given}), cache)
             cache.commit([0], [[0]])
             if place == 0:
                 said.append(list(heard))
@@ -200,8 +202,8 @@ def test_what_is_known_of_a_slot_follows_its_text(model: Decoder, heard: Heard) 
 def test_a_rejected_guess_is_followed_by_nothing(model: Decoder, heard: Heard) -> None:
     """Of a root with two guesses below it the second is kept: the next token is told from there."""
     sees = Sees(model)
-    root = Draft.given_only({0: [4]})
-    draft, _ = root.grow(root.roots(), torch.tensor([[9, 33]]))
+    root = Draft.committed_only({0: [4]})
+    draft, _ = root.grow(root.last_committed(), torch.tensor([[9, 33]]))
     with torch.inference_mode():
         passed = sees.drafting.traversal.run(model, draft, sees.cache)
     sees.drafting.observe(draft, passed, Verdict(((0, 2),), (1,), (6,)))
@@ -225,7 +227,7 @@ def test_early_routers_are_asked_about_the_residual_so_many_layers_below(
         entering.append(model.embed(torch.tensor([4]), step))
         model.run(entering[0], step, watch=lambda _, h: entering.append(h))
         heard.clear()
-        drafting.traversal.run(model, Draft.given_only({0: [4]}), cache)
+        drafting.traversal.run(model, Draft.committed_only({0: [4]}), cache)
         told = [(layer, set(experts)) for kind, layer, experts in heard if kind == "expected"]
         pairs = [(depth + lead, lead) for depth in range(1, count) for lead in asked if depth + lead < count]
         expected = []

@@ -12,7 +12,7 @@ from tests.methods.foresight.foreseen import Heard, batch, foresight
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.methods.foresight.drafter import ForesightClimb
+from vivace.methods.foresight.drafter import ForesightForwardPass
 from vivace.methods.foresight.weights import (
     Foresight,
     ForesightConfig,
@@ -70,13 +70,13 @@ def test_training_teaches_routers_to_be_asked_early(model: Decoder, rate: float 
         assert said[-1][name] > said[0][name] + 0.03, name
 
 
-def decoded(model: Decoder, climb: ForesightClimb, text: TokenBatch, heard: Heard) -> None:
+def decoded(model: Decoder, climb: ForesightForwardPass, text: TokenBatch, heard: Heard) -> None:
     """One token after another; from here on nothing else is heard."""
     heard.clear()
     cache = model.new_cache(1, 16)
     with torch.inference_mode():
         for token in text.tokens[0, :-1].tolist():
-            climb.run(model, Draft.given_only({0: [token]}), cache)
+            climb.run(model, Draft.committed_only({0: [token]}), cache)
             cache.commit([0], [[0]])
 
 
@@ -87,7 +87,7 @@ def test_the_loss_sees_what_decoding_sees(model: Decoder, heard: Heard) -> None:
     text = batch(12, 1)
     with torch.inference_mode():
         ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
-    decoded(model, ForesightClimb(seeing, ForesightPlan()), text, heard)
+    decoded(model, ForesightForwardPass(seeing, ForesightPlan()), text, heard)
     expected = [set(experts) for kind, _, experts in heard if kind == "expected"]
     ran = [set(experts) for kind, layer, experts in heard if kind == "ran" and layer > 0]
     mixtures = sum(model.config.is_moe(i) for i in range(model.config.num_layers))
@@ -101,7 +101,7 @@ def test_recall_of_early_routers_is_that_of_decoding(model: Decoder, heard: Hear
     seeing, text = foresight(model, 0.05, rate=None, leads=(1,)), batch(12, 1)
     with torch.inference_mode():
         ((_, seen),) = ForesightObjective(seeing, ForesightLoss()).losses(model, text)
-    decoded(model, ForesightClimb(seeing, ForesightPlan(leads=(1,))), text, heard)
+    decoded(model, ForesightForwardPass(seeing, ForesightPlan(leads=(1,))), text, heard)
     told: dict[int, set[int]] = {}
     found = []
     for kind, layer, experts in heard:

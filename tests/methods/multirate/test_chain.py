@@ -16,9 +16,9 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
 from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.decode.plain import NoDrafts, Pace
+from vivace.decode.plain import NoDrafts, StepBudget
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan, ShallowDrafter, ShallowState
@@ -62,9 +62,9 @@ def drafted(
     cache, _ = prefill(model, {slot: list(text[:-1]) for slot, text in TEXTS.items() if len(text) > 1}, 4)
     tokens = {slot: list(text) for slot, text in TEXTS.items()}
     requests = {slot: Request(text, 9, drafter) for slot, text in TEXTS.items()}
-    laws = Laws(requests, tokens, cache.lengths)
+    distributions = Distributions(requests, tokens, cache.lengths)
     generators = {slot: torch.Generator() for slot in TEXTS}
-    context = Context(tuple(TEXTS), tokens, cache, laws, LIMITS, generators)
+    context = Context(tuple(TEXTS), tokens, cache, distributions, LIMITS, generators)
     drafting = drafter.open(cache)
     drafting._offsets.update(offsets or {})
     draft = drafting._at_once(context) if at_once else drafting._in_steps(context)
@@ -74,7 +74,7 @@ def drafted(
 
 def assert_same(ours: tuple[Draft, KVCache], theirs: tuple[Draft, KVCache]) -> None:
     (draft, cache), (other, stored) = ours, theirs
-    assert (draft.slots, draft.given, draft.entry_layer) == (other.slots, other.given, other.entry_layer)
+    assert (draft.slots, draft.committed, draft.entry_layer) == (other.slots, other.committed, other.entry_layer)
     for name in ("tokens", "slot", "node", "parent", "hidden"):
         assert torch.equal(getattr(draft, name), getattr(other, name)), name
     for layer in range(GATE):
@@ -222,7 +222,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
     """Text, log p and what was drafted and kept where; who wants to see guesses is answered step by step."""
     plan, fields = PLANS[name]
     drafter = self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=5, **fields), plan)
-    drafter.pace = Pace(lambda: 0.0)
+    drafter.pace = StepBudget(lambda: 0.0)
     found = run(model, drafter, slots=1, logprobs=logprobs)
     assert len(steps) > 0
     assert max(steps) > 1
@@ -238,7 +238,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 
 def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators, steps: list[int]) -> None:
     drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5, feedback=True), DraftPlan.chain(3))
-    drafter.pace = Pace(lambda: 0.0)
+    drafter.pace = StepBudget(lambda: 0.0)
     stops_at_every_end(model, drafter, steps)
 
 

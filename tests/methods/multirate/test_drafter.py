@@ -13,8 +13,8 @@ from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
+from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -59,11 +59,11 @@ def draft_behind(model: Decoder, drafter: Drafter, text: tuple[int, ...]) -> tup
     """A draft behind a text that slots 0 and 1 have stored, and the cache."""
     cache = model.new_cache(2, 64)
     for slot in (0, 1):
-        prompt = Draft.given_only({slot: list(text[:-1])})
-        Climb().run(model, prompt, cache, chunk=True)
+        prompt = Draft.committed_only({slot: list(text[:-1])})
+        ForwardPass().run(model, prompt, cache, chunk=True)
         cache.commit([slot], [range(len(text) - 1)])
-    law = Laws({0: Request(text, 9, drafter)}, {0: text}, cache.lengths)
-    return drafter.open(cache).propose(Context((0,), {0: text}, cache, law)), cache
+    distribution = Distributions({0: Request(text, 9, drafter)}, {0: text}, cache.lengths)
+    return drafter.open(cache).propose(Context((0,), {0: text}, cache, distribution)), cache
 
 
 @torch.inference_mode()
@@ -73,10 +73,10 @@ def test_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, accele
     drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
     tree, cache = draft_behind(model, drafter, text)
     assert Step.of(tree, cache).position.tolist() == [len(text) - 1 + depth for depth in tree.depths]
-    top = Climb().run(model, tree, cache).hidden
+    top = ForwardPass().run(model, tree, cache).hidden
     for row in range(len(tree.tokens)):
-        alone = Draft.given_only({1: [int(tree.tokens[r]) for r in tree.path(row)]})
-        assert torch.allclose(top[row], Climb().run(model, alone, cache).hidden[-1], atol=1e-5)
+        alone = Draft.committed_only({1: [int(tree.tokens[r]) for r in tree.path(row)]})
+        assert torch.allclose(top[row], ForwardPass().run(model, alone, cache).hidden[-1], atol=1e-5)
 
 
 def test_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -> None:

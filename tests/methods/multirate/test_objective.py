@@ -9,7 +9,7 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
-from vivace.methods.multirate.residual import Accelerator, dual_climb
+from vivace.methods.multirate.residual import Accelerator, dual_forward
 from vivace.train.data import TokenBatch
 from vivace.train.distillation import FrozenPass
 
@@ -84,7 +84,7 @@ def test_training_rows_are_decoding_rows(deep, accelerator) -> None:
     trained = task._accelerate(model, tokens, FrozenPass.of(model, tokens))
     step = Step.dense(*tokens.shape)
     h = model.embed(tokens.reshape(-1), step)
-    _, drafted = dual_climb(model, fast, h, step, torch.arange(tokens.shape[1]), None)
+    _, drafted = dual_forward(model, fast, h, step, torch.arange(tokens.shape[1]), None)
     torch.testing.assert_close(trained, drafted, atol=1e-5, rtol=1e-5)
 
 

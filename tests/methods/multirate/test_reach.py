@@ -32,7 +32,7 @@ from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.drafter import self_speculation
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.methods.multirate.reach import copying_layers
-from vivace.methods.multirate.residual import Accelerator, dual_climb
+from vivace.methods.multirate.residual import Accelerator, dual_forward
 from vivace.prompts import packaged_prompts
 from vivace.train.data import Rows, TokenBatch, collate, grouped
 from vivace.train.distillation import FrozenPass
@@ -46,9 +46,9 @@ TEXT = tuple(range(3, 25))
 def at_the_gate(model: Decoder, fast: Accelerator, verified: int) -> Tensor:
     """p of the token that follows ``verified`` stored ones, while drafting, (1, E)."""
     cache, _ = prefill(model, {0: list(TEXT[:verified])}, 1)
-    draft = Draft.given_only({0: TEXT[verified : verified + 1]})
+    draft = Draft.committed_only({0: TEXT[verified : verified + 1]})
     step = Step.of(draft, cache)
-    return dual_climb(model, fast, model.embed(draft.tokens, step), step, torch.tensor([0]), None)[1]
+    return dual_forward(model, fast, model.embed(draft.tokens, step), step, torch.tensor([0]), None)[1]
 
 
 @torch.no_grad()

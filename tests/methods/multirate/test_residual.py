@@ -17,7 +17,7 @@ from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.methods.multirate.config import MultirateConfig
-from vivace.methods.multirate.residual import Accelerator, dual_climb
+from vivace.methods.multirate.residual import Accelerator, dual_forward
 
 FP32 = torch.float32
 TOKENS = torch.tensor([5, 9, 2, 40, 41, 7, 7, 60])
@@ -27,7 +27,7 @@ def full_text(model: Decoder, accelerator: Accelerator, tokens: Tensor) -> tuple
     """Slow and accelerated residuals at the gate for a whole text at once, (T, E) each."""
     step = Step.dense(1, len(tokens))
     h = model.embed(tokens, step)
-    return dual_climb(model, accelerator, h, step, torch.arange(len(tokens)), None)
+    return dual_forward(model, accelerator, h, step, torch.arange(len(tokens)), None)
 
 
 @torch.inference_mode()
@@ -59,11 +59,11 @@ def test_slow_rows_do_not_notice_their_companions(deep, accelerator, dtype: torc
     """Residuals and cache to the bit, with a random accelerator on and off."""
     model = deep(dtype)
     plain, beside = model.new_cache(1, 64), model.new_cache(1, 64)
-    draft = Draft.given_only({0: TOKENS.tolist()})
+    draft = Draft.committed_only({0: TOKENS.tolist()})
     step = Step.of(draft, plain)
     alone = model.run(model.embed(TOKENS, step), step, 0, 3)
     step = Step.of(draft, beside)
-    slow, _ = dual_climb(
+    slow, _ = dual_forward(
         model, accelerator(dtype, noise=0.3), model.embed(TOKENS, step), step, torch.arange(len(TOKENS)), None
     )
     assert torch.equal(alone, slow)
@@ -81,9 +81,9 @@ def test_token_by_token_equals_the_whole_text(deep, accelerator, mode: str) -> N
     cache = model.new_cache(1, 64)
     rows = []
     for token in TOKENS.tolist():
-        step = Step.of(Draft.given_only({0: [token]}), cache)
+        step = Step.of(Draft.committed_only({0: [token]}), cache)
         h = model.embed(torch.tensor([token]), step)
-        rows.append(dual_climb(model, fast, h, step, torch.tensor([0]), None)[1])
+        rows.append(dual_forward(model, fast, h, step, torch.tensor([0]), None)[1])
         cache.commit([0], [[0]])
     torch.testing.assert_close(torch.cat(rows), whole, atol=1e-10, rtol=1e-10)
 
@@ -100,8 +100,8 @@ def test_an_accelerated_row_sees_the_past_and_no_other_accelerated_row(deep, acc
     step = Step.dense(1, len(TOKENS))
     h = model.embed(TOKENS, step)
     cache = model.new_cache(1, 64)
-    step = Step.of(Draft.given_only({0: TOKENS.tolist()}), cache)
-    _, few = dual_climb(model, fast, h, step, torch.tensor([2, 6]), None)
+    step = Step.of(Draft.committed_only({0: TOKENS.tolist()}), cache)
+    _, few = dual_forward(model, fast, h, step, torch.tensor([2, 6]), None)
     torch.testing.assert_close(few, before[[2, 6]], atol=1e-5, rtol=1e-5)
 
 
@@ -109,10 +109,10 @@ def test_an_accelerated_row_sees_the_past_and_no_other_accelerated_row(deep, acc
 def test_feedback_moves_the_start_only(deep, accelerator) -> None:
     model, fast = deep(FP32), accelerator(FP32, noise=0.3, feedback=True)
     cache = model.new_cache(1, 64)
-    step = Step.of(Draft.given_only({0: [5]}), cache)
+    step = Step.of(Draft.committed_only({0: [5]}), cache)
     h = model.embed(torch.tensor([5]), step)
-    slow, without = dual_climb(model, fast, h, step, torch.tensor([0]), torch.zeros(1, 48))
-    same, moved = dual_climb(model, fast, h, step, torch.tensor([0]), torch.ones(1, 48))
+    slow, without = dual_forward(model, fast, h, step, torch.tensor([0]), torch.zeros(1, 48))
+    same, moved = dual_forward(model, fast, h, step, torch.tensor([0]), torch.ones(1, 48))
     assert torch.equal(slow, same)
     assert not torch.allclose(without, moved, atol=1e-3)
 

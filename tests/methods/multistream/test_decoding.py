@@ -11,14 +11,14 @@ from tests.decode.test_sampled_text import LIKELY, SAMPLINGS, TINY, V, exact, sa
 from tests.decode.tiny_decoders import build, prompts
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.seams import Draft
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
-from vivace.methods.multistream.climb import StreamClimb
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
+from vivace.methods.multistream.forward import StreamForwardPass
 from vivace.methods.multistream.streams import Streams
 
 COUNT = 14
@@ -31,15 +31,15 @@ def test_main_rows_have_the_bits_they_have_without_streams(deep, streams, dtype)
     """To the bit, for a tree over a prompt."""
     model = deep(dtype)
     prompt = prompts(3, seed=6)[2]
-    draft = Draft.given_only({0: prompt[-1:]})
-    draft, rows = draft.grow(draft.roots(), torch.tensor([[5, 6, 7]]))
+    draft = Draft.committed_only({0: prompt[-1:]})
+    draft, rows = draft.grow(draft.last_committed(), torch.tensor([[5, 6, 7]]))
     draft, _ = draft.grow(rows[:2], torch.tensor([[8, 9], [8, 9]]))
     caches = [model.new_cache(1, 64) for _ in range(2)]
     for cache in caches:
-        Climb().run(model, Draft.given_only({0: prompt[:-1]}), cache, chunk=True)
+        ForwardPass().run(model, Draft.committed_only({0: prompt[:-1]}), cache, chunk=True)
         cache.commit([0], [range(len(prompt) - 1)])
-    with_streams = StreamClimb(streams(dtype), TREE).run(model, draft, caches[0])
-    alone = Climb().run(model, draft, caches[1])
+    with_streams = StreamForwardPass(streams(dtype), TREE).run(model, draft, caches[0])
+    alone = ForwardPass().run(model, draft, caches[1])
     assert torch.equal(with_streams.hidden, alone.hidden)
     assert with_streams.streams.shape == (8, 2, 48)
 
@@ -61,7 +61,7 @@ def test_after_every_pass_the_cache_is_a_fresh_prefill(deep, streams, plan) -> N
         length = session.cache.lengths[0]
         assert length == len(text) - 1
         fresh = model.new_cache(1, 64)
-        Climb().run(model, Draft.given_only({0: text[:-1]}), fresh, chunk=True)
+        ForwardPass().run(model, Draft.committed_only({0: text[:-1]}), fresh, chunk=True)
         for layer in range(6):
             for ours, theirs in zip(
                 session.cache.span(layer, 0, 0, length), fresh.span(layer, 0, 0, length), strict=True

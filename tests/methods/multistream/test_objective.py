@@ -14,9 +14,9 @@ from vivace.core.step import Step
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
-from vivace.methods.multistream.climb import Decided, StreamClimb
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
+from vivace.methods.multistream.forward import Decided, StreamForwardPass
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective, known_in_text, run_streams
 from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
@@ -60,10 +60,10 @@ def test_training_form_is_decoding_form(streams, kind) -> None:
     tokens = batch(0).tokens[:1, :16]
     expected = teacher_forced(model, made, tokens)[0]
     for attach in ("every", "kept"):
-        climb = StreamClimb(made, StreamPlan((1, 1, 1), attach))
+        climb = StreamForwardPass(made, StreamPlan((1, 1, 1), attach))
         cache = model.new_cache(1, 64)
         for place, token in enumerate(tokens[0].tolist()):
-            passed = climb.run(model, Draft.given_only({0: [token]}), cache)
+            passed = climb.run(model, Draft.committed_only({0: [token]}), cache)
             cache.commit([0], [[0]])
             found = passed.streams
             if attach == "kept":
@@ -79,10 +79,10 @@ def test_feedback_is_the_same_in_training_and_decoding(streams, kind) -> None:
     made = streams(torch.float32, streams=3, feedback=True)
     text = batch(0).tokens[0, :12].tolist()
     expected = teacher_forced(model, made, torch.tensor([text]))[0]
-    climb = StreamClimb(made, StreamPlan((1, 1, 1), "kept"))
+    climb = StreamForwardPass(made, StreamPlan((1, 1, 1), "kept"))
     cache = model.new_cache(1, 64)
     for place, token in enumerate(text[:-1]):
-        passed = climb.run(model, Draft.given_only({0: [token]}), cache)
+        passed = climb.run(model, Draft.committed_only({0: [token]}), cache)
         cache.commit([0], [[0]])
         decided = Decided(passed.hidden, torch.tensor(text[place + 1 : place + 2]))
         found = climb.follow(model, [0], passed.entering, cache, decided)

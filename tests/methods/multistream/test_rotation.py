@@ -16,9 +16,9 @@ from vivace.core.seams import Draft
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.methods.multistream.climb import StreamClimb
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
+from vivace.methods.multistream.forward import StreamForwardPass
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.methods.multistream.rotation import ValueRotation
 from vivace.methods.multistream.streams import Streams
@@ -57,10 +57,10 @@ def test_training_form_is_decoding_form_for_fewer_streams_too(model, turned, att
     tokens = batch(0).tokens[:1, :8]
     expected = teacher_forced(model, turned, tokens)[0]
     for depth in (3, 2):
-        climb = StreamClimb(turned, StreamPlan((1,) * depth, attach))
+        climb = StreamForwardPass(turned, StreamPlan((1,) * depth, attach))
         cache = model.new_cache(1, 64)
         for place, token in enumerate(tokens[0].tolist()):
-            passed = climb.run(model, Draft.given_only({0: [token]}), cache)
+            passed = climb.run(model, Draft.committed_only({0: [token]}), cache)
             cache.commit([0], [[0]])
             found = passed.streams
             if attach == "kept":

@@ -10,7 +10,7 @@ from tests.decode.steps_at_once import MODELS, packed, steps_of, stops_at_every_
 from tests.decode.tiny_decoders import prompts
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
-from vivace.decode.plain import NoDrafts, Pace
+from vivace.decode.plain import NoDrafts, StepBudget
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
@@ -48,7 +48,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
     """Guesses too, but for the last bits of where streams start; who wants to see them is answered step by step."""
     plan, fields = CHAINS[name]
     drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02, **fields), plan)
-    drafter.pace = Pace(lambda: 0.0)
+    drafter.pace = StepBudget(lambda: 0.0)
     found = run(model, drafter, logprobs=logprobs)
     assert max(steps) > 1
     steps.clear()
@@ -65,7 +65,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 def test_every_end_stops_the_steps(model: Decoder, streams, steps: list[int]) -> None:
     made = streams(torch.bfloat16, insertion=4, noise=0.02, feedback=True)
     drafter = StreamDrafter(model, made, StreamPlan((1, 1), "kept"))
-    drafter.pace = Pace(lambda: 0.0)
+    drafter.pace = StepBudget(lambda: 0.0)
     stops_at_every_end(model, drafter, steps)
 
 

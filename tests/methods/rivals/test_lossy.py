@@ -23,17 +23,17 @@ from vivace.methods.confidence.drafter import (
     Confidence,
     ConfidenceConfig,
     ConfidencePlan,
+    ConfidenceScores,
     ConfidenceThresholds,
     ConfidentDepth,
-    Told,
     calibrated,
-    told_by,
+    confidence_scores,
 )
 from vivace.methods.skipdecode.drafter import SkipDecode, SkipObjective, SkipPlan
 from vivace.recipes.confidence import ConfidenceRecipe
 from vivace.recipes.decoder import DecoderRecipe, Stage
 from vivace.recipes.trainer import train_beside
-from vivace.recipes.whole import RivalModelRecipe
+from vivace.recipes.whole import SupervisedRecipe
 from vivace.recipes.whole_trainer import train_whole
 from vivace.train.config import LoopConfig
 from vivace.train.data import Row, collate
@@ -71,7 +71,7 @@ def test_who_is_never_sure_decodes_plainly(deep, measure, thresholds) -> None:
 @pytest.mark.parametrize("measure", MEASURES)
 def test_lower_thresholds_let_more_leave(deep, measure) -> None:
     model = deep(torch.float32)
-    told = told_by(model, Confidence(ConfidenceConfig((2, 4), measure), model.config), [text_batch(1)])
+    told = confidence_scores(model, Confidence(ConfidenceConfig((2, 4), measure), model.config), [text_batch(1)])
     middle = float(told.scores[:, 0].median())
     shares = []
     for threshold in (2.0, middle, -2.0):
@@ -100,7 +100,7 @@ def test_thresholds_keep_the_stated_agreement() -> None:
     ease, noise, luck = torch.rand(3, 8000, generator=generator)
     scores = torch.stack((ease, (ease + noise) / 2), 1)  # who is easy at the first gate is easy at the second
     agrees = torch.stack((luck < ease.sqrt(), luck < ease.sqrt() + 0.3), 1)
-    told = Told(scores, agrees)
+    told = ConfidenceScores(scores, agrees)
     left = torch.ones(8000, dtype=torch.bool)
     for gate, threshold in enumerate(calibrated(told, 0.8).thresholds):
         assert threshold is not None
@@ -108,7 +108,7 @@ def test_thresholds_keep_the_stated_agreement() -> None:
         assert leaving.sum() >= 20
         assert agrees[leaving, gate].float().mean() >= 0.8 - 1e-6
         left &= ~leaving
-    assert calibrated(Told(scores, torch.zeros_like(agrees)), 0.9).thresholds == (None, None)
+    assert calibrated(ConfidenceScores(scores, torch.zeros_like(agrees)), 0.9).thresholds == (None, None)
     lower = calibrated(told, 0.7).thresholds[0]
     assert lower is not None
     assert lower < (calibrated(told, 0.9).thresholds[0] or 1)
@@ -169,7 +169,7 @@ def test_whole_models_are_trained_for_their_method(checkpoint: Path, tmp_path: P
     stage = Stage(LoopConfig(steps=4, warmup_steps=1), OptimiserConfig(adamw_rate=0.001, muon_rate=0.005))
     decoder = DecoderRecipe(kind="decoder", stages=(stage,), tokens_per_batch=256, held_back=8)
     layers = (1, 2) if kind == "supervised" else ()
-    recipe = RivalModelRecipe(kind, decoder, Supervision(layers, dropout=0.2), SkipPlan(3, 2, 4))
+    recipe = SupervisedRecipe(kind, decoder, Supervision(layers, dropout=0.2), SkipPlan(3, 2, 4))
     train_whole(recipe, WORDS, tmp_path / "out", Lines(lambda _: None), checkpoint)
     other = replace(recipe, supervision=Supervision(layers, weight=0.1), schedule=SkipPlan(4, 2, 4))
     with pytest.raises(MismatchError, match="another recipe"):

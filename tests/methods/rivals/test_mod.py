@@ -107,7 +107,7 @@ def test_training_form_is_decoding_form(base) -> None:
     h = model.run(h, step, below)
     cache = model.new_cache(1, 64)
     for tokens, chunk in ((text[:3], True), *(([token], False) for token in text[3:])):
-        passed = drafter.traversal.run(model, Draft.given_only({0: tokens}), cache, chunk=chunk)
+        passed = drafter.traversal.run(model, Draft.committed_only({0: tokens}), cache, chunk=chunk)
         if not chunk:
             torch.testing.assert_close(passed.hidden[0], h[cache.lengths[0]], atol=2e-4, rtol=2e-4)
         cache.commit([0], [range(len(tokens))])

@@ -44,7 +44,7 @@ def test_the_likeliest_paths_are_those_of_a_full_search(count: int) -> None:
 
 def test_a_grown_draft_has_these_paths_below_its_roots() -> None:
     nodes = every_path(LEVELS)
-    draft = grown(Draft.given_only({3: [11, 12], 1: [13], 2: [14]}), {3: nodes, 2: nodes[:2]})
+    draft = grown(Draft.committed_only({3: [11, 12], 1: [13], 2: [14]}), {3: nodes, 2: nodes[:2]})
     below = {slot: [row for row in range(len(draft.tokens)) if draft.lists.slot[row] == slot] for slot in (1, 2, 3)}
     assert [len(rows) for rows in below.values()] == [1, 3, 2 + len(nodes)]
     tokens = [tuple(draft.lists.tokens[row] for row in draft.path(at)) for at in below[3][2:]]

@@ -14,7 +14,7 @@ from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.decode.shallow import DraftPlan
 from vivace.decode.tree import TreePlan
 from vivace.errors import ConfigError, NotFoundError
-from vivace.evaluate.contest import Question
+from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.methods.composition import adapters_by_method, stored_of
 from vivace.methods.lookahead.drafter import LookaheadPlan
 from vivace.methods.medusa.drafter import MedusaConfig
@@ -57,7 +57,7 @@ def test_every_candidate_is_another_draft(engine: vivace.Engine) -> None:
     ],
 )
 def test_the_winner_is_used_from_then_on(engine: vivace.Engine, method: str, plan: object) -> None:
-    question = Question("aka", tuple(engine.tokenizer.encode_prompt("aka")))
+    question = BenchmarkPrompt("aka", tuple(engine.tokenizer.encode_prompt("aka")))
     [trial] = search(engine, method, [plan], [question], max_new_tokens=8)
     assert trial.run.identical
     keep_plan(engine, method, plan)

@@ -12,7 +12,7 @@ from vivace.core.branches import Heard, Places, branch_call, run_branches
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.decode.tree import TreePlan
@@ -29,9 +29,9 @@ def blocks(model: Decoder, uno: Uno, count: int) -> list[torch.Tensor]:
     """What the rows of a block say below each position of the text, (count, E), while decoding."""
     cache, found = model.new_cache(1, 64), []
     for token in TEXT:
-        draft = Draft.given_only({0: [token]})
+        draft = Draft.committed_only({0: [token]})
         found.append(uno.block(draft, [count], cache))
-        Climb().run(model, draft, cache)
+        ForwardPass().run(model, draft, cache)
         cache.commit([0], [[0]])
     return found
 

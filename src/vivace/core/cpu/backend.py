@@ -23,7 +23,7 @@ from vivace.core.cpu.packed import (
     TiedHead,
 )
 from vivace.core.cpu.span import NativeSpan
-from vivace.core.guessers import Chain
+from vivace.core.draft_rows import Chain
 from vivace.core.layers import FeedForward, Linear, RMSNorm
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
@@ -191,11 +191,11 @@ def num_bytes(config: ModelConfig, weights: Weights) -> int:
     if weights == "bf16":
         return total
     ends: Weights = "exact12" if weights == "exact12" else "int8"
-    rounded: list[tuple[Tensor, Weights]] = [(decoder.embedding, ends)]
+    quantized_copy: list[tuple[Tensor, Weights]] = [(decoder.embedding, ends)]
     for module in decoder.modules():
         if isinstance(module, Linear) and id(module) not in kept:
-            rounded.append((module.weight, ends if module is decoder.lm_head else weights))
-    saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in rounded]
+            quantized_copy.append((module.weight, ends if module is decoder.lm_head else weights))
+    saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in quantized_copy]
     return total - sum(saved)
 
 

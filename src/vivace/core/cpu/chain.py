@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.cpu.span import NativeSpan, matrix_of, norm_of, pointers, rounded
-from vivace.core.guessers import ChainPlan, Companion, DeepRead, Followers, Root
+from vivace.core.cpu.span import NativeSpan, matrix_of, norm_of, pointers, quantized_copy
+from vivace.core.draft_rows import ChainPlan, DeepRead, DraftRows, Root, StreamRows
 from vivace.core.seams import Draft, Passes
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
@@ -57,8 +57,8 @@ class NativeChain:
     def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
         self._decoder = decoder
         self._span = span
-        self._fixed: WeakKeyDictionary[Companion, dict[Weights, _Fixed]] = WeakKeyDictionary()
-        self._followings: WeakKeyDictionary[Followers, dict[Weights, _Following]] = WeakKeyDictionary()
+        self._fixed: WeakKeyDictionary[DraftRows, dict[Weights, _Fixed]] = WeakKeyDictionary()
+        self._followings: WeakKeyDictionary[StreamRows, dict[Weights, _Following]] = WeakKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
@@ -69,7 +69,7 @@ class NativeChain:
             return None
         return NativeChain(decoder, span)
 
-    def covers(self, companion: Companion) -> bool:
+    def covers(self, companion: DraftRows) -> bool:
         """Whether it can draft with this one."""
         if companion in self._fixed:
             return True
@@ -78,14 +78,14 @@ class NativeChain:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
-    def prepare(self, companion: Companion, weights: Weights) -> None:
+    def prepare(self, companion: DraftRows, weights: Weights) -> None:
         """Lay weights out and make copies now, so that the first draft takes no longer than the next."""
         self._of(companion, weights)
 
     def draft(
         self,
         roots: Sequence[Root],
-        companion: Companion,
+        companion: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
@@ -135,7 +135,7 @@ class NativeChain:
     def speculate(
         self,
         root: Root,
-        companion: Companion,
+        companion: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
@@ -162,7 +162,7 @@ class NativeChain:
     def follow(
         self,
         root: Root,
-        followers: Followers,
+        followers: StreamRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
         plan: ChainPlan,
@@ -227,12 +227,12 @@ class NativeChain:
             passes=(Passes(tuple(kept[:steps]), tuple(guessed[:steps]), into.draft_ns / 1e9),),
         )
 
-    def _following(self, followers: Followers, weights: Weights) -> _Following:
+    def _following(self, followers: StreamRows, weights: Weights) -> _Following:
         """What is the same in every call with these followers."""
         kinds = self._followings.setdefault(followers, {})
         if weights not in kinds:
             depth = self._decoder.config.num_layers
-            plan, copies = self._span.rounded(followers.insertion, depth, weights)
+            plan, copies = self._span.quantized_copy(followers.insertion, depth, weights)
             terms, tensors = self._span.terms((followers.deltas,), followers.insertion, depth)
             marks = followers.marks.detach().to(torch.bfloat16).contiguous()
             ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
@@ -260,7 +260,7 @@ class NativeChain:
     @cached_property
     def _head(self) -> Matrix:
         """The model's own."""
-        return rounded(self._decoder.lm_head, "bf16")
+        return quantized_copy(self._decoder.lm_head, "bf16")
 
     def _place(self, call: CChain, roots: Sequence[Root], cache: KVCache, positions: int) -> None:
         """Tell a call its roots, in a cache whose entries are below ``positions``."""
@@ -287,18 +287,18 @@ class NativeChain:
         rows = self._span.body.chain(plan, call)
         return made[:, :rows], None if hidden is None else hidden[:rows]
 
-    def _of(self, companion: Companion, weights: Weights) -> _Fixed:
+    def _of(self, companion: DraftRows, weights: Weights) -> _Fixed:
         """What is the same in every call with this companion; its weights are laid out once."""
         kinds = self._fixed.setdefault(companion, {})
         if weights not in kinds:
             kinds[weights] = self._call(companion.gate, companion, weights)
         return kinds[weights]
 
-    def _call(self, gate: int, companion: Companion | None, weights: Weights) -> _Fixed:
+    def _call(self, gate: int, companion: DraftRows | None, weights: Weights) -> _Fixed:
         """Chains below a gate by a companion, or by the rows themselves when there is none."""
         decoder = self._decoder
-        plan, copies = self._span.rounded(0, gate, weights)
-        head = rounded(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
+        plan, copies = self._span.quantized_copy(0, gate, weights)
+        head = quantized_copy(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
         call = CChain(
             head=head.struct,
             rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),

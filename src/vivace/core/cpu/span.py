@@ -51,20 +51,20 @@ class NativeSpan:
         self._packed = WeakIdKeyDictionary()
         self._terms = WeakIdKeyDictionary()
 
-    def rough(self, start: int, stop: int, weights: Weights) -> NativeSpan:
+    def quantized(self, start: int, stop: int, weights: Weights) -> NativeSpan:
         """A span whose matrices of layers start..stop-1 are copies in few bits, for drafts; the rest is shared."""
         other = copy(self)
-        other.plan, other._copies = self.rounded(start, stop, weights)
+        other.plan, other._copies = self.quantized_copy(start, stop, weights)
         return other
 
-    def rounded(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
+    def quantized_copy(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
         """The plan with copies of the matrices of layers start..stop-1 in few bits, and those copies."""
         kept: list[Matrix] = []
         if weights == "bf16":
             return self.plan, kept
 
         def matrix(part: object) -> CMatrix:
-            kept.append(rounded(part, weights))
+            kept.append(quantized_copy(part, weights))
             return kept[-1].struct
 
         plan = CPlan.from_buffer_copy(self.plan)
@@ -277,7 +277,7 @@ def matrix_of(part: object) -> CMatrix:
     return part.matrix.struct
 
 
-def rounded(part: object, weights: Weights) -> Matrix:
+def quantized_copy(part: object, weights: Weights) -> Matrix:
     """A packed projection in few bits: a copy, or itself where it is in few bits already."""
     assert isinstance(part, nn.Module)
     matrix = part.matrix

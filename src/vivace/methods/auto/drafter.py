@@ -216,7 +216,7 @@ class Adaptive:
             arm.is_warm = True
             return
         if not draft.passes:
-            guesses = (len(draft.tokens) - sum(draft.given)) / len(draft.slots)
+            guesses = (len(draft.tokens) - sum(draft.committed)) / len(draft.slots)
             arm.record(guesses, elapsed, allowed, verdict.accepted)
             return
         count = max(len(passes.kept) for passes in draft.passes)

@@ -29,7 +29,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Traversal
 from vivace.core.step import Step
 from vivace.core.trained import Trained
-from vivace.decode.depth import Depth, Leaving, Missing, at_quality
+from vivace.decode.depth import Depth, EarlyExit, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.train.data import DecoderObjective, TokenBatch
@@ -131,12 +131,12 @@ class ConfidentExit:
         self.confidence = confidence
         self.thresholds = tuple(thresholds)
 
-    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """To the gate; a shut one costs nothing."""
         start, stop, threshold = self.gates[gate - 1] if gate else 0, self.gates[gate], self.thresholds[gate]
         if threshold is None or len(asking) == 0:
             h = model.run(h, step, start, stop)
-            return Leaving(h, torch.zeros(len(asking), dtype=torch.bool), h[asking])
+            return EarlyExit(h, torch.zeros(len(asking), dtype=torch.bool), h[asking])
         before = None
         if self.confidence.config.measure == "cosine":
             h = model.run(h, step, start, stop - 1)
@@ -144,7 +144,7 @@ class ConfidentExit:
         h = model.run(h, step, start, stop)
         says = h[asking]
         score = self.confidence.score(model, says, before, row_count=step.row_count)
-        return Leaving(h, score > threshold, says)
+        return EarlyExit(h, score > threshold, says)
 
 
 class ConfidentDepth(NoDrafts):
@@ -165,7 +165,7 @@ class ConfidentDepth(NoDrafts):
 
 
 @dataclass(frozen=True)
-class Told:
+class ConfidenceScores:
     """What every gate says on some text, and whether it is what the top says."""
 
     scores: Tensor
@@ -175,7 +175,7 @@ class Told:
 
 
 @torch.no_grad()
-def told_by(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> Told:
+def confidence_scores(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> ConfidenceScores:
     """Scores and agreement on answer positions, every layer below complete."""
     scores, agrees = [], []
     gates = confidence.config.gates
@@ -186,10 +186,10 @@ def told_by(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch
         at = {depth: h[rows] for depth, h in frozen.residuals.items()}
         scores.append(torch.stack([confidence.score(model, at[gate], at[gate - 1]) for gate in gates], 1))
         agrees.append(torch.stack([model.greedy(at[gate]) == truth for gate in gates], 1))
-    return Told(torch.cat(scores), torch.cat(agrees))
+    return ConfidenceScores(torch.cat(scores), torch.cat(agrees))
 
 
-def calibrated(told: Told, quality: float) -> ConfidenceThresholds:
+def calibrated(told: ConfidenceScores, quality: float) -> ConfidenceThresholds:
     """Gate by gate the lowest threshold above which a share ``quality`` of those that leave say what the top says."""
     left = torch.ones(len(told.scores), dtype=torch.bool)
     thresholds: list[float | None] = []

@@ -23,7 +23,7 @@ from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoMemory
 from vivace.errors import ConfigError
 
@@ -72,7 +72,7 @@ class DraftModelState(NoMemory):
     def __init__(self, drafter: DraftModel, cache: KVCache) -> None:
         """Draft by ``drafter`` with an empty cache of its model."""
         self.config = drafter.config
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self.cache = cache
         self._model = drafter.model
         self._target_vocab_size = drafter.target_vocab_size
@@ -81,7 +81,7 @@ class DraftModelState(NoMemory):
 
     def propose(self, context: Context) -> Draft:
         """A chain of up to ``num_draft_tokens`` guesses per slot, one draft-model pass per depth for all slots."""
-        draft = context.given()
+        draft = context.committed()
         counts = {slot: count for slot in context.slots if (count := self._room(context, slot)) > 0}
         if not counts:
             return draft
@@ -91,7 +91,7 @@ class DraftModelState(NoMemory):
             cache.prompts[slot] = context.cache.prompts[slot]
         self._catch_up(context.tokens, tuple(counts), cache)
         rows = {slot: context.tokens[slot][cache.lengths[slot] :] for slot in counts}
-        leaves = dict(zip(draft.slots, draft.roots().tolist(), strict=True))
+        leaves = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
         self._unverified.update((slot, context.cache.lengths[slot]) for slot in counts)
         for depth in range(max(counts.values())):
             growing = [slot for slot in counts if counts[slot] > depth]
@@ -118,12 +118,12 @@ class DraftModelState(NoMemory):
 
     def _run(self, rows: Mapping[int, Sequence[int]], cache: KVCache, *, chunk: bool = False) -> Tensor:
         """Store these tokens of each slot; the hidden row of each slot's last one, (slots, E)."""
-        taken = Draft.given_only(rows)
+        taken = Draft.committed_only(rows)
         step = Step.of(taken, cache, chunk=chunk)
         known = taken.tokens.clamp(max=self._model.config.vocab_size - 1)  # an id only the target has
         hidden = self._model.run(self._model.embed(known, step), step)
-        cache.commit(taken.slots, [range(count) for count in taken.given])
-        return hidden[taken.roots()]
+        cache.commit(taken.slots, [range(count) for count in taken.committed])
+        return hidden[taken.last_committed()]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary, (n, V) float32; ids the draft model lacks are impossible."""
@@ -134,11 +134,13 @@ class DraftModelState(NoMemory):
     @staticmethod
     def _guess(logits: Tensor, context: Context, draft: Draft, below: Tensor) -> tuple[Tensor, Tensor | None]:
         """A token after each of the draft's rows ``below``, (n, 1), and the law it was drawn from, (n, V)."""
-        if context.law.is_greedy(context.slots):
+        if context.distribution.is_greedy(context.slots):
             return logits.argmax(-1, keepdim=True), None
-        probs = drawable(context.law(logits, draft, below))
+        probs = drawable(context.distribution(logits, draft, below))
         slots = draft.slot[below].tolist()
-        drawn = [sample(law, context.generators[slot]) for law, slot in zip(probs, slots, strict=True)]
+        drawn = [
+            sample(distribution, context.generators[slot]) for distribution, slot in zip(probs, slots, strict=True)
+        ]
         return torch.tensor(drawn)[:, None], probs
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:

@@ -17,7 +17,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Traversal
 from vivace.core.step import Step
 from vivace.core.trained import Trained
-from vivace.decode.depth import Depth, Leaving, Missing, at_quality
+from vivace.decode.depth import Depth, EarlyExit, Missing, at_quality
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatedAccelerator, GatesConfig
@@ -87,19 +87,19 @@ class AcceleratedExit:
         self.gates = tuple(config.gates.layers[gate] for gate, _ in self._open)
         self._depths = [config.router.depths(config.gates, gate) for gate, _ in self._open]
 
-    def climb(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> Leaving:
+    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """Slow rows to the gate, in its own interval with companions of the asking ones."""
         number, threshold = self._open[gate]
         low = self.gates[gate - 1] if gate else 0
         start, stop = self.accelerator.config.interval(number)
         if len(asking) == 0:
             h = model.run(h, step, low, stop)
-            return Leaving(h, torch.zeros(0, dtype=torch.bool), h[asking])
+            return EarlyExit(h, torch.zeros(0, dtype=torch.bool), h[asking])
         h = h if low == start else model.run(h, step, low, start)
-        h, trail = self.accelerator.climb(model, number, h, step, asking, self._depths[gate])
+        h, trail = self.accelerator.forward(model, number, h, step, asking, self._depths[gate])
         says = self.accelerator.at_gate(number, trail[:, -1])
         score = self.router.score(number, trail, lambda: model.head(says, row_count=step.row_count))
-        return Leaving(h, score > threshold, says, stop - start)
+        return EarlyExit(h, score > threshold, says, stop - start)
 
 
 class DynamicDepth(NoDrafts):

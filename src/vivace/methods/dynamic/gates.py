@@ -88,7 +88,7 @@ class GatesConfig:
         start, stop = self.interval(gate)
         return num_layers if rate is None else min(num_layers, start + round(rate * (stop - start)))
 
-    def worthwhile(self, num_layers: int) -> tuple[float, ...]:
+    def minimum_exit_share(self, num_layers: int) -> tuple[float, ...]:
         """Share of the tokens asked at each gate that must leave there for their companions to pay."""
         spans = [self.interval(gate) for gate in range(len(self.gates))]
         return tuple(COMPANION * (stop - start) / (num_layers - stop) for start, stop in spans)
@@ -137,7 +137,7 @@ class GatedAccelerator(LowRank):
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
         return torch.stack(_stops(model, h, reading, (self.config.interval(gate)[0], *depths)), 1)
 
-    def climb(
+    def forward(
         self, model: Decoder, gate: int, h: Tensor, step: Step, leading: Tensor, depths: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Slow rows and accelerated companions of some of them up to a gate, sharing every weight read.

@@ -140,7 +140,7 @@ def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfi
 
 
 @dataclass(frozen=True)
-class RouterLesson:
+class RouterTraining:
     """Stage 2 in numbers."""
 
     epochs: int = 8
@@ -157,7 +157,7 @@ class RouterLesson:
             )
 
 
-def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterLesson, *, seed: int = 0) -> None:
+def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterTraining, *, seed: int = 0) -> None:
     """Teach a router, in place, when its gates are right; one without weights is left alone.
 
     Args:

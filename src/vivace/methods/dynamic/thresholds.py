@@ -57,24 +57,26 @@ def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
     return Scores(torch.stack(judged, 1).float(), trails.agrees)
 
 
-def calibrate(scores: Scores, quality: float, *, fewest: int = FEWEST, worthwhile: Sequence[float] = ()) -> QualityPlan:
+def calibrate(
+    scores: Scores, quality: float, *, fewest: int = FEWEST, minimum_exit_share: Sequence[float] = ()
+) -> QualityPlan:
     """The lowest thresholds whose exits agree in at least this share.
 
     Args:
         scores: of held-back positions.
         quality: the agreement asked for, in (0, 1).
         fewest: positions that must pass a threshold for it to count.
-        worthwhile: share of the positions asked that must leave at each gate, else it stays shut (``GatesConfig``);
-            empty opens every gate that can keep the agreement.
+        minimum_exit_share: share of the positions asked that must leave at each gate, else it stays shut
+            (``GatesConfig``); empty opens every gate that can keep the agreement.
     """
     left = torch.ones(len(scores.score), dtype=torch.bool)
     thresholds: list[float | None] = []
     for gate in range(scores.score.shape[1]):
         score = scores.score[:, gate]
         threshold = _lowest(score[left], scores.agrees[left, gate], quality, fewest)
-        if threshold is not None and worthwhile:
+        if threshold is not None and minimum_exit_share:
             leaving = float((score[left] > threshold).double().mean())
-            threshold = threshold if leaving >= worthwhile[gate] else None
+            threshold = threshold if leaving >= minimum_exit_share[gate] else None
         thresholds.append(threshold)
         if threshold is not None:
             left = left & (score <= threshold)

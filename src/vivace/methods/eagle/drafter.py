@@ -27,7 +27,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.core.trained import Trained
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import Forgetful
 from vivace.decode.shallow import DraftPlan, guess_below
 from vivace.errors import ConfigError
@@ -72,7 +72,7 @@ class EagleLayer(Trained):
         """Guessed residuals (T, E) from normed features and embeddings (T, E)."""
         return self.body.run(F.linear(torch.cat((features, embedded), -1), self.join), step)
 
-    def learnt(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
         """What is trained."""
         return [self.join, *self.body.layers.parameters()]
 
@@ -132,7 +132,7 @@ class EagleState(Forgetful):
 
     def __init__(self, drafter: Eagle, cache: KVCache) -> None:
         """Draft by the layer of ``drafter``, with an empty cache of its entries."""
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self.cache = cache
         self.model = drafter.model
         self.plan = drafter.plan
@@ -142,15 +142,15 @@ class EagleState(Forgetful):
 
     def propose(self, context: Context) -> Draft:
         """A chain or tree per slot whose last position was seen, one small pass per depth for all of them."""
-        draft = context.given()
+        draft = context.committed()
         room = {slot: context.max_nodes.get(slot, len(self.plan.widths)) for slot in context.slots}
         growing = [slot for slot in context.slots if self._pending.get(slot) and room[slot] > 0]
         if not growing:
             return draft
         cache = self.cache
         own, hidden = self._catch_up(context.tokens, growing, cache)
-        above = dict(zip(draft.slots, draft.root_rows, strict=True))
-        leaves, mine = torch.tensor([above[slot] for slot in growing]), own.roots()
+        above = dict(zip(draft.slots, draft.last_rows, strict=True))
+        leaves, mine = torch.tensor([above[slot] for slot in growing]), own.last_committed()
         known = hidden[mine]
         for depth, width in enumerate(self.plan.widths):
             draft, own, rows, origin = self._guess(context, (draft, own), (leaves, mine), known, width)
@@ -160,7 +160,7 @@ class EagleState(Forgetful):
             keep = torch.tensor(wanted)
             leaves, mine = rows[0][keep], rows[1][keep]
             known = self._run(own, mine, self.model.norm(known[origin[keep]]), cache)
-        cache.commit(own.slots, [range(given) for given in own.given])
+        cache.commit(own.slots, [range(given) for given in own.committed])
         return draft
 
     def _guess(
@@ -183,11 +183,11 @@ class EagleState(Forgetful):
                 features[slot] = F.pad(features[slot], (0, 0, 1, 0))
         while far := [slot for slot in slots if len(features[slot]) > CHUNK]:
             rows = {slot: self._tail(tokens[slot], len(features[slot]))[:CHUNK] for slot in far}
-            taken = Draft.given_only(rows)
+            taken = Draft.committed_only(rows)
             self._run(taken, None, torch.cat([features[slot][:CHUNK] for slot in far]), cache, chunk=True)
-            cache.commit(taken.slots, [range(count) for count in taken.given])
+            cache.commit(taken.slots, [range(count) for count in taken.committed])
             features.update((slot, features[slot][CHUNK:]) for slot in far)
-        own = Draft.given_only({slot: self._tail(tokens[slot], len(features[slot])) for slot in slots})
+        own = Draft.committed_only({slot: self._tail(tokens[slot], len(features[slot])) for slot in slots})
         return own, self._run(own, None, torch.cat([features[slot] for slot in slots]), cache)
 
     @staticmethod

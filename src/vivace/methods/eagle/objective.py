@@ -42,7 +42,7 @@ class EagleObjective(DecoderObjective):
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """All weights of the layer, no decay."""
-        return [{"params": self.layer.learnt(), "name": "eagle", "weight_decay": 0.0}]
+        return [{"params": self.layer.trainable(), "name": "eagle", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
         """Every position guesses its own final residual from the one before it and its token."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.guessers import Companion
+from vivace.core.draft_rows import DraftRows
 from vivace.core.low_rank import LowRankDeltas, Site, random_factor
 from vivace.core.model import Decoder
 from vivace.core.step import Step
@@ -82,7 +82,7 @@ class ExitGuess:
         self.exit = exit_
         self.gate = exit_.config.gate
         scale = torch.ones(model.config.width, dtype=model.dtype) if exit_.scale is None else exit_.scale
-        self.companion: Companion | None = Companion(
+        self.companion: DraftRows | None = DraftRows(
             self.gate, exit_.deltas(torch.zeros(1, dtype=torch.int64)), True, scale
         )
 
@@ -90,7 +90,7 @@ class ExitGuess:
         """Guesses start where the rows do, whatever the position before them said."""
         return None
 
-    def climb(
+    def forward(
         self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Rows to the gate, and what the guessing ones say there."""

@@ -41,34 +41,34 @@ class Foreseeing:
             name: of the method.
         """
         self.name = name
-        self.climb = ForesightClimb(foresight, plan)
+        self.forward = ForesightForwardPass(foresight, plan)
 
     def open(self, cache: KVCache) -> ForeseeingState:
         """State of a session that has decided nothing yet."""
-        return ForeseeingState(self.climb)
+        return ForeseeingState(self.forward)
 
 
 class ForeseeingState(Forgetful):
     """Fills ``DraftState``: remembers where the text of each slot has come out, which is what a forecast reads."""
 
-    def __init__(self, climb: ForesightClimb) -> None:
+    def __init__(self, climb: ForesightForwardPass) -> None:
         """Take rows up by ``climb``."""
-        self.climb = climb
+        self.forward = climb
         self.traversal: Traversal = self
         self._ends: dict[int, Tensor] = {}
         """By slot: the residual (E) that the token which is not stored yet was decided from."""
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """Fills ``Traversal``: the forecast of a slot begins where its text has come out."""
-        return self.climb.run(model, draft, cache, chunk=chunk, ends=self._ends)
+        return self.forward.run(model, draft, cache, chunk=chunk, ends=self._ends)
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens alone."""
-        return context.given()
+        return context.committed()
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """The next token follows the last row that was kept; after a prompt chunk its last row."""
-        rows = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        rows = draft.last_rows if verdict is None else [path[-1] for path in verdict.paths]
         for slot, row in zip(draft.slots, rows, strict=True):
             self._ends[slot] = passed.hidden[row].clone()
 
@@ -84,7 +84,7 @@ class ForeseeingState(Forgetful):
             self._ends.pop(slot, None)
 
 
-class ForesightClimb:
+class ForesightForwardPass:
     """Fills ``Traversal``: all rows up the layers, while mixtures are told which experts will be needed."""
 
     def __init__(self, foresight: Foresight, plan: ForesightPlan) -> None:

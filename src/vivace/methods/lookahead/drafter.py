@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import Forgetful
 from vivace.decode.session import DRAFT_SLACK
 from vivace.decode.tree import Node, grown
@@ -117,14 +117,14 @@ class LookaheadState(Forgetful):
     def __init__(self, model: Decoder, plan: LookaheadPlan) -> None:
         self.model = model
         self.plan = plan
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self._memory: dict[int, Memory] = {}
 
     def propose(self, context: Context) -> Draft:
         """Verification branches and, while there is room for all of it, the window."""
-        draft = context.given()
+        draft = context.committed()
         trees: dict[int, list[Node]] = {}
-        for slot, given in zip(draft.slots, draft.given, strict=True):
+        for slot, given in zip(draft.slots, draft.committed, strict=True):
             memory = self._memory.setdefault(slot, self._start(context.tokens[slot]))
             room = context.max_nodes.get(slot, self.plan.num_nodes)
             nodes = _branches(memory.pool.after(context.tokens[slot][-1]), room)

@@ -28,7 +28,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import Forgetful
 from vivace.decode.tree import Node, TreePlan, grown, likeliest, shaped
 from vivace.errors import ConfigError
@@ -140,12 +140,12 @@ class MedusaState(Forgetful):
     def __init__(self, drafter: Medusa) -> None:
         """Draft by the heads of ``drafter``."""
         self.drafter = drafter
-        self.traversal: Traversal = Climb()
+        self.traversal: Traversal = ForwardPass()
         self._kept: dict[int, Tensor] = {}
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and a tree below the root of every slot whose last position was seen."""
-        draft, deepest = context.given(), self.drafter.depth
+        draft, deepest = context.committed(), self.drafter.depth
         room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
         guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
         if not guessing:
@@ -156,7 +156,7 @@ class MedusaState(Forgetful):
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Keep the last kept position of each slot, prompt chunks too."""
-        last = draft.root_rows if verdict is None else [path[-1] for path in verdict.paths]
+        last = draft.last_rows if verdict is None else [path[-1] for path in verdict.paths]
         self._kept.update(zip(draft.slots, self.drafter.model.norm(passed.hidden[last]), strict=True))
 
     def release(self, slots: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 from vivace.core.trained import Trained
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 
@@ -91,7 +91,7 @@ def gated(h: Tensor, through: Tensor, r: Tensor) -> Tensor:
     return through + excess * (through - h)
 
 
-class RoutedClimb:
+class RoutedForwardPass:
     """Fills ``Traversal``: each row through the layers whose routers let it."""
 
     def __init__(self, routers: Routers, plan: ModPlan) -> None:
@@ -108,7 +108,7 @@ class RoutedClimb:
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """Take the rows up, routed layers one by one."""
         if chunk:
-            return Climb().run(model, draft, cache, chunk=True)
+            return ForwardPass().run(model, draft, cache, chunk=True)
         assert draft.is_chain, "a row is routed on the text before it"
         step, below = Step.of(draft, cache), 0
         h = model.embed(draft.tokens, step)
@@ -144,4 +144,4 @@ class MixtureOfDepths(NoDrafts):
     """Fills ``Drafter``: guesses nothing."""
 
     def __init__(self, routers: Routers, plan: ModPlan) -> None:
-        super().__init__("mod", RoutedClimb(routers, plan))
+        super().__init__("mod", RoutedForwardPass(routers, plan))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vivace.core.guessers import Companion
+from vivace.core.draft_rows import DraftRows
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.shallow import DraftPlan, ShallowDrafter
-from vivace.methods.multirate.residual import Accelerator, dual_climb
+from vivace.methods.multirate.residual import Accelerator, dual_forward
 
 
 class AcceleratedGuess:
@@ -20,17 +20,17 @@ class AcceleratedGuess:
         self.accelerator = accelerator
         self.gate = accelerator.config.gate
         accelerator.run_on(model)
-        self.companion: Companion | None = accelerator.companion()
+        self.companion: DraftRows | None = accelerator.companion()
 
     def offsets(self, final: Tensor) -> Tensor | None:
         """Feedback (n, lags, E) from what verification left at the top, (n, E); None for weights without."""
         return None if self.accelerator.feedback is None else self.accelerator.offsets(self.model.norm(final))
 
-    def climb(
+    def forward(
         self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Slow rows to the gate with accelerated companions behind the guessing ones."""
-        return dual_climb(model, self.accelerator, h, step, guessing, offset)
+        return dual_forward(model, self.accelerator, h, step, guessing, offset)
 
 
 def self_speculation(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.guessers import DeepRead
+from vivace.core.draft_rows import DeepRead
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels

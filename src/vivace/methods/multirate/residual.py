@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.guessers import Companion
+from vivace.core.draft_rows import DraftRows
 from vivace.core.low_rank import LowRank, site_shapes
 from vivace.core.model import Decoder
 from vivace.core.step import Step
@@ -85,11 +85,11 @@ class Accelerator(LowRank):
             return offsets.view(len(final), -1, final.shape[1])
         return None
 
-    def companion(self) -> Companion:
+    def companion(self) -> DraftRows:
         """Accelerated rows as data."""
         deltas = self.deltas(torch.zeros(1, dtype=torch.int64))
         reads = tuple(reach.data() for reach in self.reaches())
-        return Companion(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
+        return DraftRows(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
 
     def reaches(self) -> Iterator[Reach]:
         """The deep layers that are read, bottom first."""
@@ -110,7 +110,7 @@ class Accelerator(LowRank):
         return p * self.scale
 
 
-def dual_climb(
+def dual_forward(
     model: Decoder, accelerator: Accelerator, h: Tensor, step: Step, leading: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Slow rows and accelerated rows through the layers below the gate, sharing every weight read.

@@ -32,8 +32,8 @@ def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
         raise ConfigError("these streams were trained without a pruner; set adapter.pruner_rank and train again")
     insertion, rows = streams.config.insertion, batch.predicting
     frozen = FrozenPass.of(model, batch.tokens, (insertion,))
-    law = streams.pruner.law(frozen.residuals[insertion][rows], model)
-    return law.gather(1, model.greedy(frozen.final[rows])[:, None])[:, 0]
+    distribution = streams.pruner.distribution(frozen.residuals[insertion][rows], model)
+    return distribution.gather(1, model.greedy(frozen.final[rows])[:, None])[:, 0]
 
 
 def threshold_for(edges: Iterable[Tensor], surviving: float = SURVIVING) -> float:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.guessers import Root
+from vivace.core.draft_rows import Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.plain import Forgetful, Pace, native_chain, pending
-from vivace.methods.multistream.climb import Decided, StreamClimb, StreamPass
+from vivace.decode.plain import Forgetful, StepBudget, native_chain, pending
 from vivace.methods.multistream.config import StreamPlan
+from vivace.methods.multistream.forward import Decided, StreamForwardPass, StreamPass
 from vivace.methods.multistream.streams import Streams
 
 
@@ -41,13 +41,13 @@ class StreamDrafter:
         streams.run_on(model)
         self.model = model
         self.plan = plan
-        self.climb = StreamClimb(streams, plan)
-        self.climb.prepare(model)
+        self.forward = StreamForwardPass(streams, plan)
+        self.forward.prepare(model)
         self.has_feedback = streams.config.feedback
         is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
         self.followers = streams.followers(len(plan.widths)) if is_chain else None
         """The same as data, where whole steps can be made at once."""
-        self.pace = Pace()
+        self.pace = StepBudget()
 
     def open(self, cache: KVCache) -> StreamState:
         """State of a session that has decided nothing yet."""
@@ -60,7 +60,7 @@ class StreamState(Forgetful):
     def __init__(self, drafter: StreamDrafter) -> None:
         """Draft by the streams of ``drafter``."""
         self.drafter = drafter
-        self.model, self.plan, self.climb = drafter.model, drafter.plan, drafter.climb
+        self.model, self.plan, self.forward = drafter.model, drafter.plan, drafter.forward
         self.traversal: Traversal = self
         self._kept: dict[int, Tensor] = {}
         """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
@@ -72,7 +72,7 @@ class StreamState(Forgetful):
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
         """Fills ``Traversal``: steps that were made in one call are at the top already."""
         if not draft.passes:
-            return self.climb.run(model, draft, cache, chunk=chunk)
+            return self.forward.run(model, draft, cache, chunk=chunk)
         assert draft.hidden is not None
         assert self._entering is not None
         every = torch.arange(len(draft.hidden))
@@ -83,7 +83,7 @@ class StreamState(Forgetful):
         ahead = self._ahead(context)
         if ahead is not None:
             return ahead
-        draft = context.given()
+        draft = context.committed()
         room = {
             slot: min(context.max_nodes.get(slot, len(self.plan.widths)), len(self.plan.widths)) for slot in draft.slots
         }
@@ -92,7 +92,7 @@ class StreamState(Forgetful):
             return draft
         kept = torch.stack([self._kept[slot] for slot in guessing])
         if self.plan.attach == "kept":
-            kept = self.climb.follow(self.model, guessing, kept, context.cache, self._decided(context, guessing))
+            kept = self.forward.follow(self.model, guessing, kept, context.cache, self._decided(context, guessing))
         guesses = dict(zip(guessing, self._guesses(kept), strict=True))
         return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
 
@@ -152,7 +152,7 @@ class StreamState(Forgetful):
 def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
     """Below each root all paths through its levels of tokens."""
     tokens, slot, node, parent = (list(column) for column in draft.lists)
-    for index, root, given in zip(draft.slots, draft.root_rows, draft.given, strict=True):
+    for index, root, given in zip(draft.slots, draft.last_rows, draft.committed, strict=True):
         leaves, number = [root], given
         for level in guesses.get(index, ()):
             above, leaves = leaves, []
@@ -165,4 +165,4 @@ def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
                     parent.append(leaf)
                     number += 1
     rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
-    return Draft(draft.slots, draft.given, rows, slots, nodes, parents)
+    return Draft(draft.slots, draft.committed, rows, slots, nodes, parents)

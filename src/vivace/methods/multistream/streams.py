@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
-from vivace.core.guessers import Followers
+from vivace.core.draft_rows import StreamRows
 from vivace.core.low_rank import ATTENTION, LowRank, LowRankDeltas, random_factor, site_shapes
 from vivace.core.model import Decoder
 from vivace.kernels.reference import linear
@@ -112,13 +112,13 @@ class Streams(LowRank):
         deltas = super().deltas(which)
         return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
 
-    def followers(self, count: int) -> Followers | None:
+    def followers(self, count: int) -> StreamRows | None:
         """The first ``count`` streams as data; None where values are rotated."""
         if self.rotation is not None:
             return None
         deltas = self.deltas(torch.zeros(count, dtype=torch.int64), count)
         feedback = self._feedback() if self.config.feedback else None
-        return Followers(self.config.insertion, deltas, self.embeddings[:count], feedback)
+        return StreamRows(self.config.insertion, deltas, self.embeddings[:count], feedback)
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:
@@ -159,6 +159,6 @@ class Pruner(nn.Module):
         """Rows entering the insertion layer, as the head shall read them, (n, E) -> (n, E)."""
         return main + main @ self.down.to(main.dtype).mT @ self.up.to(main.dtype).mT
 
-    def law(self, main: Tensor, model: Decoder) -> Tensor:
+    def distribution(self, main: Tensor, model: Decoder) -> Tensor:
         """Z, (n, E) -> (n, V) float32."""
         return torch.softmax(model.head(self(main)), -1)

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def _plain(context: MethodContext) -> Drafter:
-    from vivace.decode.plain import RunsAhead
+    from vivace.decode.plain import MultiStepPlain
 
-    return RunsAhead(context.model)
+    return MultiStepPlain(context.model)
 
 
 PLAIN = MethodSpec(name="plain", summary="one token per pass", make=_plain, no_length=DRAFTS_NOTHING)

@@ -22,7 +22,7 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass, Traversal
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.train.data import TokenBatch
@@ -60,7 +60,7 @@ class SkipPlan:
         return num_layers - (int(budget) - self.warmup)
 
 
-class SkipClimb:
+class SkipForwardPass:
     """Fills ``Traversal``: rows join the topmost layers where their places say."""
 
     def __init__(self, plan: SkipPlan) -> None:
@@ -69,7 +69,7 @@ class SkipClimb:
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """Take the rows up; those with larger budgets run ahead until the others join."""
         if chunk:
-            return Climb().run(model, draft, cache, chunk=True)
+            return ForwardPass().run(model, draft, cache, chunk=True)
         num_layers, step = model.config.num_layers, Step.of(draft, cache)
         h = model.run(model.embed(draft.tokens, step), step, 0, self.plan.warmup)
         places = zip(step.position.tolist(), draft.lists.slot, strict=True)
@@ -94,7 +94,7 @@ class SkipDecode(NoDrafts):
         super().__init__()
         self.plan = SkipPlan(*_spread(model.config.num_layers)) if plan is None else plan
         self.plan.check_fits(model.config.num_layers)
-        self.traversal: Traversal = SkipClimb(self.plan)
+        self.traversal: Traversal = SkipForwardPass(self.plan)
 
 
 def _spread(num_layers: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shape
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft
 from vivace.core.step import Step
-from vivace.decode.climb import Climb
+from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
 from vivace.decode.tree import Node, TreePlan, grown, likeliest, shaped
 from vivace.errors import ConfigError
@@ -75,7 +75,7 @@ class Uno(NoDrafts):
         Raises:
             ConfigError: the plan goes deeper than the block.
         """
-        super().__init__("uno", Climb())
+        super().__init__("uno", ForwardPass())
         if len(plan.widths) > terms.config.block:
             raise ConfigError(f"draft widths {list(plan.widths)} go deeper than a block of {terms.config.block}")
         if model.backend.span is None:
@@ -87,12 +87,12 @@ class Uno(NoDrafts):
 
     def propose(self, context: Context) -> Draft:
         """The decided tokens, and a block below the root of every slot, all made in one pass."""
-        draft, deepest = context.given(), len(self.plan.widths)
+        draft, deepest = context.committed(), len(self.plan.widths)
         room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
         guessing = {slot: count for slot, count in room.items() if count > 0}
         if not guessing:
             return draft
-        given = Draft.given_only({slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in guessing})
+        given = Draft.committed_only({slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in guessing})
         hidden = self.block(given, list(guessing.values()), context.cache)
         return grown(draft, dict(zip(guessing, self._trees(hidden, list(guessing.values())), strict=True)))
 
@@ -111,17 +111,17 @@ class Uno(NoDrafts):
         h = torch.cat((h[:first], self.terms.disturbed(h[first:])))
         top = self.model.run(h, replace(step, deltas=(self._terms_of(first, len(h) - first),)))
         guessing, noise = list[int](), first
-        for root, count in zip(given.root_rows, counts, strict=True):
+        for root, count in zip(given.last_rows, counts, strict=True):
             guessing += [root, *range(noise, noise + count - 1)]
             noise += count - 1
         return top[torch.tensor(guessing)]
 
-    def _terms_of(self, num_given: int, num_noise: int) -> LowRankDeltas:
+    def _terms_of(self, num_prompt: int, num_noise: int) -> LowRankDeltas:
         """Terms of a call, the same object for calls of the same shape."""
-        key = (num_given, num_noise)
+        key = (num_prompt, num_noise)
         if key not in self._deltas:
-            which = torch.zeros(num_given + num_noise, dtype=torch.int64)
-            which[:num_given] = -1
+            which = torch.zeros(num_prompt + num_noise, dtype=torch.int64)
+            which[:num_prompt] = -1
             self._deltas[key] = self.terms.deltas(which)
         return self._deltas[key]
 

@@ -11,24 +11,24 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.request import Processor, Request
 from vivace.engine import Engine, Options
+from vivace.serve.api_error import APIError
 from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from vivace.serve.catalog import Catalog
-from vivace.serve.complaint import fields_of
 from vivace.serve.grammar import Bind, binds, bound
 from vivace.serve.grammars import Grammars
 from vivace.serve.prefix import PrefixCache
 from vivace.serve.processors import Bias, Penalties
 from vivace.serve.prompts import Prompts, Unread
-from vivace.serve.refusal import Refusal
 from vivace.serve.tool_reader import ToolReader
 from vivace.serve.tools import Tools
+from vivace.serve.validation import fields_of
 
 _SAY_LIMIT = frozenset({"max_new_tokens", "max_length"})
 """Keys of ``generation_config.json`` that bound answers."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class ParsedRequest:
     """What one HTTP request asks for: ``n`` requests for each of its prompts."""
 
     model: str
@@ -54,7 +54,7 @@ class Begun:
 
     @property
     def takes_long(self) -> bool:
-        """Whether ``Asking.go_on`` has something to do."""
+        """Whether ``RequestParser.go_on`` has something to do."""
         is_strict = isinstance(self.body, ChatBody) and self.body.is_strict
         return self.body.is_bound or is_strict or any(isinstance(prompt, str) for prompt in self.prompts)
 
@@ -68,7 +68,7 @@ class Verbatim(Tokenizer):
         return text
 
 
-class Asking:
+class RequestParser:
     """Reads bodies for one engine."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Asking:
             raw: the JSON.
 
         Raises:
-            UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
+            UsageError: a field that this model or server cannot follow; a ``APIError`` names it.
         """
         body = fields_of(kind, raw)
         self.catalog.find(body.model)
@@ -135,7 +135,7 @@ class Asking:
         tokens = tuple(self.prompts.tokens(one, special=special) for one in begun.prompts)
         return replace(begun, prompts=tokens, binds=self.bindings(begun.body, owner))
 
-    def finish(self, begun: Begun, owner: bytes) -> Ask:
+    def finish(self, begun: Begun, owner: bytes) -> ParsedRequest:
         """Requests for the session.
 
         Args:
@@ -143,7 +143,7 @@ class Asking:
             owner: whose request it is; prompts are cached for each owner alone.
 
         Raises:
-            UsageError: a field that this model or server cannot follow; a ``Refusal`` names it.
+            UsageError: a field that this model or server cannot follow; a ``APIError`` names it.
         """
         body, prompts = begun.body, [list(prompt) for prompt in begun.prompts if not isinstance(prompt, str)]
         assert len(prompts) == len(begun.prompts), "long texts are tokenized by now"
@@ -196,7 +196,7 @@ class Asking:
         schema = {"type": "object"} if named is None else named.schema_
         return (*found, binds(self.grammars.json_schema(schema, owner), "response_format"))
 
-    def _with_tools(self, ask: Ask, body: ChatBody) -> Ask:
+    def _with_tools(self, ask: ParsedRequest, body: ChatBody) -> ParsedRequest:
         """The same, its answers read for calls."""
         form = self._tools.form()
         only_one = not body.parallel_tool_calls
@@ -214,7 +214,7 @@ class Asking:
         prompts: list[list[int]],
         limit: int | None,
         num_top: int | None,
-    ) -> Ask:
+    ) -> ParsedRequest:
         """Requests, with the likeliest ``num_top`` tokens of every place, without log-probabilities when it is None."""
         model = self.catalog.find(body.model)
         options = self._options(body, limit, num_top is not None)
@@ -231,7 +231,7 @@ class Asking:
             first = self._request(body, tokens, options, drafter, prefix)
             first = replace(first, num_top_logprobs=num_top or 0, processors=self._processors(body, len(tokens), bias))
             requests += [replace(first, seed=seed + choice) for choice in range(body.n)]
-        return Ask(
+        return ParsedRequest(
             model,
             method,
             tuple(map(tuple, prompts)),
@@ -246,7 +246,7 @@ class Asking:
         needed = num_prompt_tokens + (limit or 1)
         if needed > self.max_model_len:
             answer = f"{asked} is {limit}" if limit else "the answer has one at least"
-            raise Refusal(
+            raise APIError(
                 400,
                 f"{prompt} has {num_prompt_tokens} tokens and {answer}, together {needed}; this server holds "
                 f"{self.max_model_len}; shorten one of them",
@@ -254,7 +254,7 @@ class Asking:
                 code="context_length_exceeded",
             )
         if limit is not None and body.min_tokens > limit:
-            raise Refusal(400, f"min_tokens is {body.min_tokens}, more than {asked}, {limit}", param="min_tokens")
+            raise APIError(400, f"min_tokens is {body.min_tokens}, more than {asked}, {limit}", param="min_tokens")
 
     def _options(self, body: GenerationBody, limit: int | None, wants_logprobs: bool) -> Options:
         return Options(
@@ -302,7 +302,7 @@ class Asking:
 
     def _bias(self, body: GenerationBody) -> dict[int, float]:
         if wrong := [key for key in body.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
-            raise Refusal(400, f"logit_bias has the key {wrong[0][:100]!r}; keys are token ids", param="logit_bias")
+            raise APIError(400, f"logit_bias has the key {wrong[0][:100]!r}; keys are token ids", param="logit_bias")
         bias = {int(key): value for key, value in body.logit_bias.items()}
         self.prompts.check_tokens(list(bias), "logit_bias")
         return bias

@@ -11,7 +11,7 @@ from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
-from vivace.decode.plain import MOST, NoDrafts, RunsAhead
+from vivace.decode.plain import MOST, MultiStepPlain, NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.kernels.low_bit import Weights
@@ -48,14 +48,14 @@ class Steady:
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Given tokens by slot of every draft made from now on."""
     seen: list[tuple[int, ...]] = []
-    propose = RunsAhead.propose
+    propose = MultiStepPlain.propose
 
-    def noting(self: RunsAhead, context: Context) -> Draft:
+    def noting(self: MultiStepPlain, context: Context) -> Draft:
         draft = propose(self, context)
-        seen.append(draft.given)
+        seen.append(draft.committed)
         return draft
 
-    monkeypatch.setattr(RunsAhead, "propose", noting)
+    monkeypatch.setattr(MultiStepPlain, "propose", noting)
     return seen
 
 
@@ -82,7 +82,7 @@ def test_text_of_one_call_a_token(
     model: Decoder, counts: list[tuple[int, ...]], slots: int, every: int, logprobs: bool
 ) -> None:
     """Alone, ragged, and while sequences join and leave."""
-    found = run(model, RunsAhead(model, clock=Steady()), slots, every, logprobs=logprobs)
+    found = run(model, MultiStepPlain(model, clock=Steady()), slots, every, logprobs=logprobs)
     assert_same(found, run(model, NoDrafts(), slots, every, logprobs=logprobs))
     assert max(max(given) for given in counts) == MOST
     assert counts[0] == (1,) * len(counts[0]), "the first token of a text comes alone"
@@ -91,18 +91,18 @@ def test_text_of_one_call_a_token(
 @pytest.mark.parametrize("weights", ["int8", "q4", "exact12"])
 def test_in_few_bits(body: NativeBody, weights: Weights) -> None:
     model = packed(body, weights)
-    assert_same(run(model, RunsAhead(model, clock=Steady())), run(model, NoDrafts()))
+    assert_same(run(model, MultiStepPlain(model, clock=Steady())), run(model, NoDrafts()))
 
 
 def test_passes_are_counted_one_by_one(model: Decoder) -> None:
     session = Session(model, num_slots=1, capacity=64)
-    [result] = finish(session, [Request(PROMPTS[0], 20, RunsAhead(model, clock=Steady()))])
+    [result] = finish(session, [Request(PROMPTS[0], 20, MultiStepPlain(model, clock=Steady()))])
     assert session.num_target_passes == len(result.tokens) == 20
 
 
 def test_every_end_cuts_like_one_call_a_token(model: Decoder, counts: list[tuple[int, ...]]) -> None:
     """Nothing is decided behind an end token; behind a stop string something is, and forgotten."""
-    drafter = RunsAhead(model, clock=Steady())
+    drafter = MultiStepPlain(model, clock=Steady())
     session = Session(model, num_slots=1, capacity=64)
     [plain] = finish(session, [Request(PROMPTS[1], 21, NoDrafts())])
     for end in set(plain.tokens):
@@ -122,14 +122,14 @@ def test_every_end_cuts_like_one_call_a_token(model: Decoder, counts: list[tuple
 def test_what_is_emitted_is_a_token_a_pass(model: Decoder) -> None:
     """So who traces a text sees passes, and no guesses."""
     session = Session(model, num_slots=1, capacity=64)
-    session.admit(Request(PROMPTS[0], 17, RunsAhead(model, clock=Steady()), shows_guesses=True))
+    session.admit(Request(PROMPTS[0], 17, MultiStepPlain(model, clock=Steady()), shows_guesses=True))
     emitted = list(session.drain())
     assert [len(e.tokens) for e in emitted] == [1] * 17
     assert all(e.guesses == ((),) for e in emitted)
 
 
 def test_samplers_and_padded_calls_go_token_by_token(model: Decoder, counts: list[tuple[int, ...]]) -> None:
-    drafter = RunsAhead(model, clock=Steady())
+    drafter = MultiStepPlain(model, clock=Steady())
     sampling = Sampling(do_sample=True)
     assert_same(run(model, drafter, sampling=sampling, seed=3), run(model, NoDrafts(), sampling=sampling, seed=3))
     assert_same(run(model, drafter, row_count=8), run(model, NoDrafts()))
@@ -145,18 +145,18 @@ def test_blocks_are_short(body: NativeBody, counts: list[tuple[int, ...]], pass_
 
     def slow(roots: object, *rest: object) -> Draft:
         draft = decide(roots, *rest)
-        clock.now += pass_s * max(draft.given)
+        clock.now += pass_s * max(draft.committed)
         return draft
 
     model.backend.chain.decide = slow
-    finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, RunsAhead(model, clock=clock))])
+    finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, MultiStepPlain(model, clock=clock))])
     assert max(given[0] for given in counts) == most
 
 
 def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder, counts: list[tuple[int, ...]]) -> None:
     """With nothing worth drafting, ``auto`` runs ahead too, and what it measures is a pass."""
     clock = Steady()
-    auto = Adaptive([NoDrafts("lookup")], plain=RunsAhead(model, clock=clock), clock=clock)
+    auto = Adaptive([NoDrafts("lookup")], plain=MultiStepPlain(model, clock=clock), clock=clock)
     found = run(model, auto)
     assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]
     assert max(given[0] for given in counts) >= MOST // 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from vivace.core.model import Decoder
 from vivace.decode.stats import DecodeStats
 from vivace.errors import ConfigError
-from vivace.evaluate.contest import Question, Take
+from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.memory import peak_memory
 from vivace.prompts import Message
 
@@ -49,7 +49,7 @@ class Answering(Protocol):
 
 
 @dataclass(frozen=True)
-class Entrant:
+class MethodSystem:
     """One of our decoding methods, or ``METHOD@QUALITY`` of one that leaves early."""
 
     name: str
@@ -70,7 +70,7 @@ class Entrant:
         except ValueError:
             raise ConfigError(f"{self.name!r}: a quality is a number, as in dynamic@0.98") from None
 
-    def answer(self, batch: Sequence[Question]) -> Take:
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch, greedily."""
         requests: list[str | list[Message]] = [question.request for question in batch]
         with peak_memory(self.engine.model.device) as peak:
@@ -87,7 +87,7 @@ class Entrant:
             )
             total_s = time.perf_counter() - start
         stats = [result.stats for result in results]
-        return Take(
+        return Trial(
             token_ids=tuple(tuple(result.token_ids) for result in results),
             num_first_tokens=sum(s.num_first_tokens for s in stats),
             decode_s=max(s.decode_s for s in stats),

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from vivace.errors import nearest
+from vivace.serve.api_error import APIError
 from vivace.serve.bodies import Body, ChatBody, CompletionBody
 from vivace.serve.foreign import REFUSED
-from vivace.serve.refusal import Refusal
 
 _KNOWN = frozenset({*ChatBody.model_fields, *CompletionBody.model_fields})
 
@@ -35,15 +35,15 @@ def fields_of(kind: type[B], raw: bytes) -> B:
         why = str(exc)
         if "hex escape" in why:  # JSON can spell half of a surrogate pair, which is no text
             why += "; send valid Unicode"
-        raise Refusal(400, f"the body is not JSON: {why}") from None
+        raise APIError(400, f"the body is not JSON: {why}") from None
     try:
         return kind.model_validate(values)
     except ValidationError as exc:
         # lists end at their first error, and of unknown fields one is left: the errors are never many
-        raise complaint(exc.errors(include_url=False)) from None
+        raise validation_error(exc.errors(include_url=False)) from None
 
 
-def complaint(errors: Sequence[Mapping[str, Any]]) -> Refusal:
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """The first of pydantic's errors as a refusal; fields that are not supported come first."""
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     place = [str(step)[:100] for step in error["loc"]]
@@ -51,16 +51,16 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     if error["type"] == "extra_forbidden":
         return _unsupported(place, param)
     if error["type"] == "missing":
-        return Refusal(400, f"{param or 'the body'} is missing", param=param)
+        return APIError(400, f"{param or 'the body'} is missing", param=param)
     message = str(error["msg"]).removeprefix("Value error, ")
     if param is None and message.split(" ")[0] in _KNOWN:
         param = message.split(" ")[0]
     found = " ".join(reprlib.repr(error.get("input")).split())
     shown = "" if error["type"] == "value_error" else f", found {found[:80] + '...' if len(found) > 80 else found}"
-    return Refusal(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}{shown}", param=param)
+    return APIError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}{shown}", param=param)
 
 
-def _unsupported(place: Sequence[str], param: str | None) -> Refusal:
+def _unsupported(place: Sequence[str], param: str | None) -> APIError:
     name = place[-1]
     if len(place) > 1:
         why = ""
@@ -71,6 +71,6 @@ def _unsupported(place: Sequence[str], param: str | None) -> Refusal:
     else:
         why = nearest(name, _KNOWN)
         why = why if "did you mean" in why else ""
-    return Refusal(
+    return APIError(
         400, f"the field {name!r} is not supported by this server{why}", param=param, code="unsupported_field"
     )

@@ -11,7 +11,7 @@ from vivace.prompts import PACKAGED, Prompt, load_prompts, packaged_prompts
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
-    from vivace.evaluate.contest import Question
+    from vivace.evaluate.benchmark import BenchmarkPrompt
 
 Prompts = Annotated[
     str, typer.Option("--prompts", help=f"A .jsonl file, or a packaged set: {', '.join(PACKAGED)}.", metavar="FILE|SET")
@@ -30,12 +30,12 @@ def read_prompts(source: str, limit: int | None) -> list[Prompt]:
     return (packaged_prompts(source) if is_packaged else load_prompts(source))[:limit]
 
 
-def questions_of(engine: Engine, prompts: list[Prompt], *, raw: bool) -> list[Question]:
+def questions_of(engine: Engine, prompts: list[Prompt], *, raw: bool) -> list[BenchmarkPrompt]:
     """Prompts beside what the model reads."""
-    from vivace.evaluate.contest import Question
+    from vivace.evaluate.benchmark import BenchmarkPrompt
 
     encode = engine.tokenizer.encode_prompt
-    return [Question(prompt.request, tuple(encode(prompt.request, raw=raw))) for prompt in prompts]
+    return [BenchmarkPrompt(prompt.request, tuple(encode(prompt.request, raw=raw))) for prompt in prompts]
 
 
 def split_names(text: str) -> list[str]:

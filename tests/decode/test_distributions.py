@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
-from vivace.core.sampling import Sampling, law
+from vivace.core.sampling import Sampling, distribution
 from vivace.core.seams import Draft
-from vivace.decode.laws import Laws
+from vivace.decode.distributions import Distributions
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.errors import ConfigError
@@ -74,7 +74,7 @@ prefixes = st.lists(st.integers(0, V // 3), min_size=1, max_size=14)
 def test_the_law_is_transformers(sampling: Sampling, texts: list[list[int]], seed: int, spread: float) -> None:
     logits = torch.randn(len(texts), V, generator=torch.Generator().manual_seed(seed)) * spread
     before = logits.clone()
-    got, want = law(logits, sampling, texts), expected(logits, sampling, texts)
+    got, want = distribution(logits, sampling, texts), expected(logits, sampling, texts)
     assert torch.equal(logits, before)
     # a sum that lands on the top-p edge may round either way: compare where the edge is clear
     if 0 < sampling.top_p < 1 and not sampling.is_greedy and edge_is_close(logits, sampling, texts):
@@ -85,14 +85,16 @@ def test_the_law_is_transformers(sampling: Sampling, texts: list[list[int]], see
 
 def edge_is_close(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]) -> bool:
     """Whether some cumulative probability is within rounding of top-p."""
-    ordered = law(logits, replace(sampling, top_p=1.0, min_p=0.0), texts).double().sort(-1, descending=True).values
+    ordered = (
+        distribution(logits, replace(sampling, top_p=1.0, min_p=0.0), texts).double().sort(-1, descending=True).values
+    )
     return bool(((ordered.cumsum(-1) - sampling.top_p).abs() < 1e-5).any())
 
 
 def test_each_processor_alone_changes_the_law() -> None:
     """So that the comparison above is about something."""
     logits, text = torch.randn(1, V, generator=torch.Generator().manual_seed(3)), [[1, 2, 3, 1, 2]]
-    bare = law(logits, Sampling(do_sample=True), text)
+    bare = distribution(logits, Sampling(do_sample=True), text)
     changes: list[dict[str, float]] = [
         {"temperature": 0.5},
         {"top_k": 4},
@@ -102,7 +104,7 @@ def test_each_processor_alone_changes_the_law() -> None:
         {"no_repeat_ngram_size": 3},
     ]
     for change in changes:
-        changed = law(logits, Sampling(do_sample=True, **change), text)  # type: ignore[arg-type]
+        changed = distribution(logits, Sampling(do_sample=True, **change), text)  # type: ignore[arg-type]
         assert not torch.allclose(changed, bare)
         assert float(changed.sum()) == pytest.approx(1.0)
 
@@ -110,7 +112,8 @@ def test_each_processor_alone_changes_the_law() -> None:
 def test_temperature_zero_is_greedy() -> None:
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
     assert torch.equal(
-        law(logits, Sampling(do_sample=True, temperature=0.0), [[0]] * 3), law(logits, Sampling(), [[0]] * 3)
+        distribution(logits, Sampling(do_sample=True, temperature=0.0), [[0]] * 3),
+        distribution(logits, Sampling(), [[0]] * 3),
     )
 
 
@@ -138,7 +141,7 @@ def test_values_out_of_range_are_refused(name: str, value: float) -> None:
 
 def tree() -> Draft:
     """Slot 4: 9 -> (2, 3), 3 -> 5.  Slot 1: 8 -> 2 -> 2."""
-    draft = Draft.given_only({4: [9], 1: [8]})
+    draft = Draft.committed_only({4: [9], 1: [8]})
     draft, first = draft.grow(torch.tensor([0]), torch.tensor([[2, 3]]))
     draft, _ = draft.grow(first[1:], torch.tensor([[5]]))
     draft, second = draft.grow(torch.tensor([1]), torch.tensor([[2]]))
@@ -160,7 +163,7 @@ def test_a_row_is_judged_on_its_own_path(rows: list[int]) -> None:
     requests = {s: Request(tuple(texts[s][:1]), 9, NoDrafts(), sampling=samplings[s]) for s in texts}
     stored = [0, 3, 0, 0, 2]
     logits = torch.randn(len(rows), V, generator=torch.Generator().manual_seed(1)) * 3
-    got = Laws(requests, texts, stored)(logits, tree(), torch.tensor(rows))
+    got = Distributions(requests, texts, stored)(logits, tree(), torch.tensor(rows))
     for place, row in enumerate(rows):
         slot = 4 if PATHS[row][0] == 9 else 1
         prefix = texts[slot][:-1] + PATHS[row]
@@ -172,12 +175,12 @@ def test_end_tokens_are_barred_by_the_length_of_the_path() -> None:
     texts = {4: [1, 2, 9], 1: [2, 8, 2, 8]}
     stop = StopRule(end_tokens=frozenset({0, 7}), min_new_tokens=4)
     requests = {s: Request(tuple(t[:1]), 9, NoDrafts(), stop=stop) for s, t in texts.items()}
-    laws = Laws(requests, texts, [0, 3, 0, 0, 2])
-    assert not laws.is_greedy([4, 1])
+    distributions = Distributions(requests, texts, [0, 3, 0, 0, 2])
+    assert not distributions.is_greedy([4, 1])
     logits = torch.zeros(7, V)
     logits[:, 7] = 2.0
     logits[:, 3] = 1.0
-    chosen = laws(logits, tree(), torch.arange(7)).argmax(-1).tolist()
+    chosen = distributions(logits, tree(), torch.arange(7)).argmax(-1).tolist()
     # new tokens before the next one: slot 4 has 2 at its root, slot 1 has 3
     assert chosen == [3, 3, 3, 3, 7, 7, 7]
 
@@ -189,9 +192,9 @@ def test_end_tokens_are_barred_by_the_length_of_the_path() -> None:
 def test_argmax_is_enough_only_without_processors(change: dict[str, float], is_argmax: bool) -> None:
     plain = Request((1,), 1, NoDrafts())
     other = Request((1,), 1, NoDrafts(), sampling=Sampling(**change))  # type: ignore[arg-type]
-    laws = Laws({0: plain, 1: other}, {0: [1], 1: [1]}, [0, 0])
-    assert laws.is_greedy([0])
-    assert laws.is_greedy([0, 1]) is is_argmax
+    distributions = Distributions({0: plain, 1: other}, {0: [1], 1: [1]}, [0, 0])
+    assert distributions.is_greedy([0])
+    assert distributions.is_greedy([0, 1]) is is_argmax
 
 
 def test_an_own_processor_sees_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +206,8 @@ def test_an_own_processor_sees_the_path(monkeypatch: pytest.MonkeyPatch) -> None
 
     own: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (processor,)
     request = Request((1,), 9, NoDrafts(), sampling=Sampling(do_sample=True), processors=own)
-    laws = Laws({4: request, 1: request}, {4: [1, 2, 9], 1: [2, 8, 2, 8]}, [0, 3, 0, 0, 2])
-    assert not laws.is_greedy([4])
-    got = laws(torch.zeros(7, V), tree(), torch.arange(7))
+    distributions = Distributions({4: request, 1: request}, {4: [1, 2, 9], 1: [2, 8, 2, 8]}, [0, 3, 0, 0, 2])
+    assert not distributions.is_greedy([4])
+    got = distributions(torch.zeros(7, V), tree(), torch.arange(7))
     assert torch.equal(got[:, ::2], torch.zeros(7, V // 2))
     assert sorted(seen) == sorted([1, 2, *path] if path[0] == 9 else [2, 8, 2, *path] for path in PATHS.values())

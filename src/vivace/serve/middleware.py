@@ -14,9 +14,9 @@ from hashlib import blake2b
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vivace.serve.api_error import APIError
 from vivace.serve.config import ServeConfig
 from vivace.serve.hosts import is_allowed
-from vivace.serve.refusal import Refusal
 
 log = logging.getLogger(__name__)
 HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
@@ -43,7 +43,7 @@ _HEADERS = {
 }
 
 
-class Guard:
+class Middleware:
     """ASGI middleware; nothing of a body is parsed before it was let through."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, responded: Callable[[str, int], None]) -> None:
@@ -86,8 +86,8 @@ class Guard:
         try:
             state["owner"] = self._check(scope, headers)
             body = await self._read(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
-        except Refusal as refusal:
-            await _refuse(refusal, send_marked)
+        except APIError as api_error:
+            await _refuse(api_error, send_marked)
             return
         try:
             await self.app(scope, _replayed(body, receive), send_marked)
@@ -95,7 +95,7 @@ class Guard:
             log.error("%s %s failed", request_id, scope["path"], exc_info=error)
             if has_begun:  # nothing can be said any more, and an answer that is cut off must not look whole
                 raise ConnectionAbortedError("the answer could not be completed; the log says why") from None
-            await _refuse(Refusal(500, "the server could not do this; its log says why"), send_marked)
+            await _refuse(APIError(500, "the server could not do this; its log says why"), send_marked)
 
     def _check(self, scope: Scope, headers: Headers) -> bytes:
         """Whose request it is, so that nothing is shared between owners: a digest of the key, empty without keys."""
@@ -104,15 +104,15 @@ class Guard:
         if hosts is not None and scope["path"] not in HEALTH_PATHS and not is_allowed(headers.get("host", ""), hosts):
             # a page of another site that resolves its name to this machine would otherwise read answers
             names = ", ".join(("localhost", *self.config.allowed_hosts))
-            raise Refusal(403, f"this server answers to {names} only; --allowed-hosts names further hosts")
+            raise APIError(403, f"this server answers to {names} only; --allowed-hosts names further hosts")
         if self._keys and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             given = key.strip().encode("latin-1")  # the bytes that were sent
             if kind.lower() != "bearer" or not _is_one_of(given, self._keys):
-                raise Refusal(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                raise APIError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             owner = blake2b(given, digest_size=16).digest()
         if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
-            raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
+            raise APIError(415, "the body must be JSON; send Content-Type: application/json")
         return owner
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
@@ -128,14 +128,14 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise Refusal(499, "the client closed the connection", code="client_closed")
+                        raise APIError(499, "the client closed the connection", code="client_closed")
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise _too_large(limit)
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
-            raise Refusal(408, f"the body did not come within {timeout_s:g} seconds", code="timeout") from None
+            raise APIError(408, f"the body did not come within {timeout_s:g} seconds", code="timeout") from None
 
 
 def _route(scope: Scope) -> str:
@@ -144,8 +144,8 @@ def _route(scope: Scope) -> str:
     return found or (scope["path"] if scope["path"] in KNOWN_PATHS else "other")
 
 
-def _too_large(limit: int) -> Refusal:
-    return Refusal(413, f"the body is larger than the {limit} bytes this server takes", code="body_too_large")
+def _too_large(limit: int) -> APIError:
+    return APIError(413, f"the body is larger than the {limit} bytes this server takes", code="body_too_large")
 
 
 def _is_one_of(key: bytes, keys: Iterable[bytes]) -> bool:
@@ -170,9 +170,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(refusal: Refusal, send: Send) -> None:
-    body = json.dumps(refusal.body).encode()
+async def _refuse(api_error: APIError, send: Send) -> None:
+    body = json.dumps(api_error.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    headers += [(name.lower().encode(), value.encode()) for name, value in api_error.headers.items()]
+    await send({"type": "http.response.start", "status": api_error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

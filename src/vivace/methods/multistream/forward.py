@@ -42,7 +42,7 @@ class Decided(NamedTuple):
     """(n,) the next root."""
 
 
-class StreamClimb:
+class StreamForwardPass:
     """Fills ``Traversal``: main rows to the insertion layer, pruning there, main rows and streams to the top."""
 
     def __init__(self, streams: Streams, plan: StreamPlan) -> None:
@@ -55,7 +55,7 @@ class StreamClimb:
     def prepare(self, model: Decoder) -> None:
         """Make copies in few bits now, so that the first draft takes no longer than the next."""
         if self.plan.weights != "bf16" and model.backend.span is not None:
-            self._rough = model.backend.span.rough(
+            self._rough = model.backend.span.quantized(
                 self.streams.config.insertion, model.config.num_layers, self.plan.weights
             )
 
@@ -110,9 +110,9 @@ class StreamClimb:
     def surviving(self, model: Decoder, draft: Draft, main: Tensor) -> list[int]:
         """Rows whose every edge is likely enough: ``Z_parent[token] >= threshold``, roots always."""
         assert self.streams.pruner is not None, "checked by the plan"
-        law = self.streams.pruner.law(main, model)
+        distribution = self.streams.pruner.distribution(main, model)
         parents, tokens, depths = draft.lists.parent, draft.lists.tokens, draft.depths
-        chances = law[torch.tensor(parents).clamp(min=0), draft.tokens].tolist()
+        chances = distribution[torch.tensor(parents).clamp(min=0), draft.tokens].tolist()
         kept: set[int] = set()
         for row in range(len(tokens)):
             if depths[row] == 0 or (parents[row] in kept and chances[row] >= self.plan.threshold):

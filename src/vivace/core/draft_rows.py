@@ -53,7 +53,7 @@ class DeepRead:
 
 
 @dataclass(frozen=True, eq=False)
-class Companion:
+class DraftRows:
     """A row behind each slow row below a gate: it reads what that one reads, stores nothing, and guesses."""
 
     gate: int
@@ -70,7 +70,7 @@ class Companion:
 
 
 @dataclass(frozen=True, eq=False)
-class Followers:
+class StreamRows:
     """Rows that follow the last kept row from a layer on, read what it stored and one another, and guess at the top."""
 
     insertion: int
@@ -87,18 +87,18 @@ class Followers:
 class Chain(Protocol):
     """Drafts chains of guesses at once, bit for bit what the steps one by one give."""
 
-    def covers(self, companion: Companion) -> bool:
+    def covers(self, companion: DraftRows) -> bool:
         """Whether it can draft with this one."""
         ...
 
-    def prepare(self, companion: Companion, weights: Weights) -> None:
+    def prepare(self, companion: DraftRows, weights: Weights) -> None:
         """Make now whatever the first draft would have to make."""
         ...
 
     def draft(
         self,
         roots: Sequence[Root],
-        companion: Companion,
+        companion: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
@@ -119,7 +119,7 @@ class Chain(Protocol):
     def speculate(
         self,
         root: Root,
-        companion: Companion,
+        companion: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
@@ -131,7 +131,7 @@ class Chain(Protocol):
     def follow(
         self,
         root: Root,
-        followers: Followers,
+        followers: StreamRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
         plan: ChainPlan,

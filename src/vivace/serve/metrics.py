@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
     from prometheus_client.metrics_core import Metric
 
-    from vivace.serve.figures import ServerFigures
+    from vivace.serve.server_metrics import ServerFigures
     from vivace.serve.worker import Worker
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -78,7 +78,7 @@ class WorkerFigures:
             yield counter
 
 
-class Meters:
+class Metrics:
     """Everything ``/metrics`` shows."""
 
     def __init__(self, model_name: str, worker: Worker, figures: ServerFigures, *, compat: bool) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vivace.core.sampling import law
+from vivace.core.sampling import distribution
 from vivace.core.seams import Draft
 from vivace.decode.isolation import STOPS, blaming
 from vivace.decode.request import Request
 
 
-class Laws:
-    """``Law`` over the requests of a step: processors see committed tokens plus the row's own path."""
+class Distributions:
+    """``Distribution`` over the requests of a step: processors see committed tokens plus the row's own path."""
 
     def __init__(self, requests: Mapping[int, Request], tokens: Mapping[int, Sequence[int]], stored: Sequence[int]):
         """Look at the live slots.
@@ -62,10 +62,10 @@ class Laws:
             except STOPS:
                 raise
             except BaseException:
-                if rows[place] in draft.root_rows:
+                if rows[place] in draft.last_rows:
                     raise
                 scores[place] = -math.inf
-        return law(scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes])
+        return distribution(scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes])
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:
         tokens = draft.tokens

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Question:
+class BenchmarkPrompt:
     """One prompt, as a user writes it and as the model reads it."""
 
     request: str | list[Message]
@@ -37,7 +37,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Take:
+class Trial:
     """One batch answered once."""
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -69,14 +69,14 @@ class Take:
         return sum(map(len, self.token_ids))
 
 
-class Contestant(Protocol):
+class System(Protocol):
     """Answers batches of prompts."""
 
     @property
     def name(self) -> str:
         """In tables and files."""
 
-    def answer(self, batch: Sequence[Question]) -> Take:
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch, greedily."""
 
 
@@ -85,7 +85,7 @@ class Record:
     """All takes of one contestant: ``takes[batch][repeat]``."""
 
     name: str
-    takes: list[list[Take]] = field(default_factory=list)
+    trials: list[list[Trial]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class Run:
     """Rows times layers, companions and late fills included."""
 
 
-def hold(
-    contestants: Sequence[Contestant],
-    questions: Sequence[Question],
+def run_benchmark(
+    systems: Sequence[System],
+    questions: Sequence[BenchmarkPrompt],
     *,
     batch_size: int = 1,
     repeats: int = 3,
@@ -135,7 +135,7 @@ def hold(
     """Let every contestant answer every prompt.
 
     Args:
-        contestants: Who takes part.
+        systems: Who takes part.
         questions: The prompts.
         batch_size: Prompts answered together.
         repeats: Times each batch is answered by each.
@@ -145,22 +145,22 @@ def hold(
     Raises:
         ConfigError: nobody, nothing to answer, or counts below 1.
     """
-    if not contestants or not questions or batch_size < 1 or repeats < 1:
+    if not systems or not questions or batch_size < 1 or repeats < 1:
         raise ConfigError(
-            f"a bench needs a method, a prompt, a batch and a repeat, found {len(contestants)} methods, "
+            f"a bench needs a method, a prompt, a batch and a repeat, found {len(systems)} methods, "
             f"{len(questions)} prompts, batch {batch_size}, {repeats} repeats"
         )
     batches = [questions[start : start + batch_size] for start in range(0, len(questions), batch_size)]
     for batch in batches[:warm_up]:
-        for contestant in contestants:
-            contestant.answer(batch)
-    records = [Record(contestant.name, [[] for _ in batches]) for contestant in contestants]
-    total, done = repeats * len(batches) * len(contestants), 0
+        for system in systems:
+            system.answer(batch)
+    records = [Record(system.name, [[] for _ in batches]) for system in systems]
+    total, done = repeats * len(batches) * len(systems), 0
     orders = Random(ORDER_SEED)
     for _ in range(repeats):
         for index, batch in enumerate(batches):
-            for place in orders.sample(range(len(contestants)), len(contestants)):
-                records[place].takes[index].append(contestants[place].answer(batch))
+            for place in orders.sample(range(len(systems)), len(systems)):
+                records[place].trials[index].append(systems[place].answer(batch))
                 done += 1
                 if on_progress is not None:
                     on_progress(done, total)
@@ -181,63 +181,63 @@ def summarise(records: Sequence[Record], baseline: str) -> list[Run]:
 
 def tokens_per_s(record: Record) -> float:
     """Decoding rate of a contestant over all batches."""
-    return _rate([_batch_rate(takes) for takes in record.takes])
+    return _rate([_batch_rate(trials) for trials in record.trials])
 
 
 def _summarise(record: Record, base: Record) -> Run:
-    takes = [take for batch in record.takes for take in batch]
-    firsts = [batch[0] for batch in record.takes]
-    repeats = [_rate([_batch_rate([take]) for take in round_]) for round_ in zip(*record.takes, strict=True)]
-    num_different = sum(_num_different(ours, theirs) for ours, theirs in zip(record.takes, base.takes, strict=True))
-    steps = sum(take.num_steps for take in firsts)
+    trials = [trial for batch in record.trials for trial in batch]
+    firsts = [batch[0] for batch in record.trials]
+    repeats = [_rate([_batch_rate([trial]) for trial in round_]) for round_ in zip(*record.trials, strict=True)]
+    num_different = sum(_num_different(ours, theirs) for ours, theirs in zip(record.trials, base.trials, strict=True))
+    steps = sum(trial.num_steps for trial in firsts)
     gain, whole = _speedup(record, base, _batch_rate), _speedup(record, base, _whole_rate)
-    layers = [layer for take in firsts for layer in take.exit_layers]
+    layers = [layer for trial in firsts for layer in trial.exit_layers]
     return Run(
         method=record.name,
         tokens_per_s=tokens_per_s(record),
         tokens_per_s_spread=(min(repeats), max(repeats)),
         speedup=gain.estimate,
         speedup_interval=(gain.low, gain.high),
-        end_to_end_tokens_per_s=_rate([_whole_rate(batch) for batch in record.takes]),
+        end_to_end_tokens_per_s=_rate([_whole_rate(batch) for batch in record.trials]),
         end_to_end_speedup=whole.estimate,
         end_to_end_interval=(whole.low, whole.high),
         identical=num_different == 0,
         num_different=num_different,
-        num_tokens=sum(take.num_tokens for take in firsts),
-        mean_acceptance_length=1 + sum(take.num_accepted for take in firsts) / steps if steps else None,
+        num_tokens=sum(trial.num_tokens for trial in firsts),
+        mean_acceptance_length=1 + sum(trial.num_accepted for trial in firsts) / steps if steps else None,
         acceptance_per_position=_acceptance(firsts),
-        tokens_per_target_pass=sum(take.num_tokens for take in firsts) / steps if steps else None,
-        prefill_s=_sum_of_medians([[take.prefill_s for take in batch] for batch in record.takes]),
-        draft_s=_sum_of_medians([[take.draft_s for take in batch] for batch in record.takes]),
-        verify_s=_sum_of_medians([[take.verify_s for take in batch] for batch in record.takes]),
-        peak_memory_bytes=max((take.peak_memory_bytes or 0 for take in takes), default=0) or None,
-        early_exit_share=sum(take.num_early_exits for take in firsts) / len(layers) if layers else None,
+        tokens_per_target_pass=sum(trial.num_tokens for trial in firsts) / steps if steps else None,
+        prefill_s=_sum_of_medians([[trial.prefill_s for trial in batch] for batch in record.trials]),
+        draft_s=_sum_of_medians([[trial.draft_s for trial in batch] for batch in record.trials]),
+        verify_s=_sum_of_medians([[trial.verify_s for trial in batch] for batch in record.trials]),
+        peak_memory_bytes=max((trial.peak_memory_bytes or 0 for trial in trials), default=0) or None,
+        early_exit_share=sum(trial.num_early_exits for trial in firsts) / len(layers) if layers else None,
         mean_exit_layer=sum(layers) / len(layers) if layers else None,
-        layer_passes_per_token=sum(take.num_layer_passes for take in firsts) / len(layers) if layers else None,
+        layer_passes_per_token=sum(trial.num_layer_passes for trial in firsts) / len(layers) if layers else None,
     )
 
 
-Timing = Callable[[Sequence[Take]], tuple[int, float]]
+Timing = Callable[[Sequence[Trial]], tuple[int, float]]
 """Tokens of a batch and the median time for them."""
 
 
 def _speedup(record: Record, base: Record, timing: Timing) -> Interval:
     """Ratio of the rates; where the answers are equally long it is the ratio of the times."""
-    ours, theirs = ([timing(takes) for takes in one.takes] for one in (record, base))
+    ours, theirs = ([timing(trials) for trials in one.trials] for one in (record, base))
     scaled = [seconds * (ours[i][0] / tokens if tokens else 1.0) for i, (tokens, seconds) in enumerate(theirs)]
     interval = paired_bootstrap(scaled, [max(seconds, 1e-12) for _, seconds in ours], statistic=ratio_of_sums)
     ratio = _rate(ours) / _rate(theirs) if _rate(theirs) else 0.0
     return Interval(ratio, interval.low, interval.high, interval.confidence)
 
 
-def _batch_rate(takes: Sequence[Take]) -> tuple[int, float]:
+def _batch_rate(trials: Sequence[Trial]) -> tuple[int, float]:
     """Tokens after the first blocks, and the median time for them."""
-    return takes[0].num_tokens - takes[0].num_first_tokens, _median([take.decode_s for take in takes])
+    return trials[0].num_tokens - trials[0].num_first_tokens, _median([trial.decode_s for trial in trials])
 
 
-def _whole_rate(takes: Sequence[Take]) -> tuple[int, float]:
+def _whole_rate(trials: Sequence[Trial]) -> tuple[int, float]:
     """All tokens, and the median time from the call to its return."""
-    return takes[0].num_tokens, _median([take.total_s for take in takes])
+    return trials[0].num_tokens, _median([trial.total_s for trial in trials])
 
 
 def _rate(pairs: Sequence[tuple[int, float]]) -> float:
@@ -245,19 +245,19 @@ def _rate(pairs: Sequence[tuple[int, float]]) -> float:
     return sum(pair[0] for pair in pairs) / seconds if seconds > 0 else 0.0
 
 
-def _num_different(ours: Sequence[Take], theirs: Sequence[Take]) -> int:
+def _num_different(ours: Sequence[Trial], theirs: Sequence[Trial]) -> int:
     """Prompts of a batch that some take answers otherwise than the baseline's first."""
     expected = theirs[0].token_ids
-    return sum(any(take.token_ids[row] != ids for take in ours) for row, ids in enumerate(expected))
+    return sum(any(trial.token_ids[row] != ids for trial in ours) for row, ids in enumerate(expected))
 
 
-def _acceptance(takes: Sequence[Take]) -> tuple[float, ...]:
+def _acceptance(trials: Sequence[Trial]) -> tuple[float, ...]:
     """Share of steps that drafted to each position in which the guess there was kept."""
-    depth = max((len(take.drafted_per_position) for take in takes), default=0)
+    depth = max((len(trial.drafted_per_position) for trial in trials), default=0)
     drafted, accepted = [0] * depth, [0] * depth
-    for take in takes:
+    for trial in trials:
         for position, (tried, kept) in enumerate(
-            zip(take.drafted_per_position, take.accepted_per_position, strict=True)
+            zip(trial.drafted_per_position, trial.accepted_per_position, strict=True)
         ):
             drafted[position] += tried
             accepted[position] += kept

@@ -13,9 +13,9 @@ from vivace.methods.table import METHODS
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
-    from vivace.evaluate.contest import Question
-    from vivace.evaluate.entrants import Entrant
+    from vivace.evaluate.benchmark import BenchmarkPrompt
     from vivace.evaluate.memory import Holdings
+    from vivace.evaluate.systems import MethodSystem
 
 STEPS_BEFORE_COUNTING = 3
 """Steps after which a drafter has made all copies that it works with."""
@@ -75,13 +75,13 @@ def libraries_memory() -> int | None:
     return resident_memory()
 
 
-def holdings(engine: Engine, entrant: Entrant, questions: Sequence[Question]) -> Holdings:
+def holdings(engine: Engine, system: MethodSystem, questions: Sequence[BenchmarkPrompt]) -> Holdings:
     """Memory that a method needs for some prompts at once, counted in the middle of its answers."""
     from vivace.engine import Options
     from vivace.evaluate.memory import holdings_of
 
-    settings = {"method": method_of(entrant.name), "max_new_tokens": entrant.max_new_tokens, "do_sample": False}
-    options = Options.of({**settings, "batch_size": len(questions), "quality": entrant.quality})
+    settings = {"method": method_of(system.name), "max_new_tokens": system.max_new_tokens, "do_sample": False}
+    options = Options.of({**settings, "batch_size": len(questions), "quality": system.quality})
     requests = [engine.request_for(question.token_ids, options) for question in questions]
     session = engine.session(requests, options)
     for request in requests:

@@ -28,7 +28,7 @@ _HEADERS: Mapping[int, dict[str, str]] = {
 }
 
 
-class Refusal(UsageError):
+class APIError(UsageError):
     """A request that is not answered; carries the HTTP status."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -63,16 +63,16 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     }
 
 
-def refusal_of(error: VivaceError) -> Refusal:
+def api_error_of(error: VivaceError) -> APIError:
     """What a caller is told about an error of ours: what was asked for cannot be done, or it is our fault."""
-    if isinstance(error, Refusal):
+    if isinstance(error, APIError):
         return error
     if isinstance(error, CapacityError):
-        return Refusal(400, str(error), code="context_length_exceeded")
+        return APIError(400, str(error), code="context_length_exceeded")
     if isinstance(error, NoTokenError):
-        return Refusal(400, str(error), code="no_token_allowed")
+        return APIError(400, str(error), code="no_token_allowed")
     if isinstance(error, UsageError):
-        return Refusal(400, str(error))
+        return APIError(400, str(error))
     if isinstance(error, DecodingError):
-        return Refusal(500, "decoding this request failed; the server's log says why", code="decoding_failed")
-    return Refusal(500, "the server could not do this; its log says why", code="internal_error")
+        return APIError(500, "decoding this request failed; the server's log says why", code="decoding_failed")
+    return APIError(500, "the server could not do this; its log says why", code="internal_error")

@@ -10,7 +10,7 @@ from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 
 
-class Climb:
+class ForwardPass:
     """All rows of a draft through the layers from ``draft.entry_layer`` on."""
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
