@@ -228,7 +228,7 @@ def build(server: Server) -> FastAPI:
         server.asking.grammars.close()
 
     app = FastAPI(title="vivace", version=server.version, lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Middleware, config=server.config, responded=server.figures.responded)
+    app.add_middleware(Middleware, config=server.config, responded=server.connections.responded)
     if server.config.cors:  # outermost: browsers ask beforehand without a key, and must be able to read refusals
         app.add_middleware(
             CORSMiddleware,

@@ -42,12 +42,18 @@ CUTS: Mapping[str, str] = {
 
 
 class Connections:
-    """What all connections of a server share: their limits, which are open, and how many were cut off and why."""
+    """What all connections of a server share: their limits, which are open, how they were answered and cut off."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.open: set[Connection] = set()
         self.cut: Counter[str] = Counter(dict.fromkeys(CUTS, 0))
+        self.responses: Counter[tuple[str, str]] = Counter()
+        """By route and status."""
+
+    def responded(self, route: str, status: int) -> None:
+        """Count a response."""
+        self.responses[route, str(status)] += 1
 
     def settings(self, app: ASGIApp) -> uvicorn.Config:
         """How uvicorn runs an application on these connections."""
@@ -178,6 +184,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if api_error is None:
             self.transport.abort()
             return
+        self.shared.responded("other", api_error.status)
         self.transport.write(_response(api_error))
         self.transport.close()
         self._start("read_timeout", self.shared.config.read_timeout_s)
@@ -187,6 +194,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.shared.cut["refused"] += 1
         message = f"all {self.shared.config.max_connections} connections are taken; try again later"
         api_error = APIError(503, message, code="too_many_connections")
+        self.shared.responded("other", api_error.status)
         headers = {**api_error.headers, "Connection": "close"}
         await JSONResponse(api_error.body, api_error.status, headers=headers)(scope, receive, send)
 

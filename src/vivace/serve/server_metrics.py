@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,19 +41,13 @@ class ServerFigures:
     connections: Connections
     worker: Worker
     lag: LoopLag = field(default_factory=LoopLag)
-    responses: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By route and status."""
-
-    def responded(self, route: str, status: int) -> None:
-        """Count a response."""
-        self.responses[route, str(status)] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Current figures."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         counted: dict[str, list[tuple[Sequence[str], int]]] = {
-            "http_responses": list(self.responses.copy().items()),
+            "http_responses": list(self.connections.responses.copy().items()),
             "requests": [((state,), count) for state, count in self.calls.states.items()],
             "connections_cut": [((reason,), count) for reason, count in self.connections.cut.items()],
         }
