@@ -21,6 +21,7 @@ from vivace.decode.request import Emitted
 from vivace.decode.stats import DecodeStats
 from vivace.engine import EXACT_ROWS, Engine, Options
 from vivace.methods.table import METHODS
+from vivace.serve.scoring import Scored
 from vivace.serve.worker import Event, Job, Worker
 
 PROMPTS = ("aka bob aka bob aka bob", "the quick fox the quick fox the")
@@ -177,33 +178,37 @@ def test_a_stream_beside_a_whole_call(opened: Opened, alone: Alone, method: str)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_server_beside_other_calls(opened: Opened, alone: Alone, method: str) -> None:
-    """Between two steps of a server's session the engine scores a text, or answers another one by the same method."""
+    """Between two steps of a server's session the engine scores texts, and answers another one by the same method."""
     engine = opened(method)
     mail: queue.Queue[list[tuple[Job, Event]]] = queue.Queue()
-    worker = Worker(engine.model, mail.put, num_slots=2, capacity=400, max_queue=8, prefill_budget=256)
+    num_calls = 0
+
+    def mailbox(events: list[tuple[Job, Event]]) -> None:
+        """Called on the worker's thread between two steps."""
+        nonlocal num_calls
+        if num_calls < 4:
+            num_calls += 1
+            engine.logits([[9, 8, 7, 6, 5], [1, 2, 3, 4, 5]])
+            engine.generate(OTHERS[1], **options(method))
+        mail.put(events)
+
+    worker = Worker(engine.model, mailbox, num_slots=2, capacity=400, max_queue=8, prefill_budget=256)
     job = Job(engine.request(PROMPTS[0], Options.of(options(method))))
-    calls = [
-        worker.call(lambda: engine.logits([[5, 6, 7]])),
-        worker.call(lambda: engine.generate(OTHERS[1], **options(method))),
-    ]
-    worker.submit([job])
+    worker.submit([job, *(Job(replace(job.request, tokens=(5, 6, 7) * count), scores=1) for count in (1, 20, 90))])
     worker.start()
-    answer, is_done, more = Answer(), False, 4
+    answer, is_done, num_scored = Answer(), False, 0
     try:
-        while not is_done:
+        while not is_done or num_scored < 3:
             for _, event in mail.get(timeout=60):
-                assert isinstance(event, Emitted), event
-                answer.tokens += event.tokens
-                answer.count(event.stats)
-                is_done = event.finish_reason is not None
-            if more and not is_done:
-                more -= 1
-                calls.append(worker.call(lambda: engine.logits([[9, 8, 7, 6, 5], [1, 2, 3, 4, 5]])))
-                calls.append(worker.call(lambda: engine.generate(OTHERS[1], **options(method))))
-        for call in calls:
-            call.result(timeout=60)
+                assert isinstance(event, Emitted | Scored), event
+                num_scored += isinstance(event, Scored)
+                if isinstance(event, Emitted):
+                    answer.tokens += event.tokens
+                    answer.count(event.stats)
+                    is_done = event.finish_reason is not None
     finally:
         worker.close()
+    assert num_calls == 4
     assert answer == alone(PROMPTS[0], method=method)
 
 

@@ -6,16 +6,19 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx2
 import pytest
+import torch
 
 from tests.serve.conftest import Local, local
 from tests.serve.test_lifetime import LONG, raw_request
 from vivace.decode.session import Session
-from vivace.engine import Engine
+from vivace.engine import Engine, Options
 from vivace.serve.config import ServeConfig
 from vivace.serve.loop_lag import BUCKETS, LoopLag
+from vivace.serve.worker import Job
 
 STALL_S = 0.4
 
@@ -87,14 +90,22 @@ def test_many_short_steps_are_no_hanging(watched: Local, http: httpx2.Client) ->
 
 def test_a_stopping_server_is_alive_and_not_ready(engine: Engine) -> None:
     with local(engine, ServeConfig()) as reached, reached.http() as http:
-        hold = reached.server.worker.call(lambda: time.sleep(1.5))
+        goes_on = threading.Event()
+
+        def hold(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            goes_on.wait(30)
+            return scores
+
+        request = engine.request("abc", Options(max_new_tokens=3, method="plain", raw=True))
+        reached.server.worker.submit([Job(replace(request, processors=(hold,)))])
+        reached.wait_until(lambda: reached.server.worker.num_running == 1)
         stopping = threading.Thread(target=reached.server.worker.close)
         stopping.start()
         reached.wait_until(lambda: not reached.server.worker.is_healthy)
         assert http.get("/health/live").status_code == 200
         for path in ("/health", "/health/ready"):
             assert (http.get(path).status_code, http.get(path).json()["error"]["code"]) == (503, "stopping")
-        hold.result(10)
+        goes_on.set()
         stopping.join()
         reached.wait_until(lambda: reached.server.worker.has_died)
         reply = http.get("/health/live")

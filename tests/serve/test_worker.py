@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import CapacityError
 from vivace.serve.api_error import APIError
+from vivace.serve.scoring import Scored
 from vivace.serve.worker import Event, Failed, Job, Progress, Worker
 
 Mail = queue.Queue[list[tuple[Job, Event]]]
@@ -42,7 +42,7 @@ def until_done(mail: Mail, *jobs: Job) -> list[tuple[Job, Event]]:
     while left:
         for job, event in mail.get(timeout=30):
             events.append((job, event))
-            if isinstance(event, Failed) or (isinstance(event, Emitted) and event.finish_reason):
+            if isinstance(event, Failed | Scored) or (isinstance(event, Emitted) and event.finish_reason):
                 left.discard(job)
     return events
 
@@ -220,22 +220,6 @@ def test_what_can_never_fit_is_not_told_to_come_back(engine: Engine, worker: Wor
     with pytest.raises(APIError, match="asks for 4 sequences") as caught:
         worker.submit([Job(request(engine, 3)) for _ in range(4)])
     assert caught.value.status == 400
-
-
-def test_calls_are_bounded_too(worker: Worker) -> None:
-    for _ in range(3):
-        worker.call(lambda: None)
-    with pytest.raises(APIError, match="3 prompts wait") as caught:
-        worker.call(lambda: None)
-    assert caught.value.status == 429
-
-
-def test_calls_run_between_steps_on_the_thread(worker: Worker) -> None:
-    worker.start()
-    assert worker.call(lambda: threading.current_thread().name).result(10) == "vivace-worker"
-    with pytest.raises(ZeroDivisionError):
-        worker.call(lambda: 1 / 0).result(10)
-    assert worker.is_healthy
 
 
 def test_closing_tells_those_who_wait(engine: Engine, worker: Worker, mail: Mail) -> None:

@@ -20,9 +20,8 @@ from vivace.errors import VivaceError
 from vivace.serve.answering import Echo, EventStream, Reply, cancel_on_disconnect, head
 from vivace.serve.api_error import APIError, api_error_of, error_body
 from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from vivace.serve.call import Calls
+from vivace.serve.call import Call, Calls
 from vivace.serve.catalog import Catalog
-from vivace.serve.choice import TokenInfo
 from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
 from vivace.serve.connections import Connections
 from vivace.serve.document import describe, takes
@@ -36,7 +35,7 @@ from vivace.serve.parsing import ParsedRequest, RequestParser
 from vivace.serve.prefix import PrefixCache
 from vivace.serve.prompts import Prompts
 from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
-from vivace.serve.scoring import score
+from vivace.serve.scoring import Scored, spelt
 from vivace.serve.server_metrics import ServerFigures
 from vivace.serve.worker import Worker
 
@@ -164,16 +163,27 @@ class Server:
             call.close()
 
     async def _echoes(self, body: CompletionBody, ask: ParsedRequest) -> list[Echo]:
-        return [await self._echo(body, tokens) for tokens in ask.prompts]
-
-    async def _echo(self, body: CompletionBody, tokens: tuple[int, ...]) -> Echo:
-        text = self.engine.tokenizer.decode(tokens)
+        """The prompts as the beginnings of their answers, scored when log-probabilities are wanted."""
+        decode = self.engine.tokenizer.decode
+        texts = await self.texts.run(lambda: [decode(tokens) for tokens in ask.prompts])
         if body.logprobs is None:
-            return Echo(text)
-        num_top = body.logprobs
-        scored = self.worker.call(lambda: score(self.engine, tokens, num_top))
-        found: list[TokenInfo] = await asyncio.wrap_future(scored)
-        return Echo(text, found)
+            return [Echo(text) for text in texts]
+        scored: list[Scored | None] = [None] * len(texts)
+        firsts = ask.requests[:: body.n]
+        call = Call(self.worker, self.calls, firsts, priority=body.priority, scores=body.logprobs)
+        call.start()
+        try:
+            async for found in call.events():
+                if found is not None and isinstance(found[1], Scored):
+                    scored[found[0]] = found[1]
+        finally:
+            call.close()
+        triples = list(zip(texts, ask.prompts, scored, strict=True))
+        return await self.texts.run(lambda: [self._echo(*triple) for triple in triples])
+
+    def _echo(self, text: str, tokens: tuple[int, ...], scored: Scored | None) -> Echo:
+        assert scored is not None, "every prompt was scored, or the call raised"
+        return Echo(text, spelt(self.engine.tokenizer, tokens, scored))
 
     async def tokenize(self, request: Request) -> Response:
         """``/tokenize``."""

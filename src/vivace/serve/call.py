@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from vivace.decode.request import Emitted, Request
 from vivace.serve.api_error import APIError
+from vivace.serve.scoring import Scored
 from vivace.serve.worker import Event, Failed, Job, Worker
 
 STATES = ("received", "finished", "failed", "cancelled")
@@ -55,6 +56,7 @@ class Call:
         priority: int = 0,
         reports_progress: bool = False,
         group: int = 1,
+        scores: int | None = None,
     ) -> None:
         """Prepare jobs.
 
@@ -65,11 +67,12 @@ class Call:
             priority: lower ones first.
             reports_progress: whether events of prompts being read are wanted.
             group: so many neighbours have the same prompt, which the first of them reads.
+            scores: only score the prompts, and name so many of the likeliest tokens for each place.
         """
         self.jobs: list[Job] = []
         for index, request in enumerate(requests):
             leader = None if index % group == 0 or request.prefix is None else self.jobs[index - index % group]
-            self.jobs.append(Job(request, priority, reports_progress, leader))
+            self.jobs.append(Job(request, priority, reports_progress, leader, scores))
         self._worker = worker
         self._calls = calls
         self._queue: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
@@ -123,6 +126,6 @@ class Call:
             if isinstance(event, Failed):
                 self._over(job, "failed")
                 raise APIError(event.api_error.status, str(event.api_error), code=event.api_error.code)
-            if isinstance(event, Emitted) and event.finish_reason is not None:
+            if isinstance(event, Scored) or (isinstance(event, Emitted) and event.finish_reason is not None):
                 self._over(job, "finished")
             yield places[job], event

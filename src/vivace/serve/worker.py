@@ -2,7 +2,7 @@
 
 There is no lock around decoding. Callers put jobs into a queue and set flags; the thread looks at both before every
 step, so a cancelled request has left the batch one step later at most. A request that fails is told so and leaves; it
-concerns nobody beside it, and those that wait least of all.
+concerns nobody beside it, and those that wait least of all. Prompts are scored in turns, one behind every step.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from vivace.core.model import Decoder
 from vivace.decode.isolation import STOPS, told
@@ -24,8 +22,8 @@ from vivace.errors import VivaceError
 from vivace.serve.api_error import APIError, api_error_of
 from vivace.serve.heartbeat import Heartbeat
 from vivace.serve.prefix import PrefixCache
+from vivace.serve.scoring import Scored, scoring
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -47,20 +45,22 @@ class Failed:
     api_error: APIError
 
 
-Event = Emitted | Progress | Failed
+Event = Emitted | Progress | Scored | Failed
 Mailbox = Callable[[list[tuple["Job", Event]]], None]
 """Called on the worker's thread with everything a step brought, once per step."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One sequence to decode."""
+    """One sequence to decode, or a prompt to score."""
 
     request: Request
     priority: int = 0
     reports_progress: bool = False
     leader: Job | None = None
     """A job with the same prompt that reads it first; the entries are then shared."""
+    scores: int | None = None
+    """Only score the prompt, and name so many of the likeliest tokens for each of its places."""
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
     number: int = -1
@@ -103,7 +103,8 @@ class Worker:
         self._mailbox = mailbox
         self._waiting: list[Job] = []
         self._running: dict[int, Job] = {}
-        self._calls: list[Callable[[], None]] = []
+        self._scoring: tuple[Job, Iterator[Scored | None]] | None = None
+        """A prompt that is being scored, and the turns that are left of it."""
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="vivace-worker", daemon=True)
@@ -124,8 +125,8 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        """Sequences in a slot."""
-        return len(self._running)
+        """Sequences in a slot, and a prompt that is being scored."""
+        return len(self._running) + (self._scoring is not None)
 
     @property
     def num_waiting(self) -> int:
@@ -150,12 +151,12 @@ class Worker:
                     f"this request asks for {len(jobs)} sequences and this server runs {self.num_slots} and keeps "
                     f"{self.max_queue} waiting; ask for fewer prompts or a smaller n",
                 )
-            room = self.num_slots + self.max_queue - len(self._waiting) - len(self._running)
+            room = self.num_slots + self.max_queue - self.num_waiting - self.num_running
             if len(jobs) > room:
                 raise APIError(
                     429,
                     f"this request asks for {len(jobs)} sequences and there is room for {max(room, 0)}: "
-                    f"{len(self._running)} run and {len(self._waiting)} wait; try again later",
+                    f"{self.num_running} run and {self.num_waiting} wait; try again later",
                     code="queue_full",
                 )
             self._waiting += jobs
@@ -168,29 +169,6 @@ class Worker:
                 job.is_cancelled = True
             self._waiting = [job for job in self._waiting if not job.is_cancelled]
             self._changed.notify()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run something with the model between two steps.
-
-        Raises:
-            Refusal: as much waits as this worker keeps (429).
-        """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except Exception as exc:  # noqa: BLE001 - handed to whoever waits for the result
-                future.set_exception(exc)
-
-        with self._changed:
-            if len(self._calls) >= self.num_slots + self.max_queue:
-                raise APIError(429, f"{len(self._calls)} prompts wait to be scored; try again later", code="queue_full")
-            self._calls.append(run)
-            self._changed.notify()
-        return future
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop after the current step; what still runs is told so."""
@@ -214,35 +192,38 @@ class Worker:
                 else:
                     if events:
                         self._mailbox(events)
+                self._score()
         finally:
             stopping = APIError(503, "the server was stopped before this answer was complete", code="stopping")
             with self._changed:
                 self._is_closing = True
                 waiting, self._waiting = self._waiting, []
-            self._mailbox([(job, Failed(stopping)) for job in (*self._take_running(), *waiting)])
+            scored = [self._scoring[0]] if self._scoring else []
+            self._mailbox([(job, Failed(stopping)) for job in (*self._take_running(), *scored, *waiting)])
 
     def _wait_for_work(self) -> bool:
         """Take in what callers left; False when it is time to end."""
         with self._changed:
-            while not (self._is_closing or self._waiting or self._running or self._calls):
+            while not (self._is_closing or self._waiting or self._running or self._scoring):
                 self.heartbeat.rest()
                 self._changed.wait()
             self.heartbeat.beat()
             for job in [job for job in self._running.values() if job.is_cancelled]:
                 self.session.cancel(job.number)
                 self._end(job)
+            if self._scoring and self._scoring[0].is_cancelled:
+                self._scoring = None
             self._admit()
-            calls, self._calls = self._calls, []
-        for run in calls:
-            run()
-            self.heartbeat.beat()
         return not self._is_closing
 
     def _admit(self) -> None:
         """Move jobs into free slots: lower priority numbers first, then in order of arrival."""
         for job in sorted(self._waiting, key=lambda job: job.priority):
+            if job.scores is not None:
+                self._begin_scoring(job, job.scores)
+                continue
             if len(self._running) >= self.num_slots:
-                return
+                continue
             if job.leader is not None and not job.leader.has_begun and not job.leader.is_cancelled:
                 continue
             self._waiting.remove(job)
@@ -254,6 +235,32 @@ class Worker:
                 self._mailbox([self._failed(job, error)])
             else:
                 self._running[job.number] = job
+
+    def _begin_scoring(self, job: Job, num_top: int) -> None:
+        """Take up a prompt to score; there is one at a time, since each holds its rows."""
+        if self._scoring is None:
+            self._waiting.remove(job)
+            job.started_at = time.perf_counter()
+            turns = scoring(self.session.model, job.request.tokens, num_top, chunk=self.session.chunk)
+            self._scoring = job, turns
+
+    def _score(self) -> None:
+        """Do one turn of the prompt that is being scored; what fails in it concerns no sequence."""
+        if self._scoring is None:
+            return
+        job, turns = self._scoring
+        self.heartbeat.beat()
+        try:
+            scored = next(turns)
+        except STOPS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - told to whoever asked for it
+            self._scoring = None
+            self._mailbox([self._failed(job, error, "scoring its prompt")])
+            return
+        if scored is not None:
+            self._scoring = None
+            self._mailbox([(job, scored)])
 
     def _step(self) -> list[tuple[Job, Event]]:
         if not self._running:
@@ -295,9 +302,9 @@ class Worker:
             self._end(job)
         return jobs
 
-    def _failed(self, job: Job, error: BaseException) -> tuple[Job, Event]:
+    def _failed(self, job: Job, error: BaseException, part: str = "a step of the whole session") -> tuple[Job, Event]:
         """What a job is told that failed; the log has the rest where the job is not at fault."""
-        api_error = api_error_of(told(error, "a step of the whole session"))
+        api_error = api_error_of(told(error, part))
         self.num_failed += 1
         log.log(
             logging.ERROR if api_error.status >= 500 else logging.INFO, "a request failed: %s", error, exc_info=error
