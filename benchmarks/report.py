@@ -23,6 +23,7 @@ from benchmarks import (
     captions,
     expert_tables,
     flash_tables,
+    hostile_tables,
     pass_tables,
     plots,
     rivals_table,
@@ -119,6 +120,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "multirate.md": {"law": law(everything), "results": technique(everything, "multirate")},
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
+        docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},
         CARD: {"quality": bars.card(QUALITY)},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}

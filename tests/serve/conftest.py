@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,7 +18,9 @@ import uvicorn
 from openai import OpenAI
 
 import vivace
-from tests.serve.lag import Lateness, loop_lag
+from benchmarks.lateness import Lateness
+from benchmarks.server_process import server_process
+from tests.serve.lag import loop_lag
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
@@ -106,31 +105,8 @@ def local(engine: Engine, config: ServeConfig) -> Iterator[Local]:
 @contextmanager
 def serving(folder: Path, log: Path, *words: str, stdin: str = "") -> Iterator[Running]:
     """A server for the length of a block, which finds ``stdin`` on its standard input."""
-    command = [sys.executable, "-m", "vivace", "serve", "--model", str(folder), "--port", "0", *words]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stderr=out,
-            stdout=out,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # one that did not start says so in its log
-        process.stdin.write(stdin)
-        process.stdin.close()
-    try:
-        until = time.monotonic() + 120
-        while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.1)
-        yield Running(found[1], process, log)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        process.wait()
+    with server_process("--model", str(folder), *words, log=log, stdin=stdin, threads=1) as (url, process):
+        yield Running(url, process, log)
 
 
 TEMPLATE = """\

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
-import string
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hostile_requests import BOMBS, TEXT, schema
+from benchmarks.lateness import PROMISED_S, Lateness, health_lag
 from tests.serve.conftest import Local, local
-from tests.serve.lag import PROMISED_S, Lateness, calmest, health_lag
+from tests.serve.lag import calmest
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
 from vivace.serve.api_error import APIError
@@ -23,66 +23,6 @@ from vivace.serve.config import ServeConfig
 from vivace.serve.encoding import encoded
 from vivace.serve.lanes import Lane
 from vivace.serve.long_text import LONG, decode_apart, encode_apart
-
-MEGABYTE = 1_000_000
-TEXT = "".join(random.Random(0).choices(string.ascii_lowercase + "  ,.\n", k=MEGABYTE))
-Bomb = tuple[str, bytes, int]
-"""Path, body and the status that answers it."""
-
-
-def schema(of: dict[str, Any], **fields: Any) -> bytes:
-    bound = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": of}}}
-    return json.dumps({"prompt": ["a", "b", "c", "d", "e"], "n": 16, "max_tokens": 1, **bound, **fields}).encode()
-
-
-def listed(field: str, element: str, last: str = "") -> bytes:
-    """A megabyte of one element."""
-    count = MEGABYTE // (len(element) + 1)
-    return f'{{"{field}": [{f"{element}," * count}{last or element}]}}'.encode()
-
-
-def chain(length: int) -> dict[str, Any]:
-    """Schemas each of which says what the next one is."""
-    steps: dict[str, Any] = {
-        f"d{place}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{place + 1}"}}}
-        for place in range(length)
-    }
-    return {"$defs": {**steps, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
-
-
-BOMBS: dict[str, Bomb] = {
-    "20k values": ("/v1/completions", schema({"enum": [f"value {place} " + "x" * 8 for place in range(20_000)]}), 400),
-    "6k values": ("/v1/completions", schema({"enum": [f"value {place} " + "x" * 8 for place in range(6_000)]}), 200),
-    "a large factor": ("/v1/completions", schema({"type": "integer", "multipleOf": 1_000_003}), 400),
-    "30 factors": ("/v1/completions", schema({"type": "object", "properties": {
-        f"k{place}": {"type": "integer", "multipleOf": 99_991 - place} for place in range(30)}}), 400),
-    "patterns": ("/v1/completions", schema({"type": "object", "patternProperties": {
-        f"^{chr(97 + place % 26)}{place}.*[a-z]+{place}$": {"type": "integer"} for place in range(400)}}), 400),
-    "a chain": ("/v1/completions", schema(chain(1600)), 400),
-    "a wrong list": ("/v1/chat/completions", listed("messages", "1"), 400),
-    "wrong messages": ("/v1/chat/completions", listed("messages", "{}"), 400),
-    "right messages": ("/v1/chat/completions", listed("messages", '{"role":"user"}'), 400),
-    "parts": ("/v1/chat/completions",
-              b'{"messages": [{"role": "user", "content": ['
-              + b'{"type":"text","text":""},' * 37_000 + b'{"type":"text","text":""}]}], "max_tokens": 1}', 200),
-    "unknown fields": ("/v1/chat/completions",
-                       json.dumps({f"x{place}": 1 for place in range(80_000)}).encode(), 400),
-    "wrong biases": ("/v1/completions",
-                     json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(70000), 200)}).encode(), 400),
-    "biases": ("/v1/completions",
-               json.dumps({"prompt": ["a"] * 5, "n": 16, "logit_bias": dict.fromkeys(range(70000), 1)}).encode(),
-               400),
-    "a long text": ("/v1/completions", json.dumps({"prompt": TEXT}).encode(), 400),
-    "a long message": ("/v1/chat/completions",
-                       json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode(), 400),
-    "many tokens": ("/v1/completions", listed("prompt", "5"), 400),
-    "lists": ("/v1/completions", listed("prompt", "[]"), 400),
-    "depth": ("/v1/completions", b"[" * MEGABYTE, 400),
-    "tokenize": ("/tokenize", json.dumps({"prompt": TEXT}).encode(), 200),
-    "detokenize": ("/detokenize", listed("tokens", "5"), 200),
-    "a large reply": ("/v1/completions", json.dumps(
-        {"prompt": "a", "n": 16, "max_tokens": 200, "logprobs": 20, "ignore_eos": True, "seed": 1}).encode(), 200),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 import httpx2
 import pytest
 
+from benchmarks.lateness import PROMISED_S, Lateness
 from tests.serve.conftest import Local, local
-from tests.serve.lag import PROMISED_S, Lateness
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.serve.config import ServeConfig
@@ -172,6 +172,7 @@ def test_whoever_waits_longest_makes_room(hasty: Local) -> None:
 
 def test_nobody_loses_an_answer_to_a_newcomer(hasty: Local) -> None:
     body = json.dumps({**LONG, "stream": True}).encode()
+    before = hasty.server.connections.responses["other", "503"]
     with ExitStack() as stack:
         busy = [stack.enter_context(connect(hasty)) for _ in range(PLACES)]
         for one in busy:
@@ -179,6 +180,7 @@ def test_nobody_loses_an_answer_to_a_newcomer(hasty: Local) -> None:
             assert one.recv(100).startswith(b"HTTP/1.1 200")
         reply = hasty.http().get("/health")
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "too_many_connections")
+        assert hasty.server.connections.responses["other", "503"] == before + 1
         assert reply.headers["retry-after"] == "1"
     hasty.wait_until(lambda: hasty.server.worker.num_running == 0)
 
@@ -196,7 +198,7 @@ def test_nobody_loses_an_answer_to_a_newcomer(hasty: Local) -> None:
     ],
 )
 def test_what_is_no_http_is_told_so_in_our_shape(hasty: Local, data: bytes) -> None:
-    before = cut(hasty, "malformed")
+    before, counted = cut(hasty, "malformed"), hasty.server.connections.responses["other", "400"]
     with connect(hasty) as connection:
         connection.sendall(data)
         found, seconds = until_closed(connection)
@@ -205,6 +207,7 @@ def test_what_is_no_http_is_told_so_in_our_shape(hasty: Local, data: bytes) -> N
     assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert seconds < IDLE_S
     assert cut(hasty, "malformed") == before + 1
+    assert hasty.server.connections.responses["other", "400"] == counted + 1
 
 
 def test_rubbish_behind_a_refused_head_is_no_error_of_the_server(hasty: Local) -> None:

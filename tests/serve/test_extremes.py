@@ -4,118 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from benchmarks.hostile_requests import ABSURD, ROUTES, split_values
 from tests.serve.conftest import Reached, local
 from vivace.engine import Engine
-from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody
 from vivace.serve.config import ServeConfig
-
-NUMBERS = (0, -0.0, 5e-324, 1e-300, 1e-40, 1e-8, 0.3, 1, 2, 7, 100, 1e8, 1e40, 1e300, 10**30, -1, -2)
-ABSURD = (float("nan"), float("inf"), -float("inf"), 10**400, "1", "", [], {}, True)
-COUNTS = (0, 1, 2, 3, 16, 17, 64, 2**31, 2**62, 2**63 - 1, 2**63, 10**30, -1)
-SCHEMAS: tuple[Any, ...] = (
-    {"type": "text"},
-    {"type": "json_object"},
-    {"type": "json_schema", "json_schema": {"schema": {"enum": ["x"]}}},
-    {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
-    {"type": "json_schema", "json_schema": {"schema": {"type": "object", "required": ["a"]}}},
-    {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
-    {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "^$"}}},
-)
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SHARED: Mapping[str, tuple[Any, ...]] = {
-    "model": ("vivace", "nobody", ""),
-    "temperature": NUMBERS,
-    "top_p": NUMBERS,
-    "top_k": COUNTS,
-    "min_p": NUMBERS,
-    "repetition_penalty": NUMBERS,
-    "presence_penalty": NUMBERS,
-    "frequency_penalty": NUMBERS,
-    "logit_bias": ({}, {"0": -100}, {"0": 100, "5": -100}, {str(i): -100.0 for i in range(300)}, {"5": 1e-320},
-                   {"99999": 1}, {"-1": 1}, {"1": 1e9}, {"7": float("nan")}),
-    "min_tokens": COUNTS,
-    "ignore_eos": (True, False),
-    "stop": ("a", ["\n", " "], "\u0000", "\U0001f600", ["x"] * 17, ""),
-    "stop_token_ids": ([0], list(range(300))[:256], [10**9], [-1]),
-    "n": (0, 1, 2, 16, 17),
-    "seed": (0, 2**62, 2**63 - 1, 2**63, -(2**63), -1),
-    "stream": (True, False),
-    "stream_options": ({"include_usage": True}, {}),
-    "response_format": SCHEMAS,
-    "skip_special_tokens": (True, False),
-    "return_token_ids": (True, False),
-    "return_progress": (True, False),
-    "return_trace": (True, False),
-    "method": ("plain", "lookup", "multirate", "multirate+lookup", "auto", "draft", "layerskip", "lookahead", ""),
-    "num_draft_tokens": COUNTS,
-    "quality": NUMBERS,
-    "priority": (-1000, 1000, 1001, 0),
-    "cache_salt": ("a", "", "\u0000", "a" * 200, "a" * 201),
-    "user": ("", "u" * 1000),
-    "safety_identifier": ("s",),
-}  # fmt: skip
-CHAT: Mapping[str, tuple[Any, ...]] = {
-    "messages": (
-        [{"role": "user", "content": "a"}],
-        [{"role": "", "content": "a"}],
-        [{"role": "user", "content": "x " * 2000}],
-        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-        [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 3,
-        [],
-    ),
-    "max_completion_tokens": COUNTS,
-    "max_tokens": COUNTS,
-    "logprobs": (True, False),
-    "top_logprobs": COUNTS,
-    "tools": ([], [TOOL], [TOOL, TOOL]),
-    "tool_choice": ("auto", "none", "required", TOOL),
-    "parallel_tool_calls": (True, False),
-    "chat_template_kwargs": ({}, {"messages": []}, {"x": 1}),
-    "continue_final_message": (True, False),
-}
-COMPLETION: Mapping[str, tuple[Any, ...]] = {
-    "prompt": ("abc", "", "\u0000", [1], [], [[]], [[1, 2], [3]], ["a"] * 65, [10**9], "x " * 2000, ["", "a"]),
-    "max_tokens": COUNTS,
-    "logprobs": COUNTS,
-    "echo": (True, False),
-}
-ROUTES: Mapping[str, tuple[type[GenerationBody], Mapping[str, tuple[Any, ...]], dict[str, Any]]] = {
-    "/v1/chat/completions": (
-        ChatBody,
-        {**SHARED, **CHAT},
-        {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 6},
-    ),
-    "/v1/completions": (CompletionBody, {**SHARED, **COMPLETION}, {"prompt": "abc", "max_tokens": 6}),
-}
-
-
-def fits(kind: type[GenerationBody], body: Mapping[str, Any]) -> bool:
-    """Whether a body is one of this kind, before anything else is known."""
-    try:
-        kind.model_validate(body)
-    except ValidationError:
-        return False
-    return True
-
-
-@cache
-def split_values(route: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Values of every field that are taken for themselves, and those that are not."""
-    kind, fields, body = ROUTES[route]
-    good = {name: [value for value in values if fits(kind, {**body, name: value})] for name, values in fields.items()}
-    bad = {name: [value for value in values if value not in good[name]] for name, values in fields.items()}
-    return {name: values for name, values in good.items() if values}, bad
 
 
 @st.composite

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.lag import PROMISED_S, Lateness, calmest, loop_lag
+from benchmarks.lateness import PROMISED_S, Lateness
+from tests.serve.lag import calmest, loop_lag
 
 
 @pytest.fixture

@@ -1,0 +1,209 @@
+"""A hostile load: clients that behave beside clients that do their worst, against ``vivace serve`` on this machine.
+
+    python -m benchmarks.hostile --seconds 600 --clients 64 --json benchmarks/results/serving/hostile.json
+
+It starts the server, on the model that ships with method ``auto`` and two API keys, on a free port of the loopback
+address; asks for the time given and no longer, and so often at most; and ends with status 1 when a bar is missed. What
+greedy, sampled and scored requests are owed is what the engine gives offline, before the server is started. Everybody
+else is owed a status below 500. How late the server is, is asked of its own metrics and of ``/health`` from a third
+process; the clients give way to both (``nice``), as they would not be on the server's machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import vivace
+from benchmarks import hostile_clients, hostile_strangers
+from benchmarks.hostile_answers import known_answers
+from benchmarks.hostile_clients import Client, Target
+from benchmarks.hostile_watch import Memory, Metrics, get, health_probe, loop_lag, wait_idle
+from benchmarks.lateness import PROMISED_S
+from benchmarks.server_process import server_process
+from vivace.engine import Engine
+from vivace.evaluate.provenance import provenance
+from vivace.methods.table import METHODS
+
+KEYS = ("a-key-of-the-hostile-load", "another-key-of-the-hostile-load")
+LIMITS = ("--head-timeout", "4", "--body-timeout", "6", "--read-timeout", "8", "--prefix-cache", "16MiB")
+"""Short waits, so that slow clients meet them; and a cache that is full soon, so that memory comes to its end."""
+KINDS = {**hostile_clients.KINDS, **hostile_strangers.KINDS}
+ROUND = (*KINDS, "greedy", "greedy", "greedy", "sampled", "absurd")
+"""Kinds of sixteen clients."""
+SETTLES_S = 60.0
+"""Memory may grow so long."""
+MOST_GROWTH = 0.05
+ENDS_S = 150.0
+"""For the last answers, after the time is over."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that must hold."""
+
+    name: str
+    found: str
+    is_met: bool
+
+
+def attack(
+    engine: Engine, log: Path, *, seconds: float, clients: int, most: int = 200_000, settles_s: float = SETTLES_S
+) -> dict[str, Any]:
+    """Start a server of the engine's model, send clients for a while, and report what was seen.
+
+    Args:
+        engine: the model that the server gets too, for the answers.
+        log: file for what the server prints.
+        seconds: how long requests are sent.
+        clients: how many, of all kinds.
+        most: requests in all.
+        settles_s: memory is compared with the most it was within so many seconds.
+    """
+    known = known_answers(engine)
+    adapters = [f"--adapter={path.name}={path}" for path in sorted((engine.folder / "adapters").iterdir())]
+    words = ("--model", str(engine.folder), *adapters, "--api-key-file", "-", *LIMITS)
+    with server_process(*words, log=log, stdin="\n".join(KEYS)) as (url, process):
+        ways = _lossless(url)
+        target = Target(url, KEYS, ways, known)
+        _warm_up(target)
+        memory = Memory(process.pid)
+        before = Metrics(url, KEYS[0])
+        memory.start()
+        with health_probe(url) as health:
+            until = time.monotonic() + seconds
+            crowd = [
+                Client(number, kind, KINDS[kind], target, until=until, most=most // clients)
+                for number, kind in zip(range(clients), ROUND * (clients // len(ROUND) + 1), strict=False)
+            ]
+            for client in crowd:
+                client.start()
+            for client in crowd:
+                client.join(max(until + ENDS_S - time.monotonic(), 0))
+        num_stuck = sum(client.is_alive() for client in crowd)
+        is_idle = wait_idle(url, KEYS[0])
+        after = Metrics(url, KEYS[0])
+        memory.stop()
+        has_ended = process.poll() is not None
+    report = {
+        "setting": {
+            "model": engine.folder.name, "seconds": seconds, "clients": clients, "settles_s": settles_s,
+            "methods": [f"{model}: {method}" for model, method in ways], "flags": [*LIMITS], "keys": len(KEYS),
+        },
+        "kinds": {
+            kind: {"sent": target.tally.sent[kind], "outcomes": dict(target.tally.outcomes[kind].most_common())}
+            for kind in KINDS
+        },
+        "statuses": {str(status): count for status, count in sorted(target.tally.statuses.items())},
+        "num_equal": target.tally.num_equal,
+        "num_wrong": target.tally.num_wrong,
+        "num_5xx": target.tally.num_5xx,
+        "num_stuck": num_stuck,
+        "faults": target.tally.faults,
+        "server": {
+            "sequences": after.by("vivace_requests_total", "state"),
+            "statuses": after.by("vivace_http_responses_total", "status"),
+            "connections_cut": after.by("vivace_connections_cut_total", "reason"),
+            "tokens": after.value("vivace_generation_tokens_total"),
+            "is_idle": is_idle, "has_ended": has_ended, "num_tracebacks": log.read_text().count("Traceback"),
+        },
+        "loop_lag": loop_lag(before, after),
+        "health_lag": {
+            "events": len(health.late_s), "period_s": health.period_s,
+            **{name: health.quantile(share) for name, share in (("p50_s", 0.5), ("p99_s", 0.99), ("max_s", 1.0))},
+        },
+        "memory_mib": memory.mib,
+    }  # fmt: skip
+    return {**report, "bars": [asdict(bar) for bar in bars(report)]}
+
+
+def _lossless(url: str) -> list[tuple[str, str]]:
+    """Models and methods of the server whose greedy answers are those of plain decoding."""
+    cards = get(f"{url}/v1/models", KEYS[0]).json()["data"]
+    return [(card["id"], method) for card in cards for method in card["methods"] if METHODS[method].lossless]
+
+
+def _warm_up(target: Target) -> None:
+    """Everything that is started when it is first needed."""
+    client = Client(0, "warm", hostile_clients.schema, target, until=0, most=0)
+    for kind in ("greedy", "sampled", "schema", "echo"):
+        for _ in range(3):
+            KINDS[kind](client)
+    client.close()
+    target.tally.statuses.clear()
+    target.tally.num_equal = 0
+
+
+def growth(report: Mapping[str, Any]) -> float:
+    """The most memory after it ought to have settled, over the most before, less one."""
+    settles = int(report["setting"]["settles_s"])
+    early, late = report["memory_mib"][:settles], report["memory_mib"][settles:]
+    return max(late) / max(early) - 1 if late else 0.0
+
+
+def bars(report: Mapping[str, Any]) -> list[Bar]:
+    """What must hold, and whether it does."""
+    server, lag, health = report["server"], report["loop_lag"], report["health_lag"]
+    sequences, seen = server["sequences"], report["statuses"]
+    ended = sum(sequences[state] for state in ("finished", "failed", "cancelled"))
+    server_5xx = sum(count for status, count in server["statuses"].items() if status >= "500")
+    untold = {status: count for status, count in seen.items() if server["statuses"].get(status, 0) < count}
+    middle = statistics.median(report["memory_mib"])
+    return [
+        Bar("bystanders are answered as offline", f"{report['num_equal']} equal", report["num_equal"] > 0),
+        Bar("nothing that must not be", f"{report['num_wrong']} faults", report["num_wrong"] == 0),
+        Bar("no 5xx seen", f"{report['num_5xx']}", report["num_5xx"] == 0),
+        Bar("no 5xx counted by the server", f"{server_5xx:.0f}", server_5xx == 0),
+        Bar("no traceback in the log", f"{server['num_tracebacks']}", server["num_tracebacks"] == 0),
+        Bar("every client came to its end", f"{report['num_stuck']} did not", report["num_stuck"] == 0),
+        Bar("idle and alive afterwards", f"{server['is_idle']}", server["is_idle"] and not server["has_ended"]),
+        Bar(
+            "every sequence is counted once",
+            f"{sequences['received']:.0f} received, {ended:.0f} ended",
+            sequences["received"] == ended > 0,
+        ),
+        Bar("every status seen was counted", f"not {untold}" if untold else "all", not untold),
+        Bar("event loop, p99 below 100 ms", f"{lag['share_on_time']:.2%} on time", lag["share_on_time"] >= 0.99),
+        Bar("/health, p99 below 100 ms", f"{1e3 * health['p99_s']:.1f} ms", health["p99_s"] < PROMISED_S),
+        Bar("memory within 5 %", f"{growth(report):+.1%}, median {middle:.0f} MiB", growth(report) <= MOST_GROWTH),
+    ]
+
+
+def main() -> int:
+    """Attack, print, write; the exit status says whether all bars are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=200_000, help="at most, of all clients together")
+    parser.add_argument("--log", type=Path, help="file for what the server prints")
+    parser.add_argument("--json", type=Path, help="file for the report")
+    asked = parser.parse_args()
+    origin = asdict(provenance(torch.device("cpu")))
+    engine = vivace.load()
+    with TemporaryDirectory() as folder:
+        log = asked.log or Path(folder) / "server.log"
+        report = attack(engine, log, seconds=asked.seconds, clients=asked.clients, most=asked.requests)
+    for kind, found in report["kinds"].items():
+        print(f"{kind:12s} {found['sent']:7d}  {found['outcomes']}")
+    for fault in report["faults"]:
+        print(f"fault: {fault[:400]}")
+    for bar in report["bars"]:
+        print(f"{'met   ' if bar['is_met'] else 'MISSED'} {bar['name']}: {bar['found']}")
+    if asked.json is not None:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps({"provenance": origin, **report}, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(bar["is_met"] for bar in report["bars"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
