@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.upcycle import upcycle_checkpoint
+from vivace.core.model import Decoder
 from vivace.decode.shallow import DraftPlan
 from vivace.decode.tree import TreePlan
+from vivace.methods.composition import stored_of
 from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan, ConfidenceThresholds
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
@@ -31,6 +34,7 @@ from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.residual import Accelerator
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.streams import Streams
+from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
 from vivace.methods.uno.drafter import UnoConfig, UnoTerms
 
@@ -55,7 +59,9 @@ ADAPTERS: Mapping[str, tuple[Any, Any, Any, float]] = {
     "mod": (Routers, ModConfig(), ModPlan((0.0,) * (LAYERS // 2)), 0.3),
     "foresight": (Foresight, ForesightConfig(rank=2, bottleneck=8, forecast=6), ForesightPlan(3, (1,)), 0.05),
 }
-"""By method: weights, their configuration, the plan, and the noise that is added to untrained ones."""
+"""By method: weights, their configuration, the plan, and the noise that is added to untrained ones.
+
+A method that is not here has the configuration and the plan that its spec begins with."""
 
 
 def make_model(folder: Path, method: str, *, context: int = 512) -> Path:
@@ -70,20 +76,48 @@ def make_model(folder: Path, method: str, *, context: int = 512) -> Path:
         make_checkpoint(base / OWN_DRAFT, layers=LAYERS, context=context)  # a twin: always right
     kind = "multirate" if method == "auto" else METHODS[method].adapter
     if kind is not None and not (base / "adapters" / kind).exists():
-        _save(base, kind)
+        weights, plan = make_weights(kind, load_decoder(base, dtype="float32"))
+        keep_weights(base / "adapters" / kind, kind, base, weights, plan)
     return base
 
 
-def _save(base: Path, kind: str) -> None:
-    make, config, plan, noise = ADAPTERS[kind]
-    model = vivace.load(base, kernels="torch", dtype="float32").model
+def make_weights(kind: str, model: Decoder) -> tuple[Any, Any]:
+    """Random weights of a kind for a model, and a plan to use them by."""
+    make, config, plan, noise = ADAPTERS.get(kind) or _as_the_spec_begins(kind)
     torch.manual_seed(2)
-    weights = make(config, model.config)
+    weights: nn.Module = make(config, model.config)
     if isinstance(weights, MedusaHeads):
         weights.start_from(model)
-    tensors = {name: _disturbed(value, noise) for name, value in weights.tensors().items()}
-    save_adapter(base / "adapters" / kind, kind, base_hash(base), asdict(plan), asdict(config), tensors)
+    with torch.no_grad():
+        for value in (*weights.parameters(), *weights.buffers()):
+            if value.is_floating_point():
+                value.add_(noise * torch.randn_like(value))
+    return weights.requires_grad_(False), plan
 
 
-def _disturbed(value: Tensor, noise: float) -> Tensor:
-    return value + noise * torch.randn_like(value) if value.is_floating_point() else value
+def _as_the_spec_begins(kind: str) -> tuple[Any, Any, Any, float]:
+    stored = stored_of(kind)
+    return stored.weights, stored.config(), stored.plan(), 0.02
+
+
+def keep_weights(folder: Path, kind: str, base: Path, weights: Any, plan: Any) -> None:
+    """Write weights as training writes them."""
+    save_adapter(folder, kind, base_hash(base), asdict(plan), asdict(weights.config), weights.tensors())
+
+
+def plans_of(method: str, longest: int = 4) -> dict[str, Plan | None]:
+    """One plan of each kind that ``vivace tune`` tries for a method, the largest: chains, trees, in fewer bits.
+
+    Args:
+        method: its name.
+        longest: guesses in a row at most.
+
+    Returns:
+        By kind, which is the plan's label without its numbers; None where a method drafts by no plan.
+    """
+    spec = METHODS[method]
+    if spec.plans is None:
+        return {"": None}
+    config = ADAPTERS[method][1] if method in ADAPTERS else None
+    plans = spec.plans(lambda: {} if config is None else asdict(config), longest)
+    return {re.sub(r"[^a-z]+", " ", plan.label.replace("int8", "eight")).strip(): plan for plan in plans}

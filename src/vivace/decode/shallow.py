@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.draft_rows import ChainPlan, DraftRows, Root
+from vivace.core.draft_rows import Chain, ChainPlan, DraftRows, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
@@ -203,9 +203,8 @@ class ShallowState(Forgetful):
         Guesses are the likeliest tokens where requests sample, too: fewer of them are kept than of drawn ones (3.7
         tokens a pass against 4.2 at temperature 0.7), and a draft of drawn ones takes as long as several of these.
         """
-        cache, companion = context.cache, self.guess.companion
-        chain = native_chain(self.model, cache)
-        if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
+        cache, native = context.cache, self._native(context)
+        if native is None:
             return None
         roots = []
         for slot in context.slots:
@@ -214,11 +213,22 @@ class ShallowState(Forgetful):
                 return None
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
             roots.append(Root(slot, tokens[-1], limit))
-        plan = ChainPlan(self.plan.min_confidence, self.plan.weights)
+        plan, (chain, companion) = ChainPlan(self.plan.min_confidence, self.plan.weights), native
         return chain.draft(roots, companion, self._offsets_of(context.slots), cache, plan)
 
+    def _native(self, context: Context) -> tuple[Chain, DraftRows] | None:
+        """Who drafts chains in one call, whatever else this batch needs; None for trees, and where nobody does."""
+        chain, companion = native_chain(self.model, context.cache), self.guess.companion
+        if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
+            return None
+        return chain, companion
+
     def _in_steps(self, context: Context) -> Draft:
-        draft = context.committed()
+        """Guess depth by depth. Chains are drawn only where none is ever drafted in one call.
+
+        Otherwise a neighbour whose text repeats itself would change which random numbers a slot uses.
+        """
+        draft, draws = context.committed(), self.plan.is_chain and self._native(context) is None
         leaves = draft.last_committed()
         if self.first is not None:
             draft, known = self.first.seed(draft, context)
@@ -234,7 +244,7 @@ class ShallowState(Forgetful):
             done.append(hidden)
             if len(leaves) == 0:
                 break
-            draft, leaves = guess_below(self.model, self.plan, context, draft, leaves, at_gate, width)
+            draft, leaves = guess_below(self.model, self.plan, context, draft, leaves, at_gate, width, draws=draws)
         return replace(draft, hidden=torch.cat(done), entry_layer=self.guess.gate)
 
     def _width(self, depth: int) -> int:
@@ -294,18 +304,27 @@ class ShallowState(Forgetful):
 
 
 def guess_below(
-    model: Decoder, plan: DraftPlan, context: Context, draft: Draft, leaves: Tensor, at_gate: Tensor, width: int
+    model: Decoder,
+    plan: DraftPlan,
+    context: Context,
+    draft: Draft,
+    leaves: Tensor,
+    at_gate: Tensor,
+    width: int,
+    *,
+    draws: bool,
 ) -> tuple[Draft, Tensor]:
     """Guess below each leaf.
 
     Args:
         model: whose head reads the guesses.
-        plan: shape of the draft; chains are drawn from their law where a request samples.
+        plan: shape of the draft.
         context: of the step.
         draft: so far.
         leaves: (n,) rows of the draft.
         at_gate: (n, E) what the head reads for each.
         width: guesses below each.
+        draws: guesses of a chain are drawn from their law where a request samples; else they are the likeliest.
 
     Returns:
         The draft with the guesses, and the rows of those that are sure enough to be guessed on from.
@@ -317,7 +336,7 @@ def guess_below(
     else:
         logits = model.head(at_gate)
         bare, distribution = torch.softmax(logits, -1), context.distribution(logits, draft, leaves)
-        if plan.is_chain:
+        if draws:
             distribution = drawable(distribution)
             slots = draft.slot.tolist()
             drawn = [
@@ -325,6 +344,8 @@ def guess_below(
                 for q, leaf in zip(distribution, leaves.tolist(), strict=True)
             ]
             tokens, probs = torch.tensor(drawn)[:, None], distribution
+        elif plan.is_chain:
+            tokens = logits.argmax(-1, keepdim=True)  # as one native call guesses
         else:
             tokens = (
                 (distribution + bare).topk(width).indices

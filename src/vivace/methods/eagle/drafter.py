@@ -168,7 +168,8 @@ class EagleState(Forgetful):
     ) -> tuple[Draft, Draft, tuple[Tensor, Tensor], Tensor]:
         """Guesses below the leaves in the target's draft and in the drafter's own, and the leaf place of each."""
         before = len(drafts[0].tokens)
-        draft, rows = guess_below(self.model, self.plan, context, drafts[0], leaves[0], known, width)
+        draws = self.plan.is_chain
+        draft, rows = guess_below(self.model, self.plan, context, drafts[0], leaves[0], known, width, draws=draws)
         own, fresh = drafts[1].grow(leaves[1], draft.tokens[before:].view(-1, width))
         places = rows - before
         return draft, own, (rows, fresh[places]), places // width
