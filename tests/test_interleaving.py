@@ -16,7 +16,6 @@ from tests.every_method import make_model
 from vivace.core.layers import Linear
 from vivace.core.model import Layer
 from vivace.core.step import Step
-from vivace.decode.plain import StepBudget
 from vivace.decode.request import Emitted
 from vivace.decode.stats import DecodeStats
 from vivace.engine import EXACT_ROWS, Engine, Options
@@ -55,9 +54,8 @@ class Answer:
 
 
 @pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Native calls make three steps whatever the clock says, on one thread."""
-    monkeypatch.setattr(StepBudget, "count", lambda self, context, tokens=1.0: 3)
+def steady() -> Iterator[None]:
+    """On one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -71,8 +69,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def opened(request: pytest.FixtureRequest, folder: Path) -> Opened:
-    """A fresh engine for a method; bfloat16 runs on native kernels where there are some."""
-    return lambda method: vivace.load(make_model(folder, method), dtype=request.param)
+    """A fresh engine for a method; bfloat16 runs on native kernels where there are some, three steps a call."""
+
+    def get(method: str) -> Engine:
+        engine = vivace.load(make_model(folder, method), dtype=request.param)
+        engine.steps_per_call = 3
+        return engine
+
+    return get
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +197,7 @@ def test_a_server_beside_other_calls(opened: Opened, alone: Alone, method: str) 
         mail.put(events)
 
     worker = Worker(engine.model, mailbox, num_slots=2, capacity=400, max_queue=8, prefill_budget=256)
+    worker.session.steps_per_call = engine.steps_per_call
     job = Job(engine.request(PROMPTS[0], Options.of(options(method))))
     worker.submit([job, *(Job(replace(job.request, tokens=(5, 6, 7) * count), scores=1) for count in (1, 20, 90))])
     worker.start()

@@ -269,6 +269,8 @@ class Engine:
         """What matrices are kept as; "bf16" is as the checkpoint has them."""
         self.storage: Storage | None = None
         """Where weights come from that are not all in memory."""
+        self.steps_per_call: int | None = None
+        """Steps that sessions made from now on may take in one native call (``Session``)."""
 
     @property
     def folder(self) -> Path:
@@ -374,6 +376,7 @@ class Engine:
             num_slots=num_slots,
             capacity=capacity,
             row_count=EXACT_ROWS if options.exact else 1,
+            steps_per_call=self.steps_per_call,
             progress=options.progress,
         )
 

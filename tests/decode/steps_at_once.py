@@ -1,15 +1,18 @@
-"""Drafters that make several steps in one native call, whoever guesses: models to run them on, and what all must do."""
+"""Several steps in one native call, whoever guesses: models to run them on, an ear for proposals, what all must do."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
+from vivace.core.cache import KVCache
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Drafter
+from vivace.core.seams import Context, Decided, Draft, Drafter
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -26,24 +29,51 @@ def packed(name: str, body: NativeBody) -> Decoder:
     return made
 
 
-def steps_of(kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps made in each call from now on in which drafters of this kind drafted and verified."""
-    made: list[int] = []
-    ahead = kind._ahead  # type: ignore[attr-defined]
+@dataclass(eq=False)
+class Noting:
+    """Fills ``Drafter``: another one, and what it proposed."""
 
-    def noting(self: Drafter, context: Context) -> Draft | None:
-        draft: Draft | None = ahead(self, context)
-        made.extend([] if draft is None else [len(draft.passes[0].kept)])
-        return draft
+    drafter: Drafter
+    proposed: list[Draft | Decided] = field(default_factory=list)
 
-    monkeypatch.setattr(kind, "_ahead", noting)
-    return made
+    @property
+    def name(self) -> str:
+        """The other's."""
+        return self.drafter.name
+
+    def open(self, cache: KVCache) -> Any:
+        """Its state, noted."""
+        return _NotingState(self.proposed, self.drafter.open(cache))
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of each proposal that was decided already."""
+        return [max(map(len, each.steps)) for each in self.proposed if isinstance(each, Decided)]
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Given tokens of each proposal by slot."""
+        return [(each.draft if isinstance(each, Decided) else each).committed for each in self.proposed]
 
 
-def stops_at_every_end(model: Decoder, drafter: Drafter, steps: list[int]) -> None:
+class _NotingState:
+    """Fills ``DraftState``."""
+
+    def __init__(self, proposed: list[Draft | Decided], state: Any) -> None:
+        self._proposed, self._state = proposed, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def propose(self, context: Context) -> Draft | Decided:
+        self._proposed.append(self._state.propose(context))
+        return self._proposed[-1]
+
+
+def stops_at_every_end(model: Decoder, drafter: Noting) -> None:
     """Nothing is decided behind an end; what lies behind a stop string is forgotten, and the next text is right."""
     prompt = prompts(6, seed=2)[1]
-    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    session = Session(model, num_slots=1, capacity=64, chunk=8, steps_per_call=4)
     [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
     for end in set(plain.tokens):
         upto = plain.tokens[: plain.tokens.index(end) + 1]
@@ -56,4 +86,4 @@ def stops_at_every_end(model: Decoder, drafter: Drafter, steps: list[int]) -> No
             assert not session.cache.lengths[0]
     [result] = finish(session, [Request(prompt, 21, drafter)])
     assert result.tokens == plain.tokens
-    assert max(steps) > 1
+    assert max(drafter.steps) > 1

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.decode.runs import Result, finish
+from tests.decode.steps_at_once import Noting
 from tests.decode.tiny_decoders import VOCAB, build, prompts
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.core.seams import Context, Draft, Drafter
-from vivace.decode.plain import MOST, MultiStepPlain, NoDrafts
+from vivace.core.seams import Decided, Drafter
+from vivace.decode.multi_step import MAX_TOKENS, PlainSteps
+from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.kernels.low_bit import Weights
@@ -44,19 +48,9 @@ class Steady:
         return self.now
 
 
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Given tokens by slot of every draft made from now on."""
-    seen: list[tuple[int, ...]] = []
-    propose = MultiStepPlain.propose
-
-    def noting(self: MultiStepPlain, context: Context) -> Draft:
-        draft = propose(self, context)
-        seen.append(draft.committed)
-        return draft
-
-    monkeypatch.setattr(MultiStepPlain, "propose", noting)
-    return seen
+def ahead(model: Decoder) -> Noting:
+    """Plain decoding on a model whose passes seem to take no time."""
+    return Noting(PlainSteps(model, clock=Steady()))
 
 
 def run(
@@ -78,40 +72,39 @@ def assert_same(ours: list[Result], theirs: list[Result]) -> None:
 
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize(("slots", "every"), [(1, 0), (2, 0), (6, 2)])
-def test_text_of_one_call_a_token(
-    model: Decoder, counts: list[tuple[int, ...]], slots: int, every: int, logprobs: bool
-) -> None:
+def test_text_of_one_call_a_token(model: Decoder, slots: int, every: int, logprobs: bool) -> None:
     """Alone, ragged, and while sequences join and leave."""
-    found = run(model, MultiStepPlain(model, clock=Steady()), slots, every, logprobs=logprobs)
+    drafter = ahead(model)
+    found = run(model, drafter, slots, every, logprobs=logprobs)
     assert_same(found, run(model, NoDrafts(), slots, every, logprobs=logprobs))
-    assert max(max(given) for given in counts) == MOST
-    assert counts[0] == (1,) * len(counts[0]), "the first token of a text comes alone"
+    assert max(max(given) for given in drafter.rows) == MAX_TOKENS
+    assert drafter.rows[0] == (1,) * len(drafter.rows[0]), "the first token of a text comes alone"
 
 
 @pytest.mark.parametrize("weights", ["int8", "q4", "exact12"])
 def test_in_few_bits(body: NativeBody, weights: Weights) -> None:
     model = packed(body, weights)
-    assert_same(run(model, MultiStepPlain(model, clock=Steady())), run(model, NoDrafts()))
+    assert_same(run(model, ahead(model)), run(model, NoDrafts()))
 
 
 def test_passes_are_counted_one_by_one(model: Decoder) -> None:
     session = Session(model, num_slots=1, capacity=64)
-    [result] = finish(session, [Request(PROMPTS[0], 20, MultiStepPlain(model, clock=Steady()))])
+    [result] = finish(session, [Request(PROMPTS[0], 20, ahead(model))])
     assert session.num_target_passes == len(result.tokens) == 20
 
 
-def test_every_end_cuts_like_one_call_a_token(model: Decoder, counts: list[tuple[int, ...]]) -> None:
+def test_every_end_cuts_like_one_call_a_token(model: Decoder) -> None:
     """Nothing is decided behind an end token; behind a stop string something is, and forgotten."""
-    drafter = MultiStepPlain(model, clock=Steady())
+    drafter = ahead(model)
     session = Session(model, num_slots=1, capacity=64)
     [plain] = finish(session, [Request(PROMPTS[1], 21, NoDrafts())])
     for end in set(plain.tokens):
         upto = plain.tokens[: plain.tokens.index(end) + 1]
-        counts.clear()
+        drafter.proposed.clear()
         stop = StopRule(end_tokens=frozenset([end, VOCAB + 5]))
         [result] = finish(session, [Request(PROMPTS[1], 21, drafter, stop=stop)])
         assert (result.tokens, result.reason) == (upto, "stop")
-        assert sum(sum(given) for given in counts) == len(upto), "an end is never a row: nobody asks what follows"
+        assert sum(sum(given) for given in drafter.rows) == len(upto), "an end is never a row: nobody asks what follows"
         spelled = StopRule(stop_strings=(chr(end + 40),), detokenize=lambda ids: "".join(chr(i + 40) for i in ids))
         [result] = finish(session, [Request(PROMPTS[1], 21, drafter, stop=spelled)])
         assert (result.tokens, result.reason) == (upto, "stop")
@@ -122,42 +115,56 @@ def test_every_end_cuts_like_one_call_a_token(model: Decoder, counts: list[tuple
 def test_what_is_emitted_is_a_token_a_pass(model: Decoder) -> None:
     """So who traces a text sees passes, and no guesses."""
     session = Session(model, num_slots=1, capacity=64)
-    session.admit(Request(PROMPTS[0], 17, MultiStepPlain(model, clock=Steady()), shows_guesses=True))
+    session.admit(Request(PROMPTS[0], 17, ahead(model), shows_guesses=True))
     emitted = list(session.drain())
     assert [len(e.tokens) for e in emitted] == [1] * 17
     assert all(e.guesses == ((),) for e in emitted)
 
 
-def test_samplers_and_padded_calls_go_token_by_token(model: Decoder, counts: list[tuple[int, ...]]) -> None:
-    drafter = MultiStepPlain(model, clock=Steady())
+def test_samplers_and_padded_calls_go_token_by_token(model: Decoder) -> None:
+    drafter = ahead(model)
     sampling = Sampling(do_sample=True)
     assert_same(run(model, drafter, sampling=sampling, seed=3), run(model, NoDrafts(), sampling=sampling, seed=3))
     assert_same(run(model, drafter, row_count=8), run(model, NoDrafts()))
-    assert set(counts) == {(1,)}
+    assert set(drafter.rows) == {(1,)}
+    assert not drafter.steps
 
 
-@pytest.mark.parametrize(("pass_s", "most"), [(0.001, MOST), (0.02, 2), (0.2, 1)])
-def test_blocks_are_short(body: NativeBody, counts: list[tuple[int, ...]], pass_s: float, most: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_session_says_how_many_steps_a_call_takes(model: Decoder, count: int) -> None:
+    """None at all: then the session verifies each of them; the text and its log p are the same."""
+    drafter = Noting(PlainSteps(model))
+    requests = [Request(prompt, 12, drafter, logprobs=True) for prompt in PROMPTS]
+    found = finish(Session(model, num_slots=2, capacity=64, chunk=8, steps_per_call=count), requests)
+    assert set(drafter.steps) == ({*range(1, count + 1)} if count else set())
+    wanted = [replace(request, drafter=NoDrafts()) for request in requests]
+    assert_same(found, finish(Session(model, num_slots=2, capacity=64, chunk=8), wanted))
+
+
+@pytest.mark.parametrize(("pass_s", "most"), [(0.001, MAX_TOKENS), (0.02, 2), (0.2, 1)])
+def test_blocks_are_short(body: NativeBody, pass_s: float, most: int) -> None:
     """A model whose pass takes a fifth of a second gives its tokens one by one."""
     model = packed(body)
     clock = Steady()
     decide = model.backend.chain.decide
 
-    def slow(roots: object, *rest: object) -> Draft:
-        draft = decide(roots, *rest)
-        clock.now += pass_s * max(draft.committed)
-        return draft
+    def slow(roots: object, *rest: object) -> Decided:
+        decided = decide(roots, *rest)
+        clock.now += pass_s * max(decided.draft.committed)
+        return decided
 
     model.backend.chain.decide = slow
-    finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, MultiStepPlain(model, clock=clock))])
-    assert max(given[0] for given in counts) == most
+    drafter = Noting(PlainSteps(model, clock=clock))
+    finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, drafter)])
+    assert max(given[0] for given in drafter.rows) == most
 
 
-def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder, counts: list[tuple[int, ...]]) -> None:
+def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder) -> None:
     """With nothing worth drafting, ``auto`` runs ahead too, and what it measures is a pass."""
     clock = Steady()
-    auto = Adaptive([NoDrafts("lookup")], plain=MultiStepPlain(model, clock=clock), clock=clock)
+    plain = Noting(PlainSteps(model, clock=clock))
+    auto = Adaptive([NoDrafts("lookup")], plain=plain, clock=clock)
     found = run(model, auto)
     assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]
-    assert max(given[0] for given in counts) >= MOST // 2
+    assert max(given[0] for given in plain.rows) >= MAX_TOKENS // 2
     assert auto._measured[1, 0].t / auto._measured[1, 0].weight < 5 * clock.tick

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Drafter
+from vivace.core.seams import Context, Decided, Draft, Drafter
 from vivace.methods.medusa.drafter import Medusa
 
 
@@ -105,12 +105,12 @@ class _State:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
 
-    def propose(self, context: Context) -> Draft:
+    def propose(self, context: Context) -> Draft | Decided:
         with self._of.ears.listening() as rows:
-            draft: Draft = self._state.propose(context)
-        if not draft.passes:  # no draft is left of steps that were verified meanwhile
-            self._of.heard += _proposals(context, draft, rows, self._of)
-        return draft
+            proposed: Draft | Decided = self._state.propose(context)
+        if isinstance(proposed, Draft):  # no draft is left of steps that were verified meanwhile
+            self._of.heard += _proposals(context, proposed, rows, self._of)
+        return proposed
 
 
 def repeated(text: Sequence[int], count: int = 5) -> tuple[int, ...]:

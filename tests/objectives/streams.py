@@ -10,7 +10,7 @@ from tests.objectives.naive import cross_entropy, log_probs, predicting, residua
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
-from vivace.methods.multistream.forward import Decided, StreamForwardPass
+from vivace.methods.multistream.forward import StreamForwardPass, Verified
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.methods.multistream.streams import Streams
@@ -21,7 +21,7 @@ def streams_of(model: Decoder, streams: Streams, tokens: Tensor) -> Tensor:
     climb, cache = StreamForwardPass(streams, StreamPlan((1, 1, 1), "kept")), model.new_cache(1, 64)
     passed = climb.run(model, Draft.committed_only({0: tokens[:-1].tolist()}), cache)
     cache.commit([0], [range(len(tokens) - 1)])
-    decided = Decided(passed.hidden[-1:], tokens[-1:]) if streams.config.feedback else None
+    decided = Verified(passed.hidden[-1:], tokens[-1:]) if streams.config.feedback else None
     assert passed.entering is not None
     return climb.follow(model, [0], passed.entering[-1:], cache, decided)[0]
 

@@ -12,7 +12,7 @@ import torch
 
 import vivace
 from tests.every_method import make_model
-from vivace.decode.plain import NoDrafts, StepBudget
+from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
@@ -50,7 +50,7 @@ class Reader:
 
     def answer(self, request: Request) -> tuple[Answer, int]:
         """An answer, and how many prompt tokens were cached."""
-        session = Session(self.engine.model, num_slots=1, capacity=160, chunk=CHUNK)
+        session = Session(self.engine.model, num_slots=1, capacity=160, chunk=CHUNK, steps_per_call=3)
         session.admit(request)
         emitted = list(session.drain())
         stats = emitted[-1].stats
@@ -66,9 +66,8 @@ class Reader:
 
 
 @pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Native calls make three steps whatever the clock says, on one thread."""
-    monkeypatch.setattr(StepBudget, "count", lambda self, context, tokens=1.0: 3)
+def steady() -> Iterator[None]:
+    """On one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from vivace.core.seams import Draft
+from vivace.core.seams import Decided, Draft
 
 if TYPE_CHECKING:
     from vivace.core.cache import KVCache
@@ -109,11 +109,8 @@ class Chain(Protocol):
         """
         ...
 
-    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Draft:
-        """The next tokens below each root as greedy decoding decides them, none below one of ``ends``.
-
-        All are given tokens, with residuals at the top.
-        """
+    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
+        """Steps of plain greedy decoding below each root, none below one of ``ends``."""
         ...
 
     def speculate(
@@ -124,8 +121,8 @@ class Chain(Protocol):
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
-    ) -> Draft:
-        """Steps of drafting and verification, greedily: what is kept, as given tokens with residuals at the top."""
+    ) -> Decided:
+        """Steps of drafting and verification of one greedy sequence."""
         ...
 
     def follow(
@@ -136,6 +133,6 @@ class Chain(Protocol):
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
-    ) -> tuple[Draft, Tensor]:
+    ) -> tuple[Decided, Tensor]:
         """The same with followers; what the last kept row left (E,) where they enter, before and after."""
         ...

@@ -40,17 +40,6 @@ class RowLists(NamedTuple):
     parent: list[int]
 
 
-class Passes(NamedTuple):
-    """Passes of the whole model that decided a slot's given tokens, one after the other."""
-
-    kept: tuple[int, ...]
-    """Rows kept in each: the one that was decided before, and its accepted guesses."""
-    guessed: tuple[int, ...]
-    """Guesses made for each, in a row."""
-    draft_s: float = 0.0
-    """Spent on them."""
-
-
 @dataclass(frozen=True)
 class Draft:
     """Tokens to run, as rows that are only ever appended."""
@@ -73,8 +62,6 @@ class Draft:
     entry_layer: int = 0
     is_prompt: bool = False
     """The rows are of prompts: nothing is decided behind them."""
-    passes: tuple[Passes, ...] = ()
-    """Of each slot, where the model decided the given tokens meanwhile; ``hidden`` then left the last layer."""
 
     @staticmethod
     def committed_only(tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False) -> Draft:
@@ -136,13 +123,6 @@ class Draft:
     def last_committed(self) -> Tensor:
         """``last_rows`` as indices, (number of slots,)."""
         return torch.tensor(self.last_rows)
-
-    @cached_property
-    def open_rows(self) -> list[int]:
-        """Roots and guesses: rows behind which the next token is not decided yet."""
-        last = {slot: committed - 1 for slot, committed in zip(self.slots, self.committed, strict=True)}
-        nodes = zip(self.lists.slot, self.lists.node, strict=True)
-        return [row for row, (slot, node) in enumerate(nodes) if node >= last[slot]]
 
     def grow(self, leaves: Tensor, tokens: Tensor, probs: Tensor | None = None) -> tuple[Draft, Tensor]:
         """Append guesses below rows.
@@ -227,16 +207,58 @@ class TargetPass:
     """(n,) layer passes spent on each row, companions and late fills of its slot under the root; None when not told."""
 
 
+class VerifiedStep(NamedTuple):
+    """One step of a sequence: a draft below its root, and how much of it verification kept."""
+
+    kept: int
+    """Rows that stay: the root and the accepted guesses below it."""
+    guessed: tuple[int, ...]
+    """Depth below the root of every guess that was made."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What verification decided, slot by slot in the order of ``Draft.slots``."""
 
     paths: tuple[tuple[int, ...], ...]
     """Rows kept, given rows included, in path order."""
-    accepted: tuple[int, ...]
-    """How many guesses were kept."""
     next_tokens: tuple[int, ...]
     """The recovered or bonus token: decided, not stored."""
+    steps: tuple[tuple[VerifiedStep, ...], ...]
+    """The steps that kept those rows: one where the session verified a draft, one or more of ``Decided``."""
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """How many guesses were kept, slot by slot."""
+        return tuple(sum(step.kept - 1 for step in steps) for steps in self.steps)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Steps of greedy decoding that one native call has made, each drafted and verified before the next began.
+
+    The text is plain decoding's for the reason that a step of the session's own is (``decode/verify.py``, greedy). In
+    every step all rows of a draft went through all layers of the model, with the bits they have in any other call; a
+    guess was kept where it is the model's argmax behind the row above it, and nothing below the first other one; the
+    next step began with the model's argmax behind the last kept row (``kernels/native/speculate.h``). So only sequences
+    whose next token is that argmax may be decided (``Distribution.is_greedy``), and what a request stops at besides its end
+    tokens is cut off afterwards, as in any block. The token behind the last row is left to the session, which reads it
+    from the residual there as after a pass of its own.
+    """
+
+    draft: Draft
+    """The rows that stay, as given tokens without guesses; their entries are stored in every layer."""
+    passed: TargetPass
+    """Their residuals at the top, as the passes left them."""
+    steps: tuple[tuple[VerifiedStep, ...], ...]
+    """The steps of each slot, in the order of ``draft.slots``; what they kept is the slot's rows."""
+    draft_s: float = 0.0
+    """Seconds of the call that went into drafting."""
+
+    def verdict(self, next_tokens: Sequence[int]) -> Verdict:
+        """The verdict on the rows, given the model's argmax behind each slot's last one."""
+        paths = tuple(tuple(self.draft.path(root)) for root in self.draft.last_rows)
+        return Verdict(paths, tuple(next_tokens), self.steps)
 
 
 class Distribution(Protocol):
@@ -269,7 +291,9 @@ class Context:
     ends: tuple[int, ...] = ()
     """Tokens behind which nothing is decoded; there may be further reasons to stop."""
     room: Mapping[int, int] = field(default_factory=dict)
-    """Tokens that may be decided for a slot before a proposal is made, none where it is missing."""
+    """Tokens of a slot that may be decided in one proposal beside the pending one, none where it is missing."""
+    steps_per_call: int | None = None
+    """Steps that a proposal may consist of: 0 allows drafts alone, None as many as the drafter's clock allows."""
 
     def committed(self) -> Draft:
         """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
@@ -439,8 +463,8 @@ class DraftState(SlotState, Protocol):
         """Why the last draft was made as it was, for users; None where a method leaves nothing to choose."""
         ...
 
-    def propose(self, context: Context) -> Draft:
-        """The decided tokens of each slot and guesses below them."""
+    def propose(self, context: Context) -> Draft | Decided:
+        """The decided tokens of each slot and guesses below them, or steps that are verified already."""
         ...
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:

@@ -86,22 +86,14 @@ class Block:
 
 
 def blocks_of(draft: Draft, verdict: Verdict) -> list[list[Block]]:
-    """What each pass of each slot decided."""
-    tokens, depths = draft.lists.tokens, dict[int, list[int]]()
-    for slot, depth in zip(draft.lists.slot, draft.depths, strict=True):
-        depths.setdefault(slot, []).append(depth)
-    blocks = []
-    for place, (slot, given) in enumerate(zip(draft.slots, draft.committed, strict=True)):
-        if draft.passes:
-            path, (kept, guessed, _) = verdict.paths[place], draft.passes[place]
-            made = [list(range(1, count + 1)) for count in guessed]
-        else:
-            path = verdict.paths[place][given - 1 :]
-            kept, made = (len(path),), [depths[slot][given:]]
-        following = [*(tokens[row] for row in path[1:]), verdict.next_tokens[place]]
-        stops = list(accumulate(kept))
-        spans = [slice(stop - count, stop) for stop, count in zip(stops, kept, strict=True)]
-        blocks.append([Block(list(path[s]), following[s], guesses) for s, guesses in zip(spans, made, strict=True)])
+    """What each step of each slot decided."""
+    tokens, blocks = draft.lists.tokens, []
+    for path, next_token, steps in zip(verdict.paths, verdict.next_tokens, verdict.steps, strict=True):
+        path = path[len(path) - sum(step.kept for step in steps) :]
+        following = [*(tokens[row] for row in path[1:]), next_token]
+        stops = accumulate(step.kept for step in steps)
+        spans = [(slice(stop - step.kept, stop), step) for stop, step in zip(stops, steps, strict=True)]
+        blocks.append([Block(list(path[s]), following[s], list(step.guessed)) for s, step in spans])
     return blocks
 
 

@@ -17,13 +17,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Drafter, DraftState, SlotState, TargetPass, Verdict
+from vivace.core.seams import (
+    Context,
+    Decided,
+    Draft,
+    Drafter,
+    DraftState,
+    SlotState,
+    TargetPass,
+    Traversal,
+    Verdict,
+)
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import ForwardPass
 from vivace.decode.isolation import STOPS, RequestFailed, Saved, blaming, parts_of, told
@@ -52,6 +63,7 @@ class Session:
         chunk: int = 256,
         prefill_budget: int = 1024,
         row_count: int = 1,
+        steps_per_call: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Allocate the cache.
@@ -63,12 +75,15 @@ class Session:
             chunk: prompt tokens that go up together.
             prefill_budget: prompt rows in one pass at most (at least one chunk runs).
             row_count: decoding calls are padded to a multiple of this many rows (``Step.row_count``).
+            steps_per_call: steps that one native call may make and verify; 0 verifies every draft here, None makes as
+                many as fit into a twentieth of a second (``decode/multi_step.py``).
             progress: told about prefill.
         """
         self.model = model
         self.capacity = capacity
         self.chunk = chunk
         self.prefill_budget = prefill_budget
+        self.steps_per_call = steps_per_call
         self.progress = progress
         self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK, row_count=row_count)
         self._drafting: dict[int, tuple[Drafter, DraftState]] = {}
@@ -308,18 +323,19 @@ class Session:
         return sequence.chunks[0][1] <= self.model.backend.rows_up_to
 
     def _decode(self, sequences: list[Sequence]) -> list[Emitted]:
-        """Draft, verify, keep: one target pass for these sequences, which are drafted for together."""
+        """One proposal for these sequences, which are drafted for together, verified here or decided already."""
         drafting = sequences[0].drafting
         started = time.perf_counter()
         context = self._context(sequences)
-        draft = drafting.propose(context)
-        drafted = time.perf_counter()
-        passed = drafting.traversal.run(self.model, draft, self.cache)
-        if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
-            draft = draft.only(passed.rows.tolist())
-            passed = replace(passed, rows=torch.arange(len(draft.tokens)))
-        verdict, logprobs = self._verify(draft, passed, context, sequences)
-        self.num_target_passes += max((len(passes.kept) for passes in draft.passes), default=1)
+        proposed = drafting.propose(context)
+        if isinstance(proposed, Decided):
+            draft_s = proposed.draft_s
+            checked = self._read_on(proposed, sequences)
+        else:
+            draft_s = time.perf_counter() - started
+            checked = self._verify(proposed, drafting.traversal, context, sequences)
+        draft, passed, verdict, logprobs = checked
+        self.num_target_passes += max(map(len, verdict.steps))
         drafting.observe(draft, passed, verdict)
         blocks, nodes = blocks_of(draft, verdict), draft.lists.node
         for state in self._states(sequences):
@@ -327,13 +343,11 @@ class Session:
         if passed.depth is not None:
             count_exits(passed, verdict, sequences, self.model.config.num_layers)
         emitted = self._emit_all(draft, logprobs, sequences, blocks)
-        verified = time.perf_counter()
-        if draft.passes:  # most of that was no drafting
-            drafted = started + max(passes.draft_s for passes in draft.passes)
+        elapsed = time.perf_counter() - started
         for sequence in sequences:
             sequence.num_passes += 1
-            sequence.stats.draft_s += drafted - started
-            sequence.stats.verify_s += verified - drafted
+            sequence.stats.draft_s += draft_s
+            sequence.stats.verify_s += elapsed - draft_s
             sequence.stats.choice = drafting.reason
         return emitted
 
@@ -349,32 +363,39 @@ class Session:
             max_nodes={slot: min(tokens, DRAFT_SLACK - 1) for slot, tokens in room.items()},
             generators={s.slot: s.generator for s in sequences},
             room={s.slot: 0 if s.request.shows_guesses else room[s.slot] for s in sequences},
+            steps_per_call=self.steps_per_call,
             ends=tuple(set[int]().union(*(s.request.stop.end_tokens for s in sequences))),
         )
 
-    def _verify(
-        self, draft: Draft, passed: TargetPass, context: Context, sequences: list[Sequence]
-    ) -> tuple[Verdict, Tensor | None]:
-        """The verdict, and log p of every vocabulary entry after each row when somebody asked for it."""
-        wants_logprobs = any(s.request.logprobs for s in sequences)
-        if context.distribution.is_greedy(context.slots) and not wants_logprobs:
-            return verify_greedy(draft, self._choices(draft, passed.hidden)), None
+    def _verify(self, draft: Draft, traversal: Traversal, context: Context, sequences: list[Sequence]) -> Checked:
+        """Take a draft up the model in one pass, and keep what the model itself would have written."""
+        passed = traversal.run(self.model, draft, self.cache)
+        if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
+            draft = draft.only(passed.rows.tolist())
+            passed = replace(passed, rows=torch.arange(len(draft.tokens)))
+        is_greedy, wants_logprobs = (
+            context.distribution.is_greedy(context.slots),
+            any(s.request.logprobs for s in sequences),
+        )
+        if is_greedy and not wants_logprobs:
+            chosen = self.model.greedy(passed.hidden, row_count=self.cache.row_count).tolist()
+            return Checked(draft, passed, verify_greedy(draft, chosen), None)
         logits = self.model.head(passed.hidden, row_count=self.cache.row_count)
         logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
-        if context.distribution.is_greedy(context.slots):
-            return verify_greedy(draft, logits.argmax(-1).tolist()), logprobs
+        if is_greedy:
+            return Checked(draft, passed, verify_greedy(draft, logits.argmax(-1).tolist()), logprobs)
         distribution = context.distribution(logits, draft, passed.rows)
-        return verify_sampled(draft, distribution, context.generators), logprobs
+        return Checked(draft, passed, verify_sampled(draft, distribution, context.generators), logprobs)
 
-    def _choices(self, draft: Draft, hidden: Tensor) -> list[int]:
-        """The most likely token after each row; where it is decided already nobody looks."""
-        rows, count = draft.open_rows, self.cache.row_count
-        if len(rows) == len(hidden):
-            return self.model.greedy(hidden, row_count=count).tolist()
-        choices = [-1] * len(hidden)
-        for row, token in zip(rows, self.model.greedy(hidden[rows], row_count=count).tolist(), strict=True):
-            choices[row] = token
-        return choices
+    def _read_on(self, decided: Decided, sequences: list[Sequence]) -> Checked:
+        """Read the token behind the last row of steps that are verified already, and log p where it was asked for."""
+        hidden, last = decided.passed.hidden, decided.draft.last_rows
+        if any(s.request.logprobs for s in sequences):
+            logits = self.model.head(hidden)
+            verdict = decided.verdict(logits[last].argmax(-1).tolist())
+            return Checked(decided.draft, decided.passed, verdict, torch.log_softmax(logits, -1))
+        chosen = self.model.greedy(hidden[last])
+        return Checked(decided.draft, decided.passed, decided.verdict(chosen.tolist()), None)
 
     def _emit_all(
         self, draft: Draft, logprobs: Tensor | None, sequences: list[Sequence], blocks: list[list[Block]]
@@ -452,6 +473,17 @@ class Session:
     def _states(self, sequences: list[Sequence]) -> list[SlotState]:
         drafting = {id(s.drafting): s.drafting for s in sequences}
         return [self.cache, *self._owned, *drafting.values()]
+
+
+class Checked(NamedTuple):
+    """A proposal whose tokens are plain decoding's, whoever verified them."""
+
+    draft: Draft
+    passed: TargetPass
+    """What came out at the top of its rows."""
+    verdict: Verdict
+    logprobs: Tensor | None
+    """(T, V) log p of every vocabulary entry behind each row, where somebody asked for it."""
 
 
 DRAFT_SLACK = 64

@@ -24,11 +24,12 @@ from vivace.core.cache import KVCache
 from vivace.core.draft_rows import Chain, ChainPlan, DraftRows, Root
 from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import LookupState, PromptLookup
-from vivace.decode.plain import Forgetful, StepBudget, native_chain, pending
+from vivace.decode.multi_step import StepBudget, deciding, native_chain
+from vivace.decode.plain import Forgetful
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -151,7 +152,7 @@ class ShallowDrafter:
         self.guess = guess
         self.plan = plan
         self.name = name
-        self.pace = StepBudget()
+        self.budget = StepBudget()
         chain, companion = model.backend.chain, guess.companion
         if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
             chain.prepare(companion, plan.weights)
@@ -169,32 +170,30 @@ class ShallowState(Forgetful):
         self.traversal: Traversal = ForwardPass()
         self.first = first
         self.model, self.guess, self.plan = drafter.model, drafter.guess, drafter.plan
-        self._pace = drafter.pace
+        self._budget = drafter.budget
         self._offsets: dict[int, Tensor] = {}
         """What is added where companions start, (depths, E), from each slot's last verified position."""
 
-    def propose(self, context: Context) -> Draft:
-        """The decided tokens and a chain or tree of guesses, with residuals at the gate."""
-        for way in (self._ahead, self._at_once):
-            draft = way(context)
-            if draft is not None:
-                return draft
-        return self._in_steps(context)
+    def propose(self, context: Context) -> Draft | Decided:
+        """Verified steps, or the decided tokens and a chain or tree of guesses, with residuals at the gate."""
+        return self._decided(context) or self._at_once(context) or self._in_steps(context)
 
-    def _ahead(self, context: Context) -> Draft | None:
+    def _decided(self, context: Context) -> Decided | None:
         """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
-        chain, companion = native_chain(self.model, context.cache), self.guess.companion
-        roots = pending(context) if len(context.slots) == 1 and self.first is None else None
-        if roots is None or chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
+        companion = self.guess.companion
+        if len(context.slots) > 1 or self.first is not None or companion is None or not self.plan.is_chain:
             return None
-        [(slot, token)] = roots.items()
-        found = self._pace.steps(context, slot, len(self.plan.widths), self.plan.weights, self.plan.min_confidence)
-        if found is None:
+        found = deciding(self.model, context)
+        if found is None or not found.chain.covers(companion):
             return None
-        limit, plan = found
+        [(slot, token)] = found.pending.items()
+        drafts = self._budget.drafts(context, slot, len(self.plan.widths), self.plan.weights, self.plan.min_confidence)
+        if drafts is None:
+            return None
+        limit, plan = drafts
         root, offsets = Root(slot, token, limit), self._offsets_of(context.slots)
-        return self._pace.timed(
-            context, lambda: chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
+        return self._budget.timed(
+            context, lambda: found.chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
         )
 
     def _at_once(self, context: Context) -> Draft | None:
@@ -218,7 +217,7 @@ class ShallowState(Forgetful):
 
     def _native(self, context: Context) -> tuple[Chain, DraftRows] | None:
         """Who drafts chains in one call, whatever else this batch needs; None for trees, and where nobody does."""
-        chain, companion = native_chain(self.model, context.cache), self.guess.companion
+        chain, companion = native_chain(self.model, context), self.guess.companion
         if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
         return chain, companion

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.sampling import sample, uniform
-from vivace.core.seams import Draft, Verdict
+from vivace.core.seams import Draft, Verdict, VerifiedStep
 from vivace.decode.isolation import blaming
 
 Guess = tuple[int, int, float]
@@ -42,22 +42,20 @@ def verify_greedy(draft: Draft, chosen: Sequence[int]) -> Verdict:
 
     Args:
         draft: given tokens and guesses, T rows.
-        chosen: (T,) the target's most likely token after each row; looked at from the roots on.
+        chosen: (T,) the target's most likely token after each row.
     """
     tokens = draft.lists.tokens
     children = children_of(draft)
-    paths, accepted, following = [], [], []
+    paths, following = [], []
     for root in draft.last_rows:
         path = draft.path(root)
-        given = len(path)
         row = root
         while (child := _carrying(chosen[row], children[row], tokens)) is not None:
             path.append(child)
             row = child
         paths.append(tuple(path))
-        accepted.append(len(path) - given)
         following.append(chosen[row])
-    return Verdict(tuple(paths), tuple(accepted), tuple(following))
+    return _verdict(draft, paths, following)
 
 
 def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.Generator]) -> Verdict:
@@ -74,10 +72,9 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
     tokens = draft.lists.tokens
     chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
     children = children_of(draft)
-    paths, accepted, following = [], [], []
+    paths, following = [], []
     for slot, root in zip(draft.slots, draft.last_rows, strict=True):
         path = draft.path(root)
-        given = len(path)
         row, token = root, None
         while token is None:
             if row != root and not float(target[row].sum()) > 0:
@@ -92,9 +89,19 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
                 path.append(child)
                 row = child
         paths.append(tuple(path))
-        accepted.append(len(path) - given)
         following.append(token)
-    return Verdict(tuple(paths), tuple(accepted), tuple(following))
+    return _verdict(draft, paths, following)
+
+
+def _verdict(draft: Draft, paths: Sequence[tuple[int, ...]], following: Sequence[int]) -> Verdict:
+    """One verified step of each slot, whose path begins with the given rows."""
+    guessed: dict[int, list[int]] = {slot: [] for slot in draft.slots}
+    for slot, depth in zip(draft.lists.slot, draft.depths, strict=True):
+        if depth:
+            guessed[slot].append(depth)
+    slots = zip(draft.slots, draft.committed, paths, strict=True)
+    steps = tuple((VerifiedStep(len(path) - given + 1, tuple(guessed[slot])),) for slot, given, path in slots)
+    return Verdict(tuple(paths), tuple(following), steps)
 
 
 def _descend(

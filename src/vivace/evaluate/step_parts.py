@@ -17,7 +17,7 @@ import torch
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, Drafter, DraftState, TargetPass, Verdict
+from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, TargetPass, Verdict
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import ForwardPass
 from vivace.decode.request import Request
@@ -70,13 +70,13 @@ def measure_parts(
 
 def _step_seconds(model: Decoder, climb: ForwardPass, drafting: DraftState, context: Context) -> tuple[float, float]:
     """Of a step, or of each of those made in one call: seconds of the draft, and of the pass that verifies it."""
-    drafts: list[Draft] = []
-    [proposing] = timed(lambda: drafts.append(drafting.propose(context)), model.device)
-    [draft] = drafts
-    if draft.passes:
-        [passes] = draft.passes
-        return passes.draft_s / len(passes.kept), (proposing - passes.draft_s) / len(passes.kept)
-    [checking] = timed(lambda: run_pass(model, climb, draft, context.cache), model.device)
+    found: list[Draft | Decided] = []
+    [proposing] = timed(lambda: found.append(drafting.propose(context)), model.device)
+    [proposed] = found
+    if isinstance(proposed, Decided):
+        [steps] = proposed.steps
+        return proposed.draft_s / len(steps), (proposing - proposed.draft_s) / len(steps)
+    [checking] = timed(lambda: run_pass(model, climb, proposed, context.cache), model.device)
     return proposing, checking
 
 
@@ -130,7 +130,7 @@ class WatchedState:
         """Do what ``inner`` does, and tell ``watched``."""
         self.traversal = inner.traversal
         self._watched, self._inner = watched, inner
-        self._started = 0.0
+        self._started, self._is_decided = 0.0, False
         self.commit, self.truncate, self.fork = inner.commit, inner.truncate, inner.fork
         self.release, self.settle = inner.release, inner.settle
         self.saved, self.restore = inner.saved, inner.restore
@@ -140,16 +140,17 @@ class WatchedState:
         """The drafter's."""
         return self._inner.reason
 
-    def propose(self, context: Context) -> Draft:
-        """The drafter's proposal."""
+    def propose(self, context: Context) -> Draft | Decided:
+        """The drafter's proposal; where it is decided already, the passes end here."""
         self._started = time.perf_counter()
-        draft = self._inner.propose(context)
-        if draft.passes:
+        proposed = self._inner.propose(context)
+        self._is_decided = isinstance(proposed, Decided)
+        if self._is_decided:
             self._watched.passes_s += time.perf_counter() - self._started
-        return draft
+        return proposed
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Tell the drafter; where nothing was decided ahead, the passes end here."""
-        if verdict is not None and not draft.passes:
+        """Tell the drafter; where the session verified a draft, the passes end here."""
+        if verdict is not None and not self._is_decided:
             self._watched.passes_s += time.perf_counter() - self._started
         self._inner.observe(draft, passed, verdict)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.parity.families import VOCAB
 from vivace.core.model import Decoder
 from vivace.core.moe import MixtureOfExperts
-from vivace.core.seams import Draft, Verdict
+from vivace.core.seams import Draft, Verdict, VerifiedStep
 from vivace.core.step import Step
 from vivace.methods.foresight.drafter import Foreseeing
 from vivace.methods.foresight.forecast import Forecast
@@ -91,7 +91,7 @@ class Sees:
         nodes = zip(draft.lists.slot, draft.lists.node, strict=True)
         row_of = {where: row for row, where in enumerate(nodes)}
         paths = tuple(tuple(row_of[s, n] for n in path) for s, path in zip(draft.slots, kept, strict=True))
-        verdict = None if is_prompt else Verdict(paths, (0,) * len(paths), (0,) * len(paths))
+        verdict = None if is_prompt else Verdict(paths, (0,) * len(paths), ((VerifiedStep(1, ()),),) * len(paths))
         self.drafting.observe(draft, passed, verdict)
         self.cache.commit(list(tokens), kept)
         return passed.hidden

@@ -15,7 +15,7 @@ from tests.methods.foresight.foreseen import Heard, Sees, check, foresight
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.moe import likeliest
-from vivace.core.seams import Draft, Verdict
+from vivace.core.seams import Draft, Verdict, VerifiedStep
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -206,7 +206,7 @@ def test_a_rejected_guess_is_followed_by_nothing(model: Decoder, heard: Heard) -
     draft, _ = root.grow(root.last_committed(), torch.tensor([[9, 33]]))
     with torch.inference_mode():
         passed = sees.drafting.traversal.run(model, draft, sees.cache)
-    sees.drafting.observe(draft, passed, Verdict(((0, 2),), (1,), (6,)))
+    sees.drafting.observe(draft, passed, Verdict(((0, 2),), (6,), ((VerifiedStep(2, (1, 1)),),)))
     sees.cache.commit([0], [(0, 2)])
     heard.clear()
     sees.run({0: [6]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tests.core.test_bits import prefill
 from tests.decode.runs import Result, finish
-from tests.decode.steps_at_once import MODELS, packed, steps_of, stops_at_every_end
+from tests.decode.steps_at_once import MODELS, Noting, packed, stops_at_every_end
 from tests.decode.tiny_decoders import prompts
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
@@ -18,10 +19,10 @@ from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.decode.distributions import Distributions
 from vivace.decode.lookup import LookupConfig, PromptLookup
-from vivace.decode.plain import NoDrafts, StepBudget
+from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
-from vivace.decode.shallow import DraftPlan, ShallowDrafter, ShallowState
+from vivace.decode.shallow import DraftPlan, ShallowDrafter
 from vivace.kernels.low_bit import Weights
 from vivace.kernels.native import NativeBody
 from vivace.methods.multirate.drafter import self_speculation
@@ -41,18 +42,24 @@ def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
 
 
 @pytest.fixture
-def chains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each proposal from now on was made in one call."""
-    made: list[bool] = []
-    at_once = ShallowState._at_once
+def chains(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Drafts that are made in one call from now on."""
+    made: list[Draft] = []
+    chain = model.backend.chain
+    assert chain is not None
+    draft = chain.draft
 
-    def noting(self: ShallowState, context: Context) -> Draft | None:
-        draft = at_once(self, context)
-        made.append(draft is not None)
-        return draft
+    def noting(*given: Any) -> Draft:
+        made.append(draft(*given))
+        return made[-1]
 
-    monkeypatch.setattr(ShallowState, "_at_once", noting)
+    monkeypatch.setattr(chain, "draft", noting)
     return made
+
+
+def verified_here(drafter: Noting) -> list[int]:
+    """Drafts that it left to the session to verify, by identity."""
+    return [id(each) for each in drafter.proposed if isinstance(each, Draft)]
 
 
 def drafted(
@@ -67,9 +74,10 @@ def drafted(
     context = Context(tuple(TEXTS), tokens, cache, distributions, LIMITS, generators)
     drafting = drafter.open(cache)
     drafting._offsets.update(offsets or {})
-    draft = drafting._at_once(context) if at_once else drafting._in_steps(context)
-    assert draft is not None
-    return draft, cache
+    with pytest.MonkeyPatch.context() as patch:
+        if not at_once:
+            patch.setattr(model.backend, "chain", None)
+        return drafting.propose(context), cache
 
 
 def assert_same(ours: tuple[Draft, KVCache], theirs: tuple[Draft, KVCache]) -> None:
@@ -126,62 +134,70 @@ def test_unsure_guesses_end_their_chains_alike(model: Decoder, accelerator: Acce
 
 
 def run(
-    model: Decoder, drafter: Drafter, slots: int, every: int = 0, row_count: int = 1, **fields: object
+    model: Decoder,
+    drafter: Drafter,
+    slots: int,
+    every: int = 0,
+    row_count: int = 1,
+    steps_per_call: int | None = None,
+    **fields: object,
 ) -> list[Result]:
     requests = [Request(prompt, 5 + 3 * i, drafter, **fields) for i, prompt in enumerate(prompts(6, seed=2))]
-    session = Session(model, num_slots=slots, capacity=64, chunk=8, row_count=row_count)
+    session = Session(model, num_slots=slots, capacity=64, chunk=8, row_count=row_count, steps_per_call=steps_per_call)
     return finish(session, requests, every=every)
 
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.1])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_text_of_plain_decoding(
-    model: Decoder, accelerator: Accelerators, chains: list[bool], min_confidence: float, feedback: bool
+    model: Decoder, accelerator: Accelerators, chains: list[Draft], min_confidence: float, feedback: bool
 ) -> None:
     """While sequences join and leave; rejected guesses leave entries behind that nobody reads."""
     plain = run(model, NoDrafts(), slots=1, logprobs=True)
     accepted = drafts = 0
     for gate, noise in ((3, 0.3), (5, 0.0)):
         fast = accelerator(torch.bfloat16, noise=noise, gate=gate, feedback=feedback)
-        drafter = self_speculation(model, fast, DraftPlan((1,) * 4, min_confidence=min_confidence))
+        drafter = Noting(self_speculation(model, fast, DraftPlan((1,) * 4, min_confidence=min_confidence)))
         for slots, every in ((1, 0), (2, 0), (6, 2)):
             found = run(model, drafter, slots, every, logprobs=True)
             assert [r.tokens for r in found] == [r.tokens for r in plain]
             assert [r.logprobs for r in found] == [r.logprobs for r in plain]
             accepted += sum(r.stats.num_accepted_draft_tokens for r in found)
             drafts += sum(r.stats.num_draft_tokens for r in found)
-    assert all(chains)
+        assert verified_here(drafter) == [id(chain) for chain in chains] != []
+        chains.clear()
     assert 0 < accepted < drafts, "some guesses are kept and some are not"
 
 
 @pytest.mark.parametrize("weights", ["int8", "q4"])
 @pytest.mark.parametrize("reach", [(), (5, 4)])
 def test_rough_drafts_leave_no_trace(
-    model: Decoder, accelerator: Accelerators, chains: list[bool], weights: Weights, reach: tuple[int, ...]
+    model: Decoder, accelerator: Accelerators, chains: list[Draft], weights: Weights, reach: tuple[int, ...]
 ) -> None:
     """Copies in few bits guess; what they stored is written again, so text and its log p are plain decoding's."""
     plain = run(model, NoDrafts(), slots=1, logprobs=True)
     kept = {}
     for kind in ("bf16", weights):
         fast = accelerator(torch.bfloat16, gate=5, feedback=True, reach=reach)
-        drafter = self_speculation(model, fast, DraftPlan((1,) * 4, weights=kind))
-        assert (drafted(model, drafter, at_once=True)[0].hidden is None) == (kind != "bf16")
+        plan = DraftPlan((1,) * 4, weights=kind)
+        assert (drafted(model, self_speculation(model, fast, plan), at_once=True)[0].hidden is None) == (kind != "bf16")
         chains.clear()
+        drafter = Noting(self_speculation(model, fast, plan))
         for slots, every in ((1, 0), (6, 2)):
             found = run(model, drafter, slots, every, logprobs=True)
             assert [r.tokens for r in found] == [r.tokens for r in plain]
             assert [r.logprobs for r in found] == [r.logprobs for r in plain]
-        assert all(chains)
+        assert verified_here(drafter) == [id(chain) for chain in chains] != []
         kept[kind] = sum(r.stats.num_accepted_draft_tokens for r in found)
     assert kept[weights] > 0.5 * kept["bf16"] > 0, "rounding costs some guesses, not most"
 
 
 def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
-    model: Decoder, accelerator: Accelerators, chains: list[bool]
+    model: Decoder, accelerator: Accelerators, chains: list[Draft]
 ) -> None:
     prompt = prompts(6, seed=2)[1]
-    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4))
-    session = Session(model, num_slots=1, capacity=64, chunk=8)
+    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4)))
+    session = Session(model, num_slots=1, capacity=64, chunk=8, steps_per_call=0)
     [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
     inside = 0
     for place, end in enumerate(plain.tokens):
@@ -191,13 +207,8 @@ def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
         stats = result.stats
         inside += stats.num_accepted_draft_tokens + stats.num_spec_steps > len(result.tokens)
         assert not session.cache.lengths[0]
-    assert all(chains)
+    assert verified_here(drafter) == [id(chain) for chain in chains] != []
     assert inside > 0, "some ends lie before the end of what was accepted"
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return steps_of(ShallowState, monkeypatch)
 
 
 PLANS = {
@@ -214,21 +225,19 @@ PLANS = {
 def test_steps_in_one_call_are_the_steps_one_by_one(
     model: Decoder,
     accelerator: Accelerators,
-    steps: list[int],
     name: str,
     noise: float,
     logprobs: bool,
 ) -> None:
     """Text, log p and what was drafted and kept where; who wants to see guesses is answered step by step."""
     plan, fields = PLANS[name]
-    drafter = self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=5, **fields), plan)
-    drafter.pace = StepBudget(lambda: 0.0)
-    found = run(model, drafter, slots=1, logprobs=logprobs)
-    assert len(steps) > 0
-    assert max(steps) > 1
-    steps.clear()
-    alone = run(model, drafter, slots=1, logprobs=logprobs, shows_guesses=True)
-    assert not steps
+    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=5, **fields), plan))
+    found = run(model, drafter, slots=1, steps_per_call=4, logprobs=logprobs)
+    assert max(drafter.steps) > 1
+    drafter.proposed.clear()
+    alone = run(model, drafter, slots=1, steps_per_call=0, logprobs=logprobs)
+    assert drafter.proposed
+    assert not drafter.steps
     for mine, yours in zip(found, alone, strict=True):
         assert (mine.tokens, mine.logprobs, mine.reason) == (yours.tokens, yours.logprobs, yours.reason)
         for counted in ("num_spec_steps", "num_draft_tokens", "accepted_per_position", "drafted_per_position"):
@@ -236,20 +245,18 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
     assert sum(r.stats.num_accepted_draft_tokens for r in found) > 0
 
 
-def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators, steps: list[int]) -> None:
-    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5, feedback=True), DraftPlan.chain(3))
-    drafter.pace = StepBudget(lambda: 0.0)
-    stops_at_every_end(model, drafter, steps)
+def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators) -> None:
+    fast = accelerator(torch.bfloat16, gate=5, feedback=True)
+    stops_at_every_end(model, Noting(self_speculation(model, fast, DraftPlan.chain(3))))
 
 
-def test_who_wants_to_see_guesses_goes_step_by_step(
-    model: Decoder, accelerator: Accelerators, steps: list[int]
-) -> None:
-    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(3))
+def test_who_wants_to_see_guesses_goes_step_by_step(model: Decoder, accelerator: Accelerators) -> None:
+    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(3)))
     session = Session(model, num_slots=1, capacity=64, chunk=8)
     session.admit(Request(prompts(6, seed=2)[1], 21, drafter, shows_guesses=True))
     assert any(guesses for emitted in session.drain() for guesses in emitted.guesses)
-    assert not steps
+    assert drafter.proposed
+    assert not drafter.steps
 
 
 @pytest.mark.parametrize(
@@ -262,32 +269,34 @@ def test_who_wants_to_see_guesses_goes_step_by_step(
     ids=["drawn", "truncated and penalised", "penalised"],
 )
 def test_sampled_text_is_that_of_the_same_seed_without_drafts(
-    model: Decoder, accelerator: Accelerators, chains: list[bool], sampling: Sampling
+    model: Decoder, accelerator: Accelerators, chains: list[Draft], sampling: Sampling
 ) -> None:
     """Guesses are not drawn, so every token takes one number of its generator, drafted or not."""
     fast = accelerator(torch.bfloat16, gate=5)
     plain = run(model, NoDrafts(), 1, sampling=sampling, seed=7, logprobs=True)
     accepted = 0
     for slots, every in ((1, 0), (6, 2)):
-        found = run(model, self_speculation(model, fast, DraftPlan.chain(3)), slots, every, sampling=sampling, seed=7)
+        drafter = Noting(self_speculation(model, fast, DraftPlan.chain(3)))
+        found = run(model, drafter, slots, every, sampling=sampling, seed=7)
         assert [r.tokens for r in found] == [r.tokens for r in plain]
         accepted += sum(r.stats.num_accepted_draft_tokens for r in found)
-    assert all(chains)
+        assert verified_here(drafter) == [id(chain) for chain in chains] != []
+        chains.clear()
     assert accepted > 0
     others = run(model, NoDrafts(), 1, sampling=sampling, seed=8)
     assert sampling.do_sample == ([r.tokens for r in others] != [r.tokens for r in plain])
 
 
-def test_who_goes_step_by_step(model: Decoder, accelerator: Accelerators, chains: list[bool]) -> None:
+def test_who_goes_step_by_step(model: Decoder, accelerator: Accelerators, chains: list[Draft]) -> None:
     """Trees and padded calls; a text that repeats itself is looked up."""
     fast = accelerator(torch.bfloat16, gate=GATE)
     chain = self_speculation(model, fast, DraftPlan.chain(3))
     run(model, self_speculation(model, fast, DraftPlan((2, 1))), 2)
     run(model, chain, 2, row_count=8)
-    assert not any(chains)
-    chains.clear()
+    assert not chains
     plain = run(model, NoDrafts(), 2)
     lookup = PromptLookup(LookupConfig(num_draft_tokens=3, min_ngram=1))
-    found = run(model, self_speculation(model, fast, DraftPlan.chain(3), lookup=lookup), 2)
+    drafter = Noting(self_speculation(model, fast, DraftPlan.chain(3), lookup=lookup))
+    found = run(model, drafter, 2)
     assert [r.tokens for r in found] == [r.tokens for r in plain]
-    assert len(set(chains)) == 2, "chains where nothing is known, steps where some is"
+    assert 0 < len(chains) < len(verified_here(drafter)), "chains where nothing is known, steps where some is"

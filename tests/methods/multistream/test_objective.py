@@ -16,7 +16,7 @@ from vivace.decode.session import Session
 from vivace.errors import ConfigError
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
-from vivace.methods.multistream.forward import Decided, StreamForwardPass
+from vivace.methods.multistream.forward import StreamForwardPass, Verified
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective, known_in_text, run_streams
 from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
@@ -84,7 +84,7 @@ def test_feedback_is_the_same_in_training_and_decoding(streams, kind) -> None:
     for place, token in enumerate(text[:-1]):
         passed = climb.run(model, Draft.committed_only({0: [token]}), cache)
         cache.commit([0], [[0]])
-        decided = Decided(passed.hidden, torch.tensor(text[place + 1 : place + 2]))
+        decided = Verified(passed.hidden, torch.tensor(text[place + 1 : place + 2]))
         found = climb.follow(model, [0], passed.entering, cache, decided)
         torch.testing.assert_close(found[0], expected[place], atol=2e-4, rtol=2e-4)
 

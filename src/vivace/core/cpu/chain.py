@@ -20,7 +20,7 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.cpu.span import NativeSpan, matrix_of, norm_of, pointers, quantized_copy
 from vivace.core.draft_rows import ChainPlan, DeepRead, DraftRows, Root, StreamRows
-from vivace.core.seams import Draft, Passes
+from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
 from vivace.kernels.low_bit import Weights, quantise
@@ -111,7 +111,7 @@ class NativeChain:
             return Draft(slots, given, tokens, slot, node, parent)
         return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=companion.gate)
 
-    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Draft:
+    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
         """The next tokens below each root by the whole model, greedily: plain decoding without a way back to Python.
 
         Args:
@@ -120,7 +120,7 @@ class NativeChain:
             ends: tokens below which there is nothing more to decide.
 
         Returns:
-            A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
+            A step for each row; what follows the last row of a slot is not read yet.
         """
         call = CChain.from_buffer_copy(self._whole.call)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
@@ -128,9 +128,9 @@ class NativeChain:
         counts = torch.bincount(slot, minlength=max(root.slot for root in roots) + 1).tolist()
         slots = tuple(root.slot for root in roots)
         given = tuple(counts[s] for s in slots)
-        passes = tuple(Passes((1,) * count, (0,) * count) for count in given)
-        depth = self._decoder.config.num_layers
-        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=depth, passes=passes)
+        assert hidden is not None
+        draft = Draft(slots, given, tokens, slot, node, parent)
+        return Decided(draft, _at_top(hidden), tuple((VerifiedStep(1, ()),) * count for count in given))
 
     def speculate(
         self,
@@ -140,7 +140,7 @@ class NativeChain:
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
-    ) -> Draft:
+    ) -> Decided:
         """Steps of drafting and verification of one greedy sequence without a way back to Python.
 
         Args:
@@ -152,7 +152,7 @@ class NativeChain:
             ends: tokens below which there is nothing more to decide.
 
         Returns:
-            A draft of decided tokens alone, with their residuals at the top: what follows the last is not read yet.
+            Those steps; what follows their last row is not read yet.
         """
         fixed = self._of(companion, plan.weights)
         call = _begun(fixed, offsets, plan.min_confidence)
@@ -167,7 +167,7 @@ class NativeChain:
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
-    ) -> tuple[Draft, Tensor]:
+    ) -> tuple[Decided, Tensor]:
         """Steps of one greedy sequence whose guesses come from followers of the last kept row.
 
         Args:
@@ -200,8 +200,8 @@ class NativeChain:
         ends: Sequence[int],
         *,
         hands_over: bool,
-    ) -> Draft:
-        width, depth = self._decoder.config.width, self._decoder.config.num_layers
+    ) -> Decided:
+        width = self._decoder.config.width
         tokens = torch.empty(plan.room, dtype=torch.int64)
         hidden = torch.empty(plan.room, width, dtype=torch.bfloat16)
         kept, guessed = (c_int64 * plan.steps)(), (c_int64 * plan.steps)()
@@ -215,17 +215,9 @@ class NativeChain:
         steps = self._span.body.speculate(drafting, self._span.plan, call, into)
         count = sum(kept[:steps])
         node = torch.arange(count)
-        return Draft(
-            (root.slot,),
-            (count,),
-            tokens[:count],
-            torch.full((count,), root.slot),
-            node,
-            node - 1,
-            hidden=hidden[:count],
-            entry_layer=depth,
-            passes=(Passes(tuple(kept[:steps]), tuple(guessed[:steps]), into.draft_ns / 1e9),),
-        )
+        draft = Draft((root.slot,), (count,), tokens[:count], torch.full((count,), root.slot), node, node - 1)
+        made = [VerifiedStep(kept[step], tuple(range(1, guessed[step] + 1))) for step in range(steps)]
+        return Decided(draft, _at_top(hidden[:count]), (tuple(made),), into.draft_ns / 1e9)
 
     def _following(self, followers: StreamRows, weights: Weights) -> _Following:
         """What is the same in every call with these followers."""
@@ -322,6 +314,11 @@ class NativeChain:
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
         return _Fixed(call, plan, feedback, kept)
+
+
+def _at_top(hidden: Tensor) -> TargetPass:
+    """Rows (T, E) that went through all layers."""
+    return TargetPass(hidden, torch.arange(len(hidden)))
 
 
 def _begun(fixed: _Fixed, offsets: Tensor | None, min_confidence: float) -> CChain:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from vivace.core.cache import KVCache
-from vivace.core.seams import Context, Draft, Drafter, DraftState, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, TargetPass, Traversal, Verdict
 from vivace.decode.plain import NoDrafts
 
 FORGET = 0.97
@@ -200,30 +200,25 @@ class Adaptive:
                 near[other] = ratio
         return min(near, key=near.__getitem__, default=None)
 
-    def record(self, batch: int, drafter: int, elapsed: float, allowed: int, draft: Draft, verdict: Verdict) -> None:
-        """Add a step to what is known.
+    def record(self, batch: int, drafter: int, elapsed: float, allowed: int, verdict: Verdict) -> None:
+        """Add a step to what is known, or all those that were made in one call.
 
         Args:
             batch: sequences in it.
             drafter: index of the way to draft.
             elapsed: seconds it took, from the choice to the verdict.
             allowed: guesses that a sequence might have.
-            draft: what was drafted ...
-            verdict: ... and what became of it.
+            verdict: what was drafted, and what became of it.
         """
         arm = self._measured.setdefault((batch, drafter), Measured())
         if not arm.is_warm:
             arm.is_warm = True
             return
-        if not draft.passes:
-            guesses = (len(draft.tokens) - sum(draft.committed)) / len(draft.slots)
-            arm.record(guesses, elapsed, allowed, verdict.accepted)
-            return
-        count = max(len(passes.kept) for passes in draft.passes)
+        count = max(map(len, verdict.steps))
         for place in range(count):
-            made = [passes for passes in draft.passes if place < len(passes.kept)]
-            guesses = sum(passes.guessed[place] for passes in made) / len(made)
-            arm.record(guesses, elapsed / count, allowed, [passes.kept[place] - 1 for passes in made])
+            made = [steps[place] for steps in verdict.steps if place < len(steps)]
+            guesses = sum(len(step.guessed) for step in made) / len(made)
+            arm.record(guesses, elapsed / count, allowed, [step.kept - 1 for step in made])
 
 
 class AdaptiveState:
@@ -244,8 +239,8 @@ class AdaptiveState:
         """Why the last step drafted as it did."""
         return self.choice.reason
 
-    def propose(self, context: Context) -> Draft:
-        """A draft by the best choice for this batch size."""
+    def propose(self, context: Context) -> Draft | Decided:
+        """What the best choice for this batch size proposes."""
         self._started = self._adaptive.clock()
         self._batch = len(context.slots)
         room = max(context.max_nodes.values(), default=LONGEST)
@@ -262,7 +257,7 @@ class AdaptiveState:
             state.observe(draft, passed, verdict)
         if verdict is not None:
             elapsed, allowed = self._adaptive.clock() - self._started, min(self._allowed, LONGEST)
-            self._adaptive.record(self._batch, self.choice.drafter, elapsed, allowed, draft, verdict)
+            self._adaptive.record(self._batch, self.choice.drafter, elapsed, allowed, verdict)
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Tell every drafter."""

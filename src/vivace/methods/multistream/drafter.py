@@ -7,6 +7,7 @@ draft (``decode/verify.py``): a token is drawn from the model's own law and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.draft_rows import Root
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
-from vivace.decode.plain import Forgetful, StepBudget, native_chain, pending
+from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.multi_step import StepBudget, deciding
+from vivace.decode.plain import Forgetful
 from vivace.methods.multistream.config import StreamPlan
-from vivace.methods.multistream.forward import Decided, StreamForwardPass, StreamPass
+from vivace.methods.multistream.forward import StreamForwardPass, StreamPass, Verified
 from vivace.methods.multistream.streams import Streams
 
 
@@ -47,7 +49,7 @@ class StreamDrafter:
         is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
         self.followers = streams.followers(len(plan.widths)) if is_chain else None
         """The same as data, where whole steps can be made at once."""
-        self.pace = StepBudget()
+        self.budget = StepBudget()
 
     def open(self, cache: KVCache) -> StreamState:
         """State of a session that has decided nothing yet."""
@@ -61,28 +63,17 @@ class StreamState(Forgetful):
         """Draft by the streams of ``drafter``."""
         self.drafter = drafter
         self.model, self.plan, self.forward = drafter.model, drafter.plan, drafter.forward
-        self.traversal: Traversal = self
+        self.traversal: Traversal = self.forward
         self._kept: dict[int, Tensor] = {}
         """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
         self._final: dict[int, Tensor] = {}
         """Of the same node: what came out at the top (E,), for streams with feedback."""
-        self._entering: Tensor | None = None
-        """(E,) entering the insertion layer, of the last row that was decided in one call; no other is asked for."""
 
-    def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
-        """Fills ``Traversal``: steps that were made in one call are at the top already."""
-        if not draft.passes:
-            return self.forward.run(model, draft, cache, chunk=chunk)
-        assert draft.hidden is not None
-        assert self._entering is not None
-        every = torch.arange(len(draft.hidden))
-        return StreamPass(draft.hidden, every, entering=self._entering.expand(len(every), -1))
+    def propose(self, context: Context) -> Draft | Decided:
+        """Verified steps, or the decided tokens and a tree below the root of every slot whose streams are known."""
+        return self._decided(context) or self._drafted(context)
 
-    def propose(self, context: Context) -> Draft:
-        """The decided tokens, and a tree below the root of every slot whose streams are known."""
-        ahead = self._ahead(context)
-        if ahead is not None:
-            return ahead
+    def _drafted(self, context: Context) -> Draft:
         draft = context.committed()
         room = {
             slot: min(context.max_nodes.get(slot, len(self.plan.widths)), len(self.plan.widths)) for slot in draft.slots
@@ -92,33 +83,37 @@ class StreamState(Forgetful):
             return draft
         kept = torch.stack([self._kept[slot] for slot in guessing])
         if self.plan.attach == "kept":
-            kept = self.forward.follow(self.model, guessing, kept, context.cache, self._decided(context, guessing))
+            kept = self.forward.follow(self.model, guessing, kept, context.cache, self._verified(context, guessing))
         guesses = dict(zip(guessing, self._guesses(kept), strict=True))
         return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
 
-    def _ahead(self, context: Context) -> Draft | None:
+    def _decided(self, context: Context) -> Decided | None:
         """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
-        chain, followers, pace = native_chain(self.model, context.cache), self.drafter.followers, self.drafter.pace
+        followers, budget = self.drafter.followers, self.drafter.budget
         slot, *others = context.slots
-        if chain is None or followers is None or others or slot not in self._kept:
+        if followers is None or others or slot not in self._kept:
             return None
-        roots, found = pending(context), pace.steps(context, slot, len(self.plan.widths), self.plan.weights)
-        if roots is None or found is None:
+        found = deciding(self.model, context)
+        drafts = budget.drafts(context, slot, len(self.plan.widths), self.plan.weights)
+        if found is None or drafts is None:
             return None
-        limit, plan = found
-        root, left = Root(slot, roots[slot], limit), (self._kept[slot], self._final.get(slot))
+        limit, plan = drafts
+        root, left = Root(slot, found.pending[slot], limit), (self._kept[slot], self._final.get(slot))
 
-        def decide() -> Draft:
-            draft, self._entering = chain.follow(root, followers, left, context.cache, plan, context.ends)
-            return draft
+        def decide() -> Decided:
+            decided, entering = found.chain.follow(root, followers, left, context.cache, plan, context.ends)
+            hidden, rows = decided.passed.hidden, decided.passed.rows
+            # of what entered the insertion layer only the last row is known, and no other is asked for
+            passed = StreamPass(hidden, rows, entering=entering.expand(len(rows), -1))
+            return replace(decided, passed=passed)
 
-        return pace.timed(context, decide)
+        return budget.timed(context, decide)
 
-    def _decided(self, context: Context, slots: Sequence[int]) -> Decided | None:
+    def _verified(self, context: Context, slots: Sequence[int]) -> Verified | None:
         if not self.drafter.has_feedback:
             return None
         roots = torch.tensor([context.tokens[slot][-1] for slot in slots])
-        return Decided(torch.stack([self._final[slot] for slot in slots]), roots)
+        return Verified(torch.stack([self._final[slot] for slot in slots]), roots)
 
     def _guesses(self, streams: Tensor) -> list[list[list[int]]]:
         """Tokens to try, likeliest first, by slot and stream; the head reads the streams of kept nodes only."""

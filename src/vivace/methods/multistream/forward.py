@@ -33,7 +33,7 @@ class StreamPass(TargetPass):
     """(n, E) residuals entering the insertion layer, for such a pass."""
 
 
-class Decided(NamedTuple):
+class Verified(NamedTuple):
     """What verification left at the last committed position of each slot."""
 
     final: Tensor
@@ -78,7 +78,7 @@ class StreamForwardPass:
         return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
 
     def follow(
-        self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache, decided: Decided | None = None
+        self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache, verified: Verified | None = None
     ) -> Tensor:
         """Streams of the last committed position of each slot, (n, E) -> (n, streams, E) at the top.
 
@@ -87,15 +87,15 @@ class StreamForwardPass:
             slots: n of them.
             entering: residuals of those positions entering the insertion layer.
             cache: where main keys and values are.
-            decided: for streams with feedback.
+            verified: for streams with feedback.
         """
         count = len(self.plan.widths)
         positions = [cache.lengths[slot] + place for slot in slots for place in range(count)]
         step = Step.at(cache, [slot for slot in slots for _ in range(count)], positions)
         known = None
-        if decided is not None:
+        if verified is not None:
             first = step.take(torch.arange(0, len(positions), count))
-            known = known_at(model, decided.final, model.embed(decided.tokens, first))
+            known = known_at(model, verified.final, model.embed(verified.tokens, first))
         start = self.streams.start(entering, count, known).flatten(0, 1)
         step = replace(step, deltas=(self.terms(0, len(start)),))
         return self._upper(model, start, step).view(len(slots), count, -1)

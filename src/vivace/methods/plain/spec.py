@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def _plain(context: MethodContext) -> Drafter:
-    from vivace.decode.plain import MultiStepPlain
+    from vivace.decode.multi_step import PlainSteps
 
-    return MultiStepPlain(context.model)
+    return PlainSteps(context.model)
 
 
 PLAIN = MethodSpec(name="plain", summary="one token per pass", make=_plain, no_length=DRAFTS_NOTHING)
