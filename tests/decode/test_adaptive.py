@@ -104,8 +104,8 @@ def run(model: Decoder, request: Request) -> list[str]:
     session.admit(request)
     reasons = []
     while not session.is_idle:
-        session.step()
-        reasons.append(session.drafting(request.drafter).reason)
+        [*_, emitted] = session.step()
+        reasons.append(emitted.stats.choice)
     return reasons
 
 
@@ -193,9 +193,10 @@ def test_at_batch_eight_it_stops_where_rows_cost_and_says_so(models, setting) ->
     for _ in range(8):
         session.admit(request)
     priced.cost, priced.right, reasons = 0.5, 1, []
+    drafting = session.drafting(adaptive)
     while not session.is_idle:
         session.step()
-        reasons.append(session.drafting(adaptive).reason)
+        reasons.append(drafting.reason)
     assert sum("plain at batch 8: not drafting" in reason for reason in reasons) > len(reasons) / 2
 
 
@@ -204,10 +205,10 @@ def test_at_batch_eight_it_drafts_where_that_pays(models, setting) -> None:
     session = Session(models(BF16), num_slots=8, capacity=128)
     for _ in range(8):
         session.admit(request)
-    reasons = []
+    drafting, reasons = session.drafting(adaptive), []
     while not session.is_idle:
         session.step()
-        reasons.append(session.drafting(adaptive).reason)
+        reasons.append(drafting.reason)
     assert any(f"{LONGEST} guesses gives" in reason and "at batch 8" in reason for reason in reasons)
 
 
@@ -220,10 +221,10 @@ def test_a_drafter_that_becomes_dear_in_mid_run_is_switched_off(models, setting)
         session.step()
     assert priced.asked[-1] > 0
     priced.cost = 30.0
-    later = []
+    drafting, later = session.drafting(request.drafter), []
     while not session.is_idle:
         session.step()
-        later.append(session.drafting(request.drafter).choice.guesses)
+        later.append(drafting.choice.guesses)
     assert 0 in later[:12], "switched off within a dozen steps"
     assert set(later[12 : 12 + PROBE_EVERY // 2]) <= {0}
 
@@ -235,10 +236,10 @@ def test_a_busy_moment_at_the_start_is_forgotten(models, setting) -> None:
     session.admit(request)
     while sum(n > 0 for n in priced.asked) < 5:
         session.step()
-    priced.cost, later = 0.01, []
+    priced.cost, drafting, later = 0.01, session.drafting(request.drafter), []
     while not session.is_idle:
         session.step()
-        later.append(session.drafting(request.drafter).choice.guesses)
+        later.append(drafting.choice.guesses)
     assert set(later[2 : PROBE_EVERY // 2]) == {0}
     assert later[-4] == LONGEST
 

@@ -49,7 +49,7 @@ def test_the_cache_is_that_of_a_prefill(
     while not session.is_idle:
         session.step()
         for slot, sequence in session._live.items():
-            assert session.cache.lengths[slot] == len(sequence.tokens) - 1 or sequence.chunks
+            assert session.cache.lengths[slot] == len(sequence.tokens) - 1 or sequence.pieces
             assert_as_after_prefill(model, session.cache, slot, sequence.tokens)
             compared += session.cache.lengths[slot]
     assert compared > 100
@@ -114,7 +114,7 @@ def test_the_poison_works(models: Models, monkeypatch: pytest.MonkeyPatch, plain
     text = plain(dtype)[3]
     session.admit(Request(text.prompt, 8, NoDrafts(), logprobs=True))
     session.step()
-    while session._live and session._live[0].chunks:
+    while session._live and session._live[0].pieces:
         session.step()
     session.cache.lengths[0] += 1
     session._live[0].tokens.insert(0, 0)

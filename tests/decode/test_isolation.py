@@ -269,7 +269,7 @@ def test_a_cached_prompt_fails_for_its_request(models: Models, call: str) -> Non
     found = outcomes(running, asked)
     only_one_failed(found, expected, 1, "prompt", DecodingError)
     assert running.cache.lengths == [0, 0]
-    assert (running._prefilled, running._to_prefill) == (0, 0) or running._prefilled == running._to_prefill
+    assert running._prompts.num_read == running._prompts.num_asked
     assert outcomes(running, requests(drafter)) == alone(models, requests(drafter))
 
 

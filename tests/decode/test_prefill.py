@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.decode.failing import outcomes
 from tests.decode.runs import finish
-from tests.decode.tiny_decoders import VOCAB, build
+from tests.decode.tiny_decoders import VOCAB, build, prompts
 from vivace.core.cache import KVCache
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
+from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import PromptLookup
-from vivace.decode.plain import NoDrafts
+from vivace.decode.plain import NoDrafts, NoMemory
+from vivace.decode.prefill import FULL, FullPrefill, Piece, PrefillPass, PrefillState
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
@@ -181,21 +185,169 @@ def test_how_a_chunk_goes_up_depends_on_its_place_alone(
 ) -> None:
     model = models(torch.float32)
     monkeypatch.setattr(model.backend, "rows_up_to", 16)
-    session = Session(model, num_slots=3, capacity=64, chunk=8)
-    seen: list[tuple[bool, int]] = []
-    run = session._climb.run
-
-    def noting(model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        ends = {cache.lengths[slot] + given for slot, given in zip(draft.slots, draft.committed, strict=True)}
-        seen.extend((chunk, end) for end in ends)
-        return run(model, draft, cache, chunk=chunk)
-
-    monkeypatch.setattr(session._climb, "run", noting)
-    session.admit(Request((5,) * 30, 1, NoDrafts()))
+    session, reader = Session(model, num_slots=3, capacity=64, chunk=8), Noting()
+    session.admit(Request((5,) * 30, 1, NoDrafts(), prefill=reader))
     session.step()
     session.step()
     for length in (30, 12):
-        session.admit(Request((5,) * length, 1, NoDrafts()))
+        session.admit(Request((5,) * length, 1, NoDrafts(), prefill=reader))
     assert len({e.request_id for e in session.drain()}) == 3
-    assert {end for chunk, end in seen if chunk} == {24, 29}
-    assert {end for chunk, end in seen if not chunk} == {8, 16, 11}
+    passes = [{(piece.kind, piece.stop) for piece in pieces.values()} for pieces in reader.passes]
+    assert all(len({kind for kind, _ in each}) == 1 for each in passes), "pieces of one kind share a pass"
+    ends = set().union(*passes)
+    assert {end for kind, end in ends if kind == "chunks"} == {24, 29}
+    assert {end for kind, end in ends if kind == "rows"} == {8, 16, 11}
+
+
+class Noting(FullPrefill):
+    """Fills ``Prefill``: notes the pieces of every pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[dict[int, Piece]] = []
+
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+        state = super().open(model, cache, chunk=chunk)
+        read = state.read
+
+        def noting(pieces: Mapping[int, Piece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+            self.passes.append(dict(pieces))
+            return read(pieces, prompts)
+
+        state.read = noting  # type: ignore[method-assign]
+        return state
+
+
+class ByHalves:
+    """Fills ``Prefill``: all of a prompt goes through the lower layers first, chunk by chunk, then through the others.
+
+    A pass of its own, in pieces that are rows times a span of layers, with residuals that wait in between: what a
+    prefill needs that decides half way which tokens go on. ``keeps`` says which do; here the others leave nothing in
+    the upper layers. Nothing is committed before the last piece.
+    """
+
+    name = "halves"
+
+    def __init__(self, keeps: Callable[[int], bool] = lambda position: True) -> None:
+        self.keeps = keeps
+        self.is_exact = False
+
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+        return Halves(self, model, cache, chunk)
+
+
+class Halves(NoMemory):
+    """Fills ``PrefillState``."""
+
+    def __init__(self, prefill: ByHalves, model: Decoder, cache: KVCache, chunk: int) -> None:
+        self.prefill, self.model, self.cache, self.chunk = prefill, model, cache, chunk
+        self.middle = model.config.num_layers // 2
+        self.waiting: dict[int, dict[int, Tensor]] = {}
+        """By slot and position: residuals entering the upper layers."""
+
+    def plan(self, slot: int, prompt: Sequence[int], known: int) -> list[Piece]:
+        assert not known, "entries of others are not those of this prefill"
+        last = len(prompt) - 1
+        self.waiting[slot] = {}
+        lower = [(first, min(first + self.chunk, last)) for first in range(0, last, self.chunk)]
+        upper = [Piece(0, last, "upper", last)] if last else []
+        return [*(Piece(*span, "lower", 0) for span in lower), *upper]
+
+    def read(self, pieces: Mapping[int, Piece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+        is_lower = next(iter(pieces.values())).kind == "lower"
+        places = [(slot, at) for slot, piece in pieces.items() for at in range(piece.first, piece.stop)]
+        if is_lower:
+            step = Step.at(self.cache, [slot for slot, _ in places], [at for _, at in places])
+            step = replace(step, is_prompt=True)
+            h = self.model.embed(torch.tensor([prompts[slot][at] for slot, at in places]), step)
+            for (slot, at), row in zip(places, self.model.run(h, step, 0, self.middle), strict=True):
+                self.waiting[slot][at] = row
+            return PrefillPass(Draft.committed_only({}), TargetPass(h[:0], torch.arange(0)), {})
+        going = [(slot, at) for slot, at in places if self.prefill.keeps(at)]
+        gone = {slot: {at for other, at in places if other == slot and not self.prefill.keeps(at)} for slot in pieces}
+        step = Step.at(self.cache, [slot for slot, _ in going], [at for _, at in going], holes=gone)
+        step = replace(step, is_prompt=True)
+        h = self.model.run(torch.stack([self.waiting[slot][at] for slot, at in going]), step, self.middle)
+        out = Draft.committed_only(
+            {slot: [prompts[slot][at] for other, at in going if other == slot] for slot in pieces}, is_prompt=True
+        )
+        return PrefillPass(out, TargetPass(h, torch.arange(len(h))), {slot: p.stop for slot, p in pieces.items()})
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.waiting.pop(slot, None)
+
+
+def test_a_prefill_may_run_a_pass_of_its_own(models: Callable[..., Decoder]) -> None:
+    """Interval by interval, beside prompts that are read as ever: the texts are the same."""
+    model = models(torch.float32)
+    halves = ByHalves()
+    session = Session(model, num_slots=3, capacity=64, chunk=8, prefill_budget=20)
+    asked = [Request(prompt, 9, PromptLookup()) for prompt in prompts(6, seed=2)]
+    wanted = finish(session, asked, every=2)
+    mixed = [replace(request, prefill=halves) if place % 2 else request for place, request in enumerate(asked)]
+    for ours, theirs in zip(finish(session, mixed, every=2), wanted, strict=True):
+        assert (ours.tokens, ours.reason) == (theirs.tokens, theirs.reason)
+
+
+def test_what_a_prefill_leaves_out_is_not_there(models: Callable[..., Decoder]) -> None:
+    """Every other token stops half way: the lower entries are those of a full prefill, the upper ones are missing."""
+    model = models(torch.bfloat16)
+    stored = []
+    for prefill in (FULL, ByHalves(lambda position: position % 2 == 0)):
+        session = Session(model, num_slots=1, capacity=64, chunk=8)
+        told: list[tuple[int, int]] = []
+        session.progress = lambda *now, told=told: told.append(now)  # type: ignore[misc]
+        session.admit(Request(tuple(range(1, 22)), 2, NoDrafts(), prefill=prefill))
+        while not told or told[-1][0] < 20:
+            assert session.cache.lengths[0] == (0 if prefill is not FULL else told[-1][0] if told else 0)
+            session.step()
+        stored.append([[part[0, :, :20].clone() for part in session.cache.stored(layer)] for layer in range(3)])
+        assert told[-1] == (20, 20)
+        assert len(list(session.drain())) > 0
+    full, pruned = stored
+    for place in (0, 1):
+        assert torch.equal(full[0][place], pruned[0][place])
+        assert not pruned[2][place][:, 1::2].any()
+        assert pruned[2][place][:, ::2].any()
+
+
+class Kept:
+    """Fills ``Prefix``: counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> Sequence[Tensor]:
+        self.calls.append("attach")
+        return []
+
+    def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, hidden: Tensor) -> None:
+        self.calls.append("keep")
+
+
+def test_only_exact_entries_are_shared(models: Callable[..., Decoder]) -> None:
+    for prefill, calls in ((FULL, ["attach", "keep"]), (ByHalves(), [])):
+        prefix = Kept()
+        session = Session(models(torch.bfloat16), num_slots=1, capacity=64, chunk=8)
+        finish(session, [Request((5,) * 20, 2, NoDrafts(), prefill=prefill, prefix=prefix)])
+        assert prefix.calls == calls
+
+
+def test_a_prefill_that_fails_ends_its_own_request(models: Callable[..., Decoder]) -> None:
+    """In its plan or in a pass, and the state of its slot goes with it."""
+
+    class Failing(ByHalves):
+        def keeps(self, position: int) -> bool:  # type: ignore[override]
+            raise ZeroDivisionError("planted")
+
+        def __init__(self) -> None:
+            self.is_exact = False
+
+    session = Session(models(torch.bfloat16), num_slots=2, capacity=64, chunk=8)
+    good, bad = Request((5,) * 20, 4, NoDrafts()), Request((6,) * 20, 4, NoDrafts(), prefill=Failing())
+    [wanted] = finish(session, [good])
+    found = outcomes(session, [good, bad])
+    assert tuple(found[0].tokens) == wanted.tokens
+    assert (found[1].reason, found[1].tokens) == ("error", [])
+    assert "planted" in str(found[1].error)
+    assert not session._live

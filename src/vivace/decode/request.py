@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
+from vivace.decode.prefill import FULL, Prefill
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
 
@@ -74,6 +75,8 @@ class Request:
     """Likeliest tokens returned for every place, with their log p; needs ``logprobs``."""
     shows_guesses: bool = False
     """Also return what was drafted for every place."""
+    prefill: Prefill = FULL
+    """How the prompt is read; one object for all requests that read alike."""
     prefix: Prefix | None = None
     """Asked for entries of the prompt before it is prefilled, and given them after."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
+from vivace.decode.prefill import Piece, PrefillState
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 
@@ -25,12 +26,14 @@ class Sequence:
     """Prompt and new tokens; all but the last are stored."""
     drafting: DraftState
     """The session's state of the request's drafter, shared with its other requests of that method."""
+    prefilling: PrefillState
+    """The session's state of the way in which its prompt is read."""
     generator: torch.Generator
     stats: DecodeStats
     admitted_at: float
     first_at: float = 0.0
-    chunks: deque[tuple[int, int]] = field(default_factory=deque)
-    """Prompt spans not yet prefilled."""
+    pieces: deque[Piece] = field(default_factory=deque)
+    """Work on the prompt that is still to be done."""
     shown: list[Tensor] = field(default_factory=list)
     """Residuals at the top of the prompt so far, (n, E) each, where a prefix cache is to keep them."""
     num_passes: int = 0

@@ -1,10 +1,10 @@
 """The loop. Sequences are admitted, stepped and cancelled; everything above drives this one object.
 
-A step is at most one prefill pass (prompt chunks of the sequences that still have some) and one target pass
-per method for all live sequences together, whatever each of them drafted or accepted. The last prompt token
-is never prefilled: it is the root of the first draft, so prompt logits are never computed and the first
-token already profits from drafting. Prompt chunks start at fixed multiples of ``chunk``, and by their place go
-up as chunks or row by row, so a prompt gives the same bits whatever else is running.
+A step is at most one prefill pass (pieces of the prompts that are still to be read) and one proposal per method for all
+live sequences together, whatever each of them drafted or accepted: a draft, which one target pass verifies, or steps
+that are decided already (``multi_step.py``). The last prompt token is never prefilled: it is the root of the first
+draft, so prompt logits are never computed and the first token already profits from drafting. How prompts are read is
+up to their ``Prefill`` (``prefill.py``).
 
 A request that fails ends alone (``isolation.py``): the step that it failed in is made again without it.
 """
@@ -15,7 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,14 +35,14 @@ from vivace.core.seams import (
     Verdict,
 )
 from vivace.decode.distributions import Distributions
-from vivace.decode.forward import ForwardPass
+from vivace.decode.forward import threads_of
 from vivace.decode.isolation import STOPS, RequestFailed, Saved, blaming, parts_of, told
+from vivace.decode.prompt_reader import PromptReader, left_of
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
 from vivace.decode.verify import children_of, verify_greedy, verify_sampled
 from vivace.errors import NoTokenError, VivaceError
-from vivace.kernels.threads import one_pytorch_thread
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,6 @@ class Session:
         self.model = model
         self.capacity = capacity
         self.chunk = chunk
-        self.prefill_budget = prefill_budget
         self.steps_per_call = steps_per_call
         self.progress = progress
         self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK, row_count=row_count)
@@ -90,14 +88,12 @@ class Session:
         """By identity: drafters that requests have named, and what they remember of this session's sequences."""
         self.num_target_passes = 0
         """Decoding passes so far, whatever the number of slots in each."""
-        self._climb = ForwardPass()
         self._owned = [part.open(self.cache) for part in model.stateful]
+        self._prompts = PromptReader(model, self.cache, self._owned, chunk=chunk, budget=prefill_budget)
         self._free = list(range(num_slots))[::-1]
         self._waiting: deque[tuple[int, Request]] = deque()
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
-        self._prefilled = self._to_prefill = 0
-        """Prompt tokens done and in all, since the last time every prompt was in."""
 
     @property
     def is_idle(self) -> bool:
@@ -107,8 +103,7 @@ class Session:
     @property
     def reading(self) -> dict[int, tuple[int, int]]:
         """Of every request in a slot: prompt tokens that were known, and prompt tokens still to be read."""
-        left = {s.id: sum(stop - first for first, stop in s.chunks) for s in self._live.values()}
-        return {s.id: (s.stats.num_cached_tokens, left[s.id]) for s in self._live.values()}
+        return {s.id: (s.stats.num_cached_tokens, left_of(s)) for s in self._live.values()}
 
     def admit(self, request: Request) -> int:
         """Queue a request; returns its id.
@@ -146,7 +141,7 @@ class Session:
                 self._release(sequence)
 
     def drafting(self, drafter: Drafter) -> DraftState:
-        """What a drafter remembers here; opened with the first request that names it, and kept for those to come."""
+        """What a drafter remembers here; kept from the first request that names it until none is left that does."""
         if id(drafter) not in self._drafting:
             self._drafting[id(drafter)] = drafter, drafter.open(self.cache)
         return self._drafting[id(drafter)][1]
@@ -158,12 +153,12 @@ class Session:
         A request that fails is over, and its last event carries the error; the others have what they would have had.
         """
         emitted = self._fill_slots()
-        if filling := self._next_chunks():
+        if filling := self._prompts.next(self._live.values()):
             emitted += self._apart(filling, self._prefill)
             if self.progress is not None:
-                self.progress(self._prefilled, self._to_prefill)
-        with self._threads():
-            for sequences in by_drafting([s for s in self._live.values() if not s.chunks]):
+                self.progress(self._prompts.num_read, self._prompts.num_asked)
+        with threads_of(self.model):
+            for sequences in by_drafting([s for s in self._live.values() if not s.pieces]):
                 emitted += self._apart(sequences, self._decode)
         return emitted
 
@@ -204,14 +199,8 @@ class Session:
         self._release(sequence)
         return Emitted(sequence.id, (), None, "error", sequence.stats, error=error)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        """Whose threads work: PyTorch's stay out of the way of native layers."""
-        return nullcontext() if self.model.backend.span is None else one_pytorch_thread()
-
     def _fill_slots(self) -> list[Emitted]:
         """Give waiting requests the slots that are free; those that cannot begin are over."""
-        if self._prefilled == self._to_prefill:
-            self._prefilled = self._to_prefill = 0
         failed: list[Emitted] = []
         while self._free and self._waiting:
             request_id, request = self._waiting.popleft()
@@ -224,103 +213,25 @@ class Session:
                 failed.append(Emitted(request_id, (), None, "error", stats, error=failure.error))
                 continue
             try:
-                with blaming(slot, "its cached prompt"):
-                    self._find_prefix(sequence)
+                self._prompts.begin(sequence)
             except RequestFailed as failure:
                 failed.append(self._fail(sequence, failure.error))
         return failed
 
     def _seat(self, request_id: int, request: Request, slot: int, stats: DecodeStats) -> Sequence:
         """Put a request into the slot that is free next."""
-        drafting = self.drafting(request.drafter)
+        drafting, prefilling = self.drafting(request.drafter), self._prompts.state_of(request.prefill)
         generator = torch.Generator().manual_seed(request.seed)
         now, tokens = time.perf_counter(), list(request.tokens)
-        sequence = Sequence(request_id, request, slot, tokens, drafting, generator, stats, admitted_at=now)
+        sequence = Sequence(request_id, request, slot, tokens, drafting, prefilling, generator, stats, admitted_at=now)
         self._free.remove(slot)
         self._live[slot] = sequence
         self.cache.prompts[slot] = len(request.tokens)
         return sequence
 
-    def _find_prefix(self, sequence: Sequence) -> None:
-        """Take up what is known of a prompt, and note what has to be read."""
-        request, last = sequence.request, len(sequence.request.tokens) - 1
-        known = self._attach(sequence) if request.prefix else 0
-        assert known == last or known % self.chunk == 0, "a known prefix ends where a chunk does"
-        sequence.chunks.extend((at, min(at + self.chunk, last)) for at in range(known, last, self.chunk))
-        self._to_prefill += last - known
-
-    def _attach(self, sequence: Sequence) -> int:
-        """Take over what is known of a prompt, and show its drafter what prefill would have; tokens stored now."""
-        request, slot, drafting = sequence.request, sequence.slot, sequence.drafting
-        assert request.prefix is not None
-        sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self.cache)
-        known = sequence.stats.num_cached_tokens = sum(map(len, sequence.shown))
-        if known:
-            draft = Draft.committed_only({slot: request.tokens[:known]}, is_prompt=True)
-            drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
-            for state in (*self._owned, drafting):
-                state.commit([slot], [range(known)])
-        if known == len(request.tokens) - 1:  # nothing is left to be kept
-            sequence.shown.clear()
-        return known
-
-    def _next_chunks(self) -> list[Sequence]:
-        """Sequences whose next prompt chunks share a pass: of one kind, as many as the budget allows."""
-        filling = [s for s in self._live.values() if s.chunks]
-        batch: list[Sequence] = []
-        rows, as_rows = 0, bool(filling) and self._goes_as_rows(filling[0])
-        for sequence in filling:
-            first, stop = sequence.chunks[0]
-            if self._goes_as_rows(sequence) != as_rows:
-                continue
-            if batch and rows + stop - first > self.prefill_budget:
-                break
-            batch.append(sequence)
-            rows += stop - first
-        return batch
-
     def _prefill(self, batch: list[Sequence]) -> list[Emitted]:
-        """One pass over the next prompt chunks of these sequences."""
-        started = time.perf_counter()
-        as_rows = self._goes_as_rows(batch[0])
-        spans = {s.slot: s.chunks[0] for s in batch}
-        draft = Draft.committed_only({s.slot: s.tokens[slice(*spans[s.slot])] for s in batch}, is_prompt=True)
-        with self._threads() if as_rows else nullcontext():
-            passed = self._climb.run(self.model, draft, self.cache, chunk=not as_rows)
-        kept = {slot: range(stop - first) for slot, (first, stop) in spans.items()}
-        groups = by_drafting(batch)
-        for own in groups:
-            own[0].drafting.observe(*_part(draft, passed, [s.slot for s in own]), None)
-        for state in (self.cache, *self._owned):
-            state.commit(list(kept), list(kept.values()))
-        for own in groups:
-            own[0].drafting.commit([s.slot for s in own], [kept[s.slot] for s in own])
-        failed: list[Emitted] = []
-        elapsed = time.perf_counter() - started
-        for sequence in batch:
-            sequence.chunks.popleft()
-            self._prefilled += len(kept[sequence.slot])
-            sequence.num_passes += 1
-            sequence.stats.prefill_s += elapsed
-            if sequence.request.prefix is not None:
-                sequence.shown.append(_part(draft, passed, [sequence.slot])[1].hidden)
-            try:
-                self._keep_prefix(sequence)
-            except RequestFailed as failure:
-                failed.append(self._fail(sequence, failure.error))
-        return failed
-
-    def _keep_prefix(self, sequence: Sequence) -> None:
-        """Let a prompt that is wholly stored be known to others."""
-        request = sequence.request
-        if request.prefix and not sequence.chunks:
-            with blaming(sequence.slot, "keeping its prompt for others"):
-                request.prefix.keep(request.tokens[:-1], sequence.slot, self.cache, torch.cat(sequence.shown))
-                sequence.shown.clear()
-
-    def _goes_as_rows(self, sequence: Sequence) -> bool:
-        """Whether the next chunk of its prompt goes up row by row, as while decoding."""
-        return sequence.chunks[0][1] <= self.model.backend.rows_up_to
+        """One pass over the next pieces of these sequences' prompts."""
+        return [self._fail(sequence, failure.error) for sequence, failure in self._prompts.read(batch)]
 
     def _decode(self, sequences: list[Sequence]) -> list[Emitted]:
         """One proposal for these sequences, which are drafted for together, verified here or decided already."""
@@ -458,7 +369,7 @@ class Session:
 
     def _release(self, sequence: Sequence) -> None:
         """Free a slot, whatever becomes of it."""
-        self._to_prefill -= sum(stop - first for first, stop in sequence.chunks)
+        self._prompts.forget(sequence)
         for state in self._states([sequence]):
             try:
                 state.release([sequence.slot])
@@ -469,10 +380,12 @@ class Session:
                 self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
         del self._live[sequence.slot]
         self._free.append(sequence.slot)
+        named = {id(s.request.drafter) for s in self._live.values()} | {id(r.drafter) for _, r in self._waiting}
+        self._drafting = {key: pair for key, pair in self._drafting.items() if key in named}
 
     def _states(self, sequences: list[Sequence]) -> list[SlotState]:
-        drafting = {id(s.drafting): s.drafting for s in sequences}
-        return [self.cache, *self._owned, *drafting.values()]
+        opened = {id(state): state for s in sequences for state in (s.prefilling, s.drafting)}
+        return [self.cache, *self._owned, *opened.values()]
 
 
 class Checked(NamedTuple):
@@ -488,14 +401,3 @@ class Checked(NamedTuple):
 
 DRAFT_SLACK = 64
 """Entries a draft may use beyond a sequence's own limit."""
-
-
-def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, TargetPass]:
-    """Prompt chunks of some slots and what came out: a drafter hears of its own sequences only."""
-    if len(slots) == len(draft.slots):
-        return draft, passed
-    tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
-    rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
-    return Draft.committed_only(tokens, is_prompt=draft.is_prompt), TargetPass(
-        passed.hidden[rows], torch.arange(len(rows))
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,13 +18,12 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, TargetPass, Verdict
 from vivace.decode.distributions import Distributions
-from vivace.decode.forward import ForwardPass
+from vivace.decode.forward import ForwardPass, threads_of
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
 from vivace.evaluate.roofline import run_pass, timed
 from vivace.evaluate.speed_law import Parts
-from vivace.kernels.threads import one_pytorch_thread
 
 STEPS = 8
 """Room for this many: more than one native call makes of those with drafts, and as many as it makes of the others."""
@@ -59,7 +57,7 @@ def measure_parts(
     law = Distributions({0: Request(tuple(tokens), room, drafter)}, {0: tokens}, cache.lengths)
     asked = [Context((0,), {0: tokens}, cache, law, {0: n}, room={0: room}) for n in range(longest + 1)]
     found: list[list[tuple[float, float]]] = [[] for _ in asked]
-    with nullcontext() if model.backend.span is None else one_pytorch_thread():
+    with threads_of(model):
         for _ in range(repeats + 1):
             for n, context in enumerate(asked):
                 found[n].append(_step_seconds(model, climb, drafting if n else undrafted, context))

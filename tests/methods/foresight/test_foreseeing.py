@@ -18,6 +18,7 @@ from vivace.core.moe import likeliest
 from vivace.core.seams import Draft, Verdict, VerifiedStep
 from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
+from vivace.decode.prefill import FullPrefill, PrefillState
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
@@ -157,22 +158,26 @@ def test_a_session_s_first_pass_is_told_from_the_end_of_its_prompt(model: Decode
 def test_prompts_are_called_so_and_nothing_else_is(model: Decoder, heard: Heard, row_count: int) -> None:
     """Whatever the number of rows: short last chunks are prompts, padded passes and passes of many rows are not."""
     told: list[tuple[bool, bool]] = []
-    decode, prefill = Session._decode, Session._prefill
 
-    def spied(of: Any, is_prompt: bool) -> Any:
-        def call(*args: Any) -> Any:
+    def heard_in(is_prompt: bool, of: Any) -> Any:
+        def call(*args: Any, **fields: Any) -> Any:
             heard.clear()
-            out = of(*args)
+            out = of(*args, **fields)
             told.extend((kind == "prompt", is_prompt) for kind, *_ in heard)
             return out
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_decode", spied(decode, False))
-        patch.setattr(Session, "_prefill", spied(prefill, True))
-        requests = [Request(tuple(range(1, 7 + n)), 3, NoDrafts()) for n in range(20)]
-        finish(Session(model, num_slots=20, capacity=64, chunk=4, row_count=row_count), requests)
+    class Listened(FullPrefill):
+        def open(self, *args: Any, **fields: Any) -> PrefillState:
+            state = super().open(*args, **fields)
+            state.read = heard_in(True, state.read)  # type: ignore[method-assign]
+            return state
+
+    drafter, prefill = NoDrafts(), Listened()
+    drafter.traversal.run = heard_in(False, drafter.traversal.run)  # type: ignore[method-assign]
+    requests = [Request(tuple(range(1, 7 + n)), 3, drafter, prefill=prefill) for n in range(20)]
+    finish(Session(model, num_slots=20, capacity=64, chunk=4, row_count=row_count), requests)
     assert {is_prompt for _, is_prompt in told} == {False, True}
     assert all(said == is_prompt for said, is_prompt in told)
 

@@ -49,13 +49,14 @@ def test_slots_leave_nothing_behind(base, texts, name) -> None:
         cancelled = session.admit(Request(texts[torch.bfloat16][3].prompt, COUNT, drafter))
         for _ in range(3):
             session.step()
+        drafting = session.drafting(drafter)
         session.cancel(cancelled)
+        for memory in ("_kept", "_pending", "_memory", "_offsets"):
+            assert not getattr(drafting, memory, {})
         [result] = finish(session, [Request(texts[torch.bfloat16][4].prompt, COUNT, drafter)])
         assert result.tokens == texts[torch.bfloat16][4].new
         runs.append(result.stats.num_accepted_draft_tokens)
     assert runs[0] == runs[1]
-    for memory in ("_kept", "_pending", "_memory", "_offsets"):
-        assert not getattr(session.drafting(drafter), memory, {})
 
 
 @pytest.mark.parametrize("name", RIVALS)

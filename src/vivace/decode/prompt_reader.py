@@ -1,0 +1,154 @@
+"""The prompts of a session: when their pieces go up, who hears of them, and what is taken from or kept for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.core.seams import Draft, SlotState, TargetPass
+from vivace.decode.isolation import RequestFailed, blaming
+from vivace.decode.prefill import Prefill, PrefillState
+from vivace.decode.sequence import Sequence as Decoding
+from vivace.decode.sequence import by_drafting
+
+
+class PromptReader:
+    """Reads prompts piece by piece, each by its request's ``Prefill``."""
+
+    def __init__(self, model: Decoder, cache: KVCache, owned: Sequence[SlotState], *, chunk: int, budget: int) -> None:
+        """Read for one session.
+
+        Args:
+            model: the decoder.
+            cache: where entries go.
+            owned: what parts of the model remember of the session's sequences.
+            chunk: prompt tokens of a piece.
+            budget: rows in one pass at most (at least one piece runs).
+        """
+        self.num_read = self.num_asked = 0
+        """Prompt tokens read and in all, since the last time every prompt was in."""
+        self._model = model
+        self._cache = cache
+        self._owned = owned
+        self._chunk = chunk
+        self._budget = budget
+        self._states: dict[int, tuple[Prefill, PrefillState]] = {}
+        """By identity: ways to read that requests have named."""
+
+    def state_of(self, prefill: Prefill) -> PrefillState:
+        """The session's state of a way to read, opened with the first request that names it."""
+        if id(prefill) not in self._states:
+            self._states[id(prefill)] = prefill, prefill.open(self._model, self._cache, chunk=self._chunk)
+        return self._states[id(prefill)][1]
+
+    def begin(self, sequence: Decoding) -> None:
+        """Take up what is known of a prompt, and plan what has to be read.
+
+        Raises:
+            RequestFailed: its prefix or its prefill failed.
+        """
+        if self.num_read == self.num_asked:
+            self.num_read = self.num_asked = 0
+        known = 0
+        if self._shares(sequence):
+            with blaming(sequence.slot, "its cached prompt"):
+                known = self._attach(sequence)
+        with blaming(sequence.slot, "the way its prompt is read"):
+            sequence.pieces.extend(sequence.prefilling.plan(sequence.slot, sequence.request.tokens, known))
+        self.num_asked += left_of(sequence)
+
+    def forget(self, sequence: Decoding) -> None:
+        """Count no more on what is left of a prompt."""
+        self.num_asked -= left_of(sequence)
+
+    def next(self, sequences: Iterable[Decoding]) -> list[Decoding]:
+        """Choose sequences whose next pieces share a pass: of one kind, as many as the budget allows."""
+        filling = [sequence for sequence in sequences if sequence.pieces]
+        batch: list[Decoding] = []
+        rows = 0
+        for sequence in filling:
+            piece, first = sequence.pieces[0], filling[0]
+            if sequence.prefilling is not first.prefilling or piece.kind != first.pieces[0].kind:
+                continue
+            if batch and rows + piece.stop - piece.first > self._budget:
+                break
+            batch.append(sequence)
+            rows += piece.stop - piece.first
+        return batch
+
+    def read(self, batch: Sequence[Decoding]) -> list[tuple[Decoding, RequestFailed]]:
+        """Take the next pieces of these prompts up in one pass; who failed afterwards, and how."""
+        started = time.perf_counter()
+        prefilling = batch[0].prefilling
+        done = prefilling.read({s.slot: s.pieces[0] for s in batch}, {s.slot: s.tokens for s in batch})
+        for own in by_drafting([s for s in batch if s.slot in done.draft.slots]):
+            own[0].drafting.observe(*_part(done.draft, done.passed, [s.slot for s in own]), None)
+        kept = {slot: range(count) for slot, count in done.stored.items()}
+        for state in (self._cache, *self._owned, prefilling):
+            state.commit(list(kept), list(kept.values()))
+        for own in by_drafting([s for s in batch if s.slot in kept]):
+            own[0].drafting.commit([s.slot for s in own], [kept[s.slot] for s in own])
+        failed: list[tuple[Decoding, RequestFailed]] = []
+        elapsed = time.perf_counter() - started
+        for sequence in batch:
+            self.num_read += sequence.pieces.popleft().num_read
+            sequence.num_passes += 1
+            sequence.stats.prefill_s += elapsed
+            if self._shares(sequence):
+                if sequence.slot in done.draft.slots:
+                    sequence.shown.append(_part(done.draft, done.passed, [sequence.slot])[1].hidden)
+                try:
+                    self._keep(sequence)
+                except RequestFailed as failure:
+                    failed.append((sequence, failure))
+        return failed
+
+    @staticmethod
+    def _shares(sequence: Decoding) -> bool:
+        """Whether entries of its prompt are taken from a prefix cache and kept there."""
+        return sequence.request.prefix is not None and sequence.request.prefill.is_exact
+
+    def _attach(self, sequence: Decoding) -> int:
+        """Take over what is known of a prompt, and show its drafter what prefill would have; tokens stored now."""
+        request, slot, drafting = sequence.request, sequence.slot, sequence.drafting
+        assert request.prefix is not None
+        sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self._cache)
+        known = sequence.stats.num_cached_tokens = sum(map(len, sequence.shown))
+        if known:
+            draft = Draft.committed_only({slot: request.tokens[:known]}, is_prompt=True)
+            drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
+            for state in (*self._owned, sequence.prefilling, drafting):
+                state.commit([slot], [range(known)])
+        if known == len(request.tokens) - 1:  # nothing is left to be kept
+            sequence.shown.clear()
+        return known
+
+    def _keep(self, sequence: Decoding) -> None:
+        """Let a prompt that is wholly stored be known to others."""
+        if sequence.pieces:
+            return
+        request = sequence.request
+        assert request.prefix is not None
+        with blaming(sequence.slot, "keeping its prompt for others"):
+            request.prefix.keep(request.tokens[:-1], sequence.slot, self._cache, torch.cat(sequence.shown))
+            sequence.shown.clear()
+
+
+def left_of(sequence: Decoding) -> int:
+    """Prompt tokens that are still to be read."""
+    return sum(piece.num_read for piece in sequence.pieces)
+
+
+def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, TargetPass]:
+    """Prompt tokens of some slots and what came out: a drafter hears of its own sequences only."""
+    if len(slots) == len(draft.slots):
+        return draft, passed
+    tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
+    rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
+    return Draft.committed_only(tokens, is_prompt=draft.is_prompt), TargetPass(
+        passed.hidden[rows], torch.arange(len(rows))
+    )
