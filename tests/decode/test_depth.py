@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
-from vivace.core.model import Decoder
+from vivace.core.model import Decoder, Layer
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -196,6 +196,25 @@ def test_masked_entries_are_never_read_and_propagated_ones_are_written(model, mo
                 assert keys.any()
         assert seen > 3
         assert all(0 <= token < 97 for token in emitted.tokens)
+
+
+def test_exact_calls_are_padded_where_rows_leave(model, monkeypatch) -> None:
+    """Entries above an exit are made in calls of one number of rows, too, and the text stays."""
+    runs, rows = [], set()
+    project = Layer.project
+
+    def recorded(self: Layer, h: Tensor, step: Step) -> Tensor:
+        if step.chunk is None:
+            rows.add(len(h))
+        return project(self, h, step)
+
+    for row_count in (1, 16):
+        session = Session(model(torch.bfloat16), num_slots=3, capacity=64, chunk=8, row_count=row_count)
+        drafter = Shallow(mixed, "propagate")
+        runs.append(finish(session, [Request(prompt, COUNT, drafter) for prompt in prompts(5, seed=2)]))
+        monkeypatch.setattr(Layer, "project", recorded)
+    assert rows == {16}
+    assert [(r.tokens, r.stats.exit_layers) for r in runs[0]] == [(r.tokens, r.stats.exit_layers) for r in runs[1]]
 
 
 def test_masking_equals_an_attention_that_skips(model) -> None:

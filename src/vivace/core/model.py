@@ -255,9 +255,7 @@ class Decoder(nn.Module):
         """
         last = self.config.num_layers if stop is None else stop
         count = len(h)
-        if count % step.row_count and step.grid is None and step.chunk is None:
-            spare = torch.zeros(-count % step.row_count, dtype=torch.int64, device=h.device)
-            h, step = torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)
+        h, step = _padded(h, step)
         span = self.backend.span
         if span is not None and not span.covers(step):
             span = None
@@ -268,6 +266,12 @@ class Decoder(nn.Module):
             if watch is not None:
                 watch(index, h[:count])
         return h[:count]
+
+    def store(self, h: Tensor, step: Step, layer: int) -> None:
+        """Store the keys and values that rows (T, E) entering a layer have there, without taking them through it."""
+        below = self.layers[layer]
+        assert isinstance(below, Layer)
+        below.project(*_padded(h, step))
 
     def norm(self, h: Tensor) -> Tensor:
         """Final norm, (n, E) -> (n, E)."""
@@ -291,3 +295,12 @@ class Decoder(nn.Module):
         if choose is not None and self.config.logit_softcap is None and row_count == 1:
             return choose(self.norm(h))
         return self.head(h, row_count=row_count).argmax(-1)
+
+
+def _padded(h: Tensor, step: Step) -> tuple[Tensor, Step]:
+    """A call with as many spare rows behind its own as ``row_count`` asks for; they read and store nothing."""
+    missing = -len(h) % step.row_count
+    if missing == 0 or step.grid is not None or step.chunk is not None:
+        return h, step
+    spare = torch.zeros(missing, dtype=torch.int64, device=h.device)
+    return torch.cat((h, h[spare])), step.readers(spare, fed=step.num_feed == step.num_rows)

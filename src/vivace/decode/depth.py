@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache, PendingKV
-from vivace.core.model import Decoder, Layer
+from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
@@ -268,9 +268,8 @@ class _GatedForward:
     def _propagate(self, gate: int, gone: ActiveRows, says: Tensor) -> None:
         """Keys and values above the gate from what the rows said there."""
         step = Step.at(self.cache, gone.slot, gone.position)
-        for layer in self.model.layers[gate:]:
-            assert isinstance(layer, Layer)
-            layer.project(says, step)
+        for layer in range(gate, self.model.config.num_layers):
+            self.model.store(says, step, layer)
 
     def _book(self, layers: int, slots: Sequence[int]) -> None:
         """Layer passes of a row of each of these slots, companions and late rows included, under its root."""

@@ -15,7 +15,7 @@ from tests.decode.tiny_decoders import build, prompts
 from tests.methods.rivals.conftest import noisy
 from tests.methods.rivals.test_training import SNAPSHOTS, WORDS, Killed, batch, checkpoint  # noqa: F401
 from vivace.core.cpu.backend import pack_decoder
-from vivace.core.model import Decoder
+from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.decode.request import Request
@@ -77,6 +77,24 @@ def test_a_batch_says_what_each_says_alone(base, threshold) -> None:
     assert [r.tokens for r in together] == [r.tokens for r in alone]
     layers = {layer for r in together for layer in r.stats.exit_layers}
     assert layers == ({LAYERS} if threshold < 0 else {LAYERS // 2}) if threshold else len(layers) > 1
+
+
+def test_exact_calls_are_padded_where_rows_skip(base, monkeypatch) -> None:
+    """Rows that only leave keys and values in a layer do so in calls of one number of rows, and the text stays."""
+    model, runs, rows = base(torch.bfloat16, num_layers=LAYERS), [], set()
+    project = Layer.project
+
+    def recorded(self: Layer, h: torch.Tensor, step: Step) -> torch.Tensor:
+        if step.chunk is None:
+            rows.add(len(h))
+        return project(self, h, step)
+
+    for row_count in (1, 16):
+        session = Session(model, num_slots=3, capacity=64, chunk=8, row_count=row_count)
+        runs.append([r.tokens for r in finish(session, asked(mixture(model, 0.0)))])
+        monkeypatch.setattr(Layer, "project", recorded)
+    assert rows == {16}
+    assert runs[0] == runs[1]
 
 
 def test_native_kernels_say_the_same(body: NativeBody) -> None:

@@ -8,8 +8,11 @@ from math import prod
 import pytest
 import torch
 
+from tests.decode.runs import finish
 from tests.methods.rivals.conftest import rival
 from vivace.core.seams import Draft
+from vivace.decode.request import Request
+from vivace.decode.session import Session
 from vivace.decode.tree import Node, TreePlan, every_path, grown, likeliest_paths
 from vivace.errors import ConfigError
 from vivace.methods.lookahead.drafter import LookaheadPlan, Pool
@@ -57,6 +60,16 @@ def test_a_pool_keeps_what_was_used_last() -> None:
     pool.add_text([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7])
     assert pool.after(1) == [(6, 7), (2, 3)]
     assert pool.after(9) == []
+
+
+def test_a_prompt_fills_its_pool_once(base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many drafts follow."""
+    model, read = base(torch.float32), []
+    add_text = Pool.add_text
+    monkeypatch.setattr(Pool, "add_text", lambda self, tokens: (read.append(len(tokens)), add_text(self, tokens))[1])
+    session = Session(model, num_slots=2, capacity=64)
+    finish(session, [Request((5,) * length, 9, rival("lookahead", model)) for length in (7, 11)])
+    assert sorted(read) == [7, 11]
 
 
 def test_a_window_is_a_jacobi_iteration(base) -> None:

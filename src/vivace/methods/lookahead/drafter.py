@@ -125,7 +125,9 @@ class LookaheadState(Forgetful):
         draft = context.committed()
         trees: dict[int, list[Node]] = {}
         for slot, given in zip(draft.slots, draft.committed, strict=True):
-            memory = self._memory.setdefault(slot, self._start(context.tokens[slot]))
+            if slot not in self._memory:
+                self._memory[slot] = self._start(context.tokens[slot])
+            memory = self._memory[slot]
             room = context.max_nodes.get(slot, self.plan.num_nodes)
             nodes = _branches(memory.pool.after(context.tokens[slot][-1]), room)
             memory.grid = []

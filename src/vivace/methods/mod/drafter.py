@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.model import Decoder, Layer
+from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 from vivace.core.trained import Trained
@@ -127,15 +127,13 @@ class RoutedForwardPass:
 
 def _through(model: Decoder, index: int, h: Tensor, step: Step, passes: Tensor, r: Tensor) -> Tensor:
     """Rows that pass a layer through it; first the others leave their keys and values, which those may read."""
-    layer = model.layers[index]
-    assert isinstance(layer, Layer)
     if bool(passes.all()):
         return gated(h, model.run(h, step, index, index + 1), r)
     if not bool(passes.any()):
-        layer.project(h, step)
+        model.store(h, step, index)
         return h
     rows, others = passes.nonzero()[:, 0], (~passes).nonzero()[:, 0]
-    layer.project(h[others], step.take(others))
+    model.store(h[others], step.take(others), index)
     through = model.run(h[rows], step.take(rows), index, index + 1)
     return h.index_copy(0, rows, gated(h[rows], through, r[rows]))
 
