@@ -79,16 +79,6 @@ def truncate(cache: KVCache, oracle: Oracle, rng: random.Random) -> None:
         oracle.texts[slot] = oracle.texts[slot][:length]
 
 
-def fork(cache: KVCache, oracle: Oracle, rng: random.Random) -> None:
-    targets = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
-    sources = [rng.randrange(SLOTS) for _ in targets]
-    length = rng.choice([None, rng.randint(0, 20)])
-    cache.fork(sources, targets, length)
-    before = [list(text) for text in oracle.texts]
-    for source, target in zip(sources, targets, strict=True):
-        oracle.texts[target] = before[source][:length]
-
-
 def release(cache: KVCache, oracle: Oracle, rng: random.Random) -> None:
     slots = rng.sample(range(SLOTS), 2)
     cache.release(slots)
@@ -110,7 +100,7 @@ def test_against_lists(seed: int) -> None:
     torch.manual_seed(seed)
     cache, oracle = KVCache([LayerSpec(2, 2, 2)] * 2, SLOTS, CAPACITY), Oracle()
     for _ in range(40):
-        rng.choices([extend, truncate, fork, release], [6, 2, 2, 1])[0](cache, oracle, rng)
+        rng.choices([extend, truncate, release], [6, 2, 1])[0](cache, oracle, rng)
         poison(cache)
         assert cache.lengths == [len(text) for text in oracle.texts]
         for slot, text in enumerate(oracle.texts):
@@ -163,20 +153,6 @@ def test_a_released_slot_leaves_nothing_to_the_next(dtype: torch.dtype) -> None:
     draft = Draft.committed_only({0: [3]})
     step = Step.of(draft, cache)
     assert decoder.run(decoder.embed(draft.tokens, step), step).isfinite().all()
-
-
-def test_a_forked_slot_continues_as_its_source(dtype: torch.dtype) -> None:
-    decoder = build("plain", dtype)
-    cache = decoder.new_cache(3, 64)
-    fill(decoder, cache, {0: tokens(20, 1)})
-    cache.fork([0, 0], [1, 2], 15)
-    assert cache.lengths == [20, 15, 15]
-    cache.truncate([0], [15])
-    draft = Draft.committed_only({slot: [7] for slot in range(3)})
-    step = Step.of(draft, cache)
-    hidden = decoder.run(decoder.embed(draft.tokens, step), step)
-    assert torch.equal(hidden[0], hidden[1])
-    assert torch.equal(hidden[0], hidden[2])
 
 
 def test_writing_beyond_the_end_is_caught() -> None:

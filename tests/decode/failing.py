@@ -70,7 +70,7 @@ class FailingState:
 
     def __init__(self, inner: DraftState, plan: Plan) -> None:
         self.inner, self.plan, self.traversal = inner, plan, self
-        self.fork, self.settle, self.saved, self.restore = inner.fork, inner.settle, inner.saved, inner.restore
+        self.saved, self.restore = inner.saved, inner.restore
 
     @property
     def reason(self) -> str | None:

@@ -121,22 +121,3 @@ def test_the_poison_works(models: Models, monkeypatch: pytest.MonkeyPatch, plain
     (emitted,) = session.step()
     assert emitted.logprobs is not None
     assert not emitted.logprobs[0] <= 0 or emitted.logprobs[0] not in text.logprobs
-
-
-def test_fork_copies_in_parallel(models: Models, dtype: torch.dtype) -> None:
-    """Slots may be exchanged in one call, with texts of different lengths, or cut to a shared prefix."""
-    cache = models(dtype).new_cache(4, 40)
-    for layer in range(3):
-        for stored in cache.stored(layer):
-            stored.copy_(torch.randn(stored.shape))
-    cache.lengths = [7, 20, 0, 3]
-    before = [cache.span(0, slot, 0, 20)[0].clone() for slot in range(4)]
-    cache.fork([0, 1, 1], [1, 0, 2])
-    assert cache.lengths == [20, 7, 20, 3]
-    assert torch.equal(cache.span(0, 0, 0, 20)[0], before[1])
-    assert torch.equal(cache.span(0, 1, 0, 7)[0], before[0][:, :7])
-    assert torch.equal(cache.span(0, 2, 0, 20)[0], before[1])
-    assert torch.equal(cache.span(0, 3, 0, 3)[0], before[3][:, :3])
-    cache.fork([0], [3], length=5)
-    assert cache.lengths[3] == 5
-    assert torch.equal(cache.span(2, 3, 0, 5)[1], cache.span(2, 0, 0, 5)[1])

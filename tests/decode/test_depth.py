@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
+from vivace.core.cache import KVCache, PendingKV
 from vivace.core.model import Decoder, Layer
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Draft
@@ -20,7 +21,7 @@ from vivace.decode.depth import Depth, EarlyExit, Missing
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
-from vivace.errors import ConfigError, UnsupportedError
+from vivace.errors import ConfigError
 
 GATES = (1, 3, 4)
 LAYERS = 6
@@ -124,9 +125,19 @@ def test_deferred_rows_are_exact(model, dtype, slots) -> None:
         assert 0 < result.stats.num_early_exits < COUNT
 
 
+def fill(model: Decoder, cache: KVCache, slot: int) -> None:
+    """What is owed of a slot, each row alone from where it left to the top, oldest first."""
+    owed, cache.pending[slot] = sorted(cache.pending[slot], key=lambda late: late.position), []
+    for low, high in pairwise((*GATES, LAYERS)):
+        for late in [late for late in owed if late.layer <= low]:
+            step = Step.at(cache, [slot], [late.position])
+            hidden = model.run(late.hidden[None], step, low, high)[0]
+            owed[owed.index(late)] = PendingKV(late.position, high, hidden)
+
+
 @torch.inference_mode()
-def test_a_settled_cache_is_a_full_one(model) -> None:
-    """After a flush every layer holds what a pass of all tokens through all layers holds."""
+def test_what_is_owed_fills_the_cache(model) -> None:
+    """With it every layer holds what a pass of all tokens through all layers holds."""
     bf16 = model(torch.bfloat16)
     drafter = Shallow(mixed)
     session = Session(bf16, num_slots=1, capacity=64)
@@ -141,11 +152,7 @@ def test_a_settled_cache_is_a_full_one(model) -> None:
         length = session.cache.lengths[0]
         if len(text) % 4:
             continue
-        if session.cache.pending[0]:
-            with pytest.raises(UnsupportedError, match="settle"):
-                session.cache.settle([0])
-        drafter.traversal.settle(bf16, session.cache, [0])
-        session.cache.settle([0])
+        fill(bf16, session.cache, 0)
         fresh = bf16.new_cache(1, 64)
         for span in (text[:2], *([token] for token in text[2:length])):
             step = Step.of(Draft.committed_only({0: span}), fresh, chunk=len(span) == 2)
@@ -273,18 +280,16 @@ def test_sampling_draws_from_the_gate(model) -> None:
     assert text(1) == text(1) != text(2)
 
 
-def test_a_fork_owes_what_its_source_owes(model) -> None:
+def test_what_is_cut_is_owed_no_more(model) -> None:
     session = Session(model(torch.bfloat16), num_slots=2, capacity=64)
     session.admit(Request((5, 6), COUNT, Shallow(lambda position, gate: True)))
     for _ in range(4):
         session.step()
     cache = session.cache
     owing = next(slot for slot in range(2) if cache.pending[slot])
-    cache.fork([owing], [1 - owing])
-    assert [late.position for late in cache.pending[1 - owing]] == [1, 2, 3, 4]
-    cache.truncate([1 - owing], [3])
-    assert [late.position for late in cache.pending[1 - owing]] == [1, 2]
-    assert len(cache.pending[owing]) == 4
+    assert [late.position for late in cache.pending[owing]] == [1, 2, 3, 4]
+    cache.truncate([owing], [3])
+    assert [late.position for late in cache.pending[owing]] == [1, 2]
 
 
 def test_what_depth_is_told_is_checked() -> None:

@@ -92,7 +92,7 @@ def test_it_follows_a_growing_text() -> None:
 def test_it_forgets_with_its_slot() -> None:
     lookup = PromptLookup(LookupConfig(min_ngram=1)).open(new_cache())
     lookup.propose(context({0: [1, 2, 3, 1, 2], 1: [4, 4]}, {}))
-    for forget in (lambda: lookup.release([0]), lambda: lookup.truncate([0], [2]), lambda: lookup.fork([1], [0])):
+    for forget in (lambda: lookup.release([0]), lambda: lookup.truncate([0], [2])):
         forget()
         assert chains(lookup.propose(context({0: [5, 6, 7, 8]}, {}))) == {0: []}
     lookup.release([0, 1, 2])

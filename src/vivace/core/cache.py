@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.pages import Pages, items_to_a_page, whole_pages
-from vivace.errors import CapacityError, UnsupportedError
+from vivace.errors import CapacityError
 from vivace.kernels.reference import KEY_BLOCK
 from vivace.units import format_bytes
 
@@ -180,21 +180,6 @@ class KVCache:
             self.lengths[slot] = length
             self.pending[slot] = [late for late in self.pending[slot] if late.position < length]
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Parallel assignment of slots: beams, several samples of a prompt, shared prefixes."""
-        lengths = [self.lengths[s] if length is None else min(length, self.lengths[s]) for s in sources]
-        longest = max(lengths, default=0)
-        source = torch.tensor(list(sources), device=self._keys[0].device)
-        target = torch.tensor(list(targets), device=self._keys[0].device)
-        for stored in (*self._keys, *self._values):
-            stored[target, :, :longest] = stored[source, :, :longest]
-        written, prompts, late = self._written.copy(), self.prompts.copy(), self.pending.copy()
-        for slot, origin, kept in zip(targets, sources, lengths, strict=True):
-            self.lengths[slot] = kept
-            self._written[slot] = max(written[slot], longest)
-            self.prompts[slot] = prompts[origin]
-            self.pending[slot] = [missing for missing in late[origin] if missing.position < kept]
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences, and give back what they left: hidden entries are multiplied by zero, not skipped."""
         for slot in slots:
@@ -215,20 +200,6 @@ class KVCache:
             first = stored.data_ptr() - base + slot * heads * stride
             for head in range(heads):
                 self._pages.clear(first + head * stride, entries * width * stored.itemsize)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Nothing to do, unless tokens left early.
-
-        Raises:
-            UnsupportedError: a slot lacks entries; who let its tokens leave can fill them (``Depth.settle``).
-        """
-        for slot in slots:
-            if self.pending[slot]:
-                first = min(self.pending[slot], key=lambda late: late.position)
-                raise UnsupportedError(
-                    f"slot {slot} lacks {len(self.pending[slot])} entries, the first at position {first.position} from "
-                    f"layer {first.layer} on; settle the method that left early first"
-                )
 
     def saved(self) -> object:
         """How long every slot is and what it lacks; entries beyond a length are written again before they are read."""

@@ -301,7 +301,7 @@ class Context:
 
 
 class SlotState(Protocol):
-    """Whatever remembers the sequences of one session; the session tells every one of them the same five things."""
+    """Whatever remembers the sequences of one session; the session tells every one of them the same things."""
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keep these draft nodes, in path order; forget the rest."""
@@ -311,16 +311,8 @@ class SlotState(Protocol):
         """Forget positions >= length (stop string, cancel)."""
         ...
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Parallel assignment of slots."""
-        ...
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences."""
-        ...
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Make every layer complete, or raise naming who left holes."""
         ...
 
     def saved(self) -> object:

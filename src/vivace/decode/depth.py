@@ -147,27 +147,6 @@ class Depth:
             forward.finish()
         return TargetPass(forward.out, torch.arange(len(draft.tokens)), forward.depth, forward.work)
 
-    def settle(self, model: Decoder, cache: KVCache, slots: Sequence[int]) -> None:
-        """Make every layer of these sequences complete, to the bits of a full pass.
-
-        Args:
-            model: the decoder.
-            cache: where they lie.
-            slots: which of them.
-        """
-        assert self.missing != "mask" or not any(cache.pending[s] for s in slots), "masked entries are never filled"
-        owed = [(s, pending) for s in slots for pending in cache.pending[s]]
-        for low, high in zip(
-            depths := sorted({pending.layer for _, pending in owed}), [*depths[1:], None], strict=True
-        ):
-            due = [(s, pending) for s in slots for pending in cache.pending[s] if pending.layer == low]
-            step = Step.at(cache, [s for s, _ in due], [pending.position for _, pending in due])
-            h = model.run(torch.stack([pending.hidden for _, pending in due]), step, low, high)
-            for (slot, pending), row in zip(due, h, strict=True):
-                cache.pending[slot].remove(pending)
-                if high is not None:
-                    cache.pending[slot].append(PendingKV(pending.position, high, row))
-
 
 class _GatedForward:
     """One pass of ``Depth``."""

@@ -22,14 +22,8 @@ class NoMemory:
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Nothing to forget."""
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Nothing to copy."""
-
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to forget."""
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Always complete."""
 
     def saved(self) -> object:
         """Nothing."""
@@ -53,10 +47,6 @@ class Forgetful(NoMemory):
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """What was kept may be gone."""
         self.release(slots)
-
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Copies see for themselves."""
-        self.release(targets)
 
     def saved(self) -> object:
         """What its dictionaries hold by slot; their values are replaced as texts go on, or are lists that grow."""

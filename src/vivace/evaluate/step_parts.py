@@ -129,8 +129,7 @@ class WatchedState:
         self.traversal = inner.traversal
         self._watched, self._inner = watched, inner
         self._started, self._is_decided = 0.0, False
-        self.commit, self.truncate, self.fork = inner.commit, inner.truncate, inner.fork
-        self.release, self.settle = inner.release, inner.settle
+        self.commit, self.truncate, self.release = inner.commit, inner.truncate, inner.release
         self.saved, self.restore = inner.saved, inner.restore
 
     @property

@@ -277,18 +277,11 @@ class NeuronState:
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """What is in memory is right whatever the text is."""
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """The windows are shared."""
-        self._live.update(targets)
-
     def release(self, slots: Sequence[int]) -> None:
         """Let the windows go when nobody is left."""
         self._live.difference_update(slots)
         if not self._live:
             self._neurons.leave(self._cache)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """There are no holes."""
 
     def saved(self) -> object:
         """Nothing: a sequence that has stored something once uses the windows until it is released."""

@@ -183,7 +183,7 @@ def test_prompts_are_called_so_and_nothing_else_is(model: Decoder, heard: Heard,
 
 
 def test_what_is_known_of_a_slot_follows_its_text(model: Decoder, heard: Heard) -> None:
-    """Forgotten with the text or where it is cut, copied with the whole of it."""
+    """Forgotten with the text or where it is cut."""
 
     def is_told(slot: int) -> bool:
         heard.clear()
@@ -194,9 +194,6 @@ def test_what_is_known_of_a_slot_follows_its_text(model: Decoder, heard: Heard) 
         (lambda drafter: None, [True, False]),
         (lambda drafter: drafter.release([0]), [False, False]),
         (lambda drafter: drafter.truncate([0], [1]), [False, False]),
-        (lambda drafter: drafter.fork([0], [1]), [True, True]),
-        (lambda drafter: drafter.fork([0, 1], [1, 0]), [False, True]),
-        (lambda drafter: drafter.fork([0], [1], 1), [True, False]),
     ):
         sees = Sees(model)
         sees.run({0: [4, 9]}, kept=[(0, 1)])

@@ -269,20 +269,10 @@ class AdaptiveState:
         for state in self._states:
             state.truncate(slots, lengths)
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Tell every drafter."""
-        for state in self._states:
-            state.fork(sources, targets, length)
-
     def release(self, slots: Sequence[int]) -> None:
         """Tell every drafter."""
         for state in self._states:
             state.release(slots)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Tell every drafter."""
-        for state in self._states:
-            state.settle(slots)
 
     def saved(self) -> object:
         """What every drafter remembers."""

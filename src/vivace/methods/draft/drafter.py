@@ -158,11 +158,6 @@ class DraftModelState(NoMemory):
         own = self.cache.lengths
         self.cache.truncate(slots, [min(own[s], length) for s, length in zip(slots, lengths, strict=True)])
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """Copy what the sources have of their texts."""
-        self._forget_guesses((*sources, *targets))
-        self.cache.fork(sources, targets, length)
-
     def release(self, slots: Sequence[int]) -> None:
         """Forget these sequences."""
         self._forget_guesses(slots)

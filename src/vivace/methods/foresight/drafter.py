@@ -72,12 +72,6 @@ class ForeseeingState(Forgetful):
         for slot, row in zip(draft.slots, rows, strict=True):
             self._ends[slot] = passed.hidden[row].clone()
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], length: int | None = None) -> None:
-        """A copy of a whole text goes on where that came out."""
-        found = [self._ends.get(slot) if length is None else None for slot in sources]
-        self.release(targets)
-        self._ends |= {slot: end for slot, end in zip(targets, found, strict=True) if end is not None}
-
     def release(self, slots: Sequence[int]) -> None:
         """Whoever is in the slot next says something else."""
         for slot in slots:
