@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from vivace.core.cache import KVCache
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.forward import ForwardPass
 
 
@@ -70,7 +70,7 @@ class NoDrafts(Stateless):
         self.name = name
         self.traversal: Traversal = ForwardPass() if traversal is None else traversal
 
-    def propose(self, context: Context) -> Draft:
+    def propose(self, context: Context) -> Draft | Decided:
         """The decided tokens alone."""
         return context.committed()
 
