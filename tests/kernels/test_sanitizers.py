@@ -25,7 +25,7 @@ TESTS = (
         "core/test_packed.py",
         "methods/multirate/test_chain.py",
     ),
-    *("methods/multirate/test_low_bit.py", "decode/test_running_ahead.py", "methods/multistream/test_steps_at_once.py"),
+    *("methods/multirate/test_low_bit.py", "decode/test_multi_step.py", "methods/multistream/test_steps_at_once.py"),
     *("methods/foresight/test_foresight.py", "storage/test_channel.py", "storage/test_pools.py"),
 )
 
