@@ -31,7 +31,7 @@ from vivace.checkpoint.widen import widen
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.decode.multi_step import PlainSteps
+from vivace.decode.multi_step import MultiStepPlain
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
 from vivace.engine import SHIPPED
@@ -110,7 +110,7 @@ def _tokens(decoder: Decoder) -> Callable[[], list[Emitted]]:
     """Plain decoding behind a context: a few tokens at every call."""
     session = Session(decoder, num_slots=1, capacity=LONGEST)
     prompt = tuple(range(1, CONTEXT + 1))
-    session.admit(Request(prompt, LONGEST - CONTEXT, PlainSteps(decoder)))
+    session.admit(Request(prompt, LONGEST - CONTEXT, MultiStepPlain(decoder)))
     for _ in range(4):  # the prompt, the first token, and how long a pass takes
         session.step()
     return session.step

@@ -14,7 +14,7 @@ from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Decided, Drafter
-from vivace.decode.multi_step import MAX_TOKENS, PlainSteps
+from vivace.decode.multi_step import MAX_TOKENS, MultiStepPlain
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -50,7 +50,7 @@ class Steady:
 
 def ahead(model: Decoder) -> Noting:
     """Plain decoding on a model whose passes seem to take no time."""
-    return Noting(PlainSteps(model, clock=Steady()))
+    return Noting(MultiStepPlain(model, clock=Steady()))
 
 
 def run(
@@ -133,7 +133,7 @@ def test_samplers_and_padded_calls_go_token_by_token(model: Decoder) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_session_says_how_many_steps_a_call_takes(model: Decoder, count: int) -> None:
     """None at all: then the session verifies each of them; the text and its log p are the same."""
-    drafter = Noting(PlainSteps(model))
+    drafter = Noting(MultiStepPlain(model))
     requests = [Request(prompt, 12, drafter, logprobs=True) for prompt in PROMPTS]
     found = finish(Session(model, num_slots=2, capacity=64, chunk=8, steps_per_call=count), requests)
     assert max(drafter.steps, default=0) == count
@@ -154,7 +154,7 @@ def test_blocks_are_short(body: NativeBody, pass_s: float, most: int) -> None:
         return decided
 
     model.backend.chain.decide = slow
-    drafter = Noting(PlainSteps(model, clock=clock))
+    drafter = Noting(MultiStepPlain(model, clock=clock))
     finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, drafter)])
     assert max(given[0] for given in drafter.rows) == most
 
@@ -162,7 +162,7 @@ def test_blocks_are_short(body: NativeBody, pass_s: float, most: int) -> None:
 def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder) -> None:
     """With nothing worth drafting, ``auto`` runs ahead too, and what it measures is a pass."""
     clock = Steady()
-    plain = Noting(PlainSteps(model, clock=clock))
+    plain = Noting(MultiStepPlain(model, clock=clock))
     auto = Adaptive([NoDrafts("lookup")], plain=plain, clock=clock)
     found = run(model, auto)
     assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]

@@ -16,7 +16,7 @@ from tests.parity.families import make
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.load import load_decoder
 from vivace.core.sampling import Sampling
-from vivace.decode.multi_step import PlainSteps
+from vivace.decode.multi_step import MultiStepPlain
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate import reference
@@ -147,7 +147,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     model = load_decoder(tmp_path)
     prompt = tuple(range(3, 24))
     session = Session(model, num_slots=1, capacity=64, chunk=8)
-    session.admit(Request(prompt, 24, PlainSteps(model)))
+    session.admit(Request(prompt, 24, MultiStepPlain(model)))
     text = Text(prompt, tuple(token for emitted in session.drain() for token in emitted.tokens))
     assert beside_checkpoint(tmp_path, torch.float32, [text], GREEDY).departures == ()
     wrong = replace(text, answer=(*text.answer[:-1], (text.answer[-1] + 1) % 50))

@@ -241,9 +241,9 @@ class Decided:
     every step all rows of a draft went through all layers of the model, with the bits they have in any other call; a
     guess was kept where it is the model's argmax behind the row above it, and nothing below the first other one; the
     next step began with the model's argmax behind the last kept row (``kernels/native/speculate.h``). So only sequences
-    whose next token is that argmax may be decided (``Distribution.is_greedy``), and what a request stops at besides its end
-    tokens is cut off afterwards, as in any block. The token behind the last row is left to the session, which reads it
-    from the residual there as after a pass of its own.
+    whose next token is that argmax may be decided (``Distribution.is_greedy``), and what a request stops at besides its
+    end tokens is cut off afterwards, as in any block. The token behind the last row is left to the session, which reads
+    it from the residual there as after a pass of its own.
     """
 
     draft: Draft

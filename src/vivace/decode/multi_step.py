@@ -96,7 +96,7 @@ class StepBudget:
         return decided
 
 
-class PlainSteps(NoDrafts):
+class MultiStepPlain(NoDrafts):
     """Fills ``Drafter``: plain decoding, greedily several tokens in one native call."""
 
     def __init__(self, model: Decoder, *, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def _plain(context: MethodContext) -> Drafter:
-    from vivace.decode.multi_step import PlainSteps
+    from vivace.decode.multi_step import MultiStepPlain
 
-    return PlainSteps(context.model)
+    return MultiStepPlain(context.model)
 
 
 PLAIN = MethodSpec(name="plain", summary="one token per pass", make=_plain, no_length=DRAFTS_NOTHING)
