@@ -13,7 +13,6 @@ to lie makes more of a difference than what is measured.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import time
@@ -34,13 +33,12 @@ from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
 from vivace.kernels.library import found_library
 from vivace.storage.budget import plan_memory
-from vivace.storage.channel import CHUNK_BYTES, NUM_THREADS, NativeChannel
-from vivace.storage.checksums import CheckedReader
 from vivace.storage.convert import write_store
+from vivace.storage.experts.cache import CHUNK_BYTES
+from vivace.storage.io.checksums import CheckedReader
+from vivace.storage.io.native_reader import open_async_reader
+from vivace.storage.io.readers import NUM_THREADS, PAGE, address, aligned
 from vivace.storage.loading import SCATTERED_THREADS, Storage, load_stored
-from vivace.storage.pools import open_pool
-from vivace.storage.readers import NUM_THREADS as READ_THREADS
-from vivace.storage.readers import PAGE, address, aligned
 from vivace.storage.store import open_store
 
 KINDS = ("layers", "experts", "neurons")
@@ -116,21 +114,15 @@ def switches(storage: Storage) -> dict[str, Callable[[], None]]:
     reader = storage.reader.reader
     assert isinstance(reader, CheckedReader)
     if storage.experts is not None:
-        cache, compares = storage.experts, storage.experts._channel
-        assert isinstance(compares, NativeChannel), "kernels are not built"
-        slots = [memoryview((ctypes.c_char * size).from_address(into)).cast("B") for into, size in compares._slots]
-        library, path = compares._library, storage.store.path
-        assert reader.file is not None
-        other = NativeChannel(library, reader.file, path, slots, num_threads=NUM_THREADS, chunk_bytes=CHUNK_BYTES)
-        return {
-            "checked": lambda: setattr(cache, "_channel", compares),
-            "unchecked": lambda: setattr(cache, "_channel", other),
-        }
-    num_threads = SCATTERED_THREADS if storage.neurons is not None else READ_THREADS
-    owner, pool = storage.stream or storage.neurons, open_pool(reader.inner, num_threads=num_threads)
+        owner, compares = storage.experts.fetches, storage.experts.fetches.reader
+        other = open_async_reader(reader.inner, chunk_bytes=CHUNK_BYTES)
+    else:
+        num_threads = SCATTERED_THREADS if storage.neurons is not None else NUM_THREADS
+        owner, compares = storage.stream or storage.neurons, storage.async_reader
+        other = open_async_reader(reader.inner, num_threads=num_threads)
     return {
-        "checked": lambda: setattr(owner, "pool", storage.pool),
-        "unchecked": lambda: setattr(owner, "pool", pool),
+        "checked": lambda: setattr(owner, "reader", compares),
+        "unchecked": lambda: setattr(owner, "reader", other),
     }
 
 
@@ -165,8 +157,8 @@ def measure(folder: Path, pairs: int, new_tokens: int) -> dict[str, Any]:
 def bytes_read(storage: Storage) -> int:
     """So far."""
     if storage.experts is None:
-        return storage.pool.traffic.num_bytes
-    return storage.experts.counts.loads * storage.experts.shelf.bundle_bytes
+        return storage.async_reader.traffic.num_bytes
+    return storage.experts.counts.loads * storage.experts.store.expert_bytes
 
 
 def summing_gb_per_s(num_bytes: int = 1 << 20) -> float | None:

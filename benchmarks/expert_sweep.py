@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle
-from vivace.storage.simulator import Machine, simulate
-from vivace.storage.traces import Trace
+from benchmarks.expert_policies import LeastRecent, OnDemand, Oracle
+from benchmarks.expert_simulator import Machine, simulate
+from benchmarks.expert_traces import Trace
+from vivace.storage.experts.policy import NextUse
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
 BANDWIDTHS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0)
@@ -31,7 +32,7 @@ COUNTS = (1, 2)
 
 def asked_for(trace: Trace, count: int | None) -> Trace:
     """The first ``count`` of every guess."""
-    return replace(trace, hints=[replace(hint, likely=hint.likely[:count]) for hint in trace.hints])
+    return replace(trace, predictions=[replace(each, likely=each.likely[:count]) for each in trace.predictions])
 
 
 def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, Any]]:

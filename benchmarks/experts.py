@@ -25,7 +25,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.paced_device import PacedShelf
+from benchmarks.expert_guesses import NextLayerForwardPass, load_around
+from benchmarks.expert_policies import LeastRecent, OnDemand, Oracle, Static
+from benchmarks.expert_simulator import Machine, simulate
+from benchmarks.expert_traces import RecordingPolicy, Trace
+from benchmarks.paced_device import PacedExperts
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter, Expert
@@ -35,20 +39,16 @@ from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
 from vivace.methods.composition import read_adapter, trained
-from vivace.methods.foresight.drafter import Foreseeing
-from vivace.methods.foresight.weights import Foresight, ForesightPlan
 from vivace.prompts import packaged_prompts
-from vivace.storage.channel import CHUNK_BYTES
-from vivace.storage.experts import ExpertCache
-from vivace.storage.experts_guess import GuessingForwardPass
-from vivace.storage.experts_parts import load_around
-from vivace.storage.experts_shelf import StoreShelf
-from vivace.storage.policies import LeastRecent, NextUse, OnDemand, Oracle, Policy, Static
-from vivace.storage.probing import device_bytes, open_reader, probe
-from vivace.storage.readers import aligned
-from vivace.storage.simulator import Machine, simulate
+from vivace.storage.experts.cache import CHUNK_BYTES, ExpertCache
+from vivace.storage.experts.foresight.config import ForesightPlan
+from vivace.storage.experts.foresight.drafter import ForesightDrafter
+from vivace.storage.experts.foresight.weights import Foresight
+from vivace.storage.experts.policy import NextUse, Policy
+from vivace.storage.experts.store import StoredExperts
+from vivace.storage.io.probing import device_bytes, open_reader, probe
+from vivace.storage.io.readers import aligned
 from vivace.storage.store import Store, open_store
-from vivace.storage.traces import Trace
 
 CAPACITY = 512
 POLICIES = {"plain", "on_demand", "lru", "next_use", "static", "next_layer", "oracle", "recorded"}
@@ -63,6 +63,8 @@ class MethodSystem:
 
     name: str
     cache: ExpertCache
+    trace: Trace
+    """Grows while the system answers."""
     model: Decoder
     drafter: Drafter
     decode_s: list[float] = field(default_factory=list)
@@ -106,7 +108,7 @@ class MethodSystem:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """The traces that all entrants record are not looked through for garbage, which decoding would pay for."""
+    """The traces that all systems record are not looked through for garbage, which decoding would pay for."""
     gc.collect()
     gc.disable()
     try:
@@ -133,7 +135,7 @@ class Bench:
         self.is_paced = options.pace is not None
         self.gb_per_s = UNLIMITED if self.is_paced else self.device_gb_per_s
         self.body = choose("auto").body if self.store.is_tiled else None
-        self.shelf = StoreShelf(self.store, self.reader, self.body)
+        self.experts = StoredExperts(self.store, self.reader, self.body)
         tokenizer = load_tokenizer(options.store)
         texts = [p.request for task in ("e2e", "sql") for p in packaged_prompts(task)[: options.prompts]]
         self.prompts = [tuple(tokenizer.encode_prompt(text)) for text in texts]
@@ -142,10 +144,11 @@ class Bench:
     def system(self, policy: Policy, num_slots: int, drafter: Drafter, name: str) -> MethodSystem:
         """A policy over a cache of its own."""
         layers = self.store.config.num_layers
-        shelf = self.paced_shelf() if self.is_paced else self.shelf
-        cache = self.stack.enter_context(ExpertCache(shelf, policy, layers, num_slots))
-        cache.trace = Trace(layers)
-        return MethodSystem(name, cache, load_around(self.store, self.reader, cache, self.body), drafter)
+        experts = self.paced_experts() if self.is_paced else self.experts
+        recording = RecordingPolicy(policy, layers)
+        cache = self.stack.enter_context(ExpertCache(experts, recording, layers, num_slots))
+        model = load_around(self.store, self.reader, cache, self.body)
+        return MethodSystem(name, cache, recording.trace, model, drafter)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -157,42 +160,41 @@ class Bench:
     def recorded(self, name: str) -> Trace:
         """What the routers choose on these prompts, and what is expected by whoever goes by that name."""
         with self.closing():
-            system = self.system(LeastRecent(), self.shelf.num_experts, self.drafters()[name], "recorded")
+            system = self.system(LeastRecent(), self.experts.num_experts, self.drafters()[name], "recorded")
             for prompt in self.prompts:
                 system.answer(prompt, self.options.tokens, counts=False)
-            assert system.cache.trace is not None
-            return system.cache.trace
+            return system.trace
 
     def drafters(self) -> dict[str, Drafter]:
         """Ways of decoding that expect experts, and the one that does not."""
         assert self.store.config.moe is not None
-        guess = NoDrafts("next_layer", GuessingForwardPass(self.store.config.moe.top_k))
-        seeing = {name: Foreseeing(weights, plan, name) for name, (weights, plan) in self.foresight.items()}
+        guess = NoDrafts("next_layer", NextLayerForwardPass(self.store.config.moe.top_k))
+        seeing = {name: ForesightDrafter(weights, plan, name) for name, (weights, plan) in self.foresight.items()}
         return {"plain": NoDrafts(), "next_layer": guess, **seeing}
 
     def set_pace(self, share: float, compute_s: float) -> float | None:
         """GB/s of the device for a share of the experts; None is the one that is here."""
         pace = self.options.pace
         if pace == "equal":
-            pace = self.lru_loads(share) * self.shelf.bundle_bytes / compute_s / 1e9
+            pace = self.lru_loads(share) * self.experts.expert_bytes / compute_s / 1e9
             if not pace:
                 raise SystemExit(f"LRU loads nothing with {share:.0%} of the experts in memory: no pace is equal")
         self.gb_per_s = self.device_gb_per_s if pace is None else pace
         return pace  # type: ignore[no-any-return]
 
-    def paced_shelf(self) -> PacedShelf:
+    def paced_experts(self) -> PacedExperts:
         """Experts behind a device that is not here, for one cache."""
-        places = {key: self.shelf.place(key) for key in self.shelf.keys}
-        return PacedShelf(self.shelf.bundle_bytes, places, self.in_memory, self.gb_per_s * 1e9)
+        offsets = {key: self.experts.offset(key) for key in self.experts.keys}
+        return PacedExperts(self.experts.expert_bytes, offsets, self.in_memory, self.gb_per_s * 1e9)
 
     @cached_property
     def in_memory(self) -> dict[int, Expert]:
         """All experts by where they lie, read once."""
         found = {}
-        for place in map(self.shelf.place, self.shelf.keys):
-            memory = aligned(self.shelf.bundle_bytes)
+        for place in map(self.experts.offset, self.experts.keys):
+            memory = aligned(self.experts.expert_bytes)
             self.reader.read(place, memory)
-            found[place] = self.shelf.expert(torch.frombuffer(memory, dtype=torch.uint8))
+            found[place] = self.experts.expert(torch.frombuffer(memory, dtype=torch.uint8))
         return found
 
     def lru_loads(self, share: float) -> float:
@@ -212,12 +214,12 @@ class Bench:
 
     def num_slots(self, share: float) -> int:
         """Experts in memory."""
-        return max(1, round(share * self.shelf.num_experts))
+        return max(1, round(share * self.experts.num_experts))
 
     def compute_s(self) -> dict[str, float]:
         """Seconds a token takes with every expert resident, by who expects what."""
         with self.closing():
-            full = self.shelf.num_experts
+            full = self.experts.num_experts
             systems = [self.system(LeastRecent(), full, way, name) for name, way in self.drafters().items()]
             for turn in range(2):
                 for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
@@ -254,7 +256,7 @@ class Bench:
         layer_s = max(0.0, compute_s / layers - moe.top_k * expert_s)
         latency_s = 0.0 if self.is_paced else Machine.latency_s
         machine = Machine(
-            self.gb_per_s * 1e9, self.shelf.bundle_bytes, num_slots, layer_s, expert_s, latency_s, CHUNK_BYTES
+            self.gb_per_s * 1e9, self.experts.expert_bytes, num_slots, layer_s, expert_s, latency_s, CHUNK_BYTES
         )
         policies: dict[str, Policy] = {
             "on_demand": OnDemand(),
@@ -267,8 +269,8 @@ class Bench:
 
     def expert_s(self) -> float:
         """Seconds one resident expert takes for one row, the least of many."""
-        memory = torch.zeros(self.shelf.bundle_bytes, dtype=torch.uint8)
-        expert = self.shelf.expert(memory)
+        memory = torch.zeros(self.experts.expert_bytes, dtype=torch.uint8)
+        expert = self.experts.expert(memory)
         x = torch.randn(1, self.store.config.width).to(self.store.dtype)
         times = []
         bare: Any = type("NoDeltas", (), {"deltas": ()})()
@@ -298,9 +300,8 @@ def pace(word: str) -> float | str:
 
 def row(system: MethodSystem, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:
     """What is told of a policy."""
-    counts, size = system.cache.counts, bench.shelf.bundle_bytes
-    trace = system.cache.trace
-    assert trace is not None
+    counts, size = system.cache.counts, bench.experts.expert_bytes
+    trace = system.trace
     kind = system.name if system.name in compute_s else "plain"
     simulated = bench.simulated(system.name, trace, system.cache.num_slots, compute_s[kind], expert_s)
     return {
@@ -314,8 +315,9 @@ def row(system: MethodSystem, bench: Bench, compute_s: dict[str, float], expert_
         "loads_per_token": system.loads_per_token,
         "load_ms_per_token": 1e3 * system.loads_per_token * size / (bench.gb_per_s * 1e9),
         "wait_s": counts.wait_s,
-        "recall": trace.recall() if trace.hints else None,
-        **{name: getattr(counts, name) for name in ("resident", "ahead", "awaited", "missed", "loads", "wasted")},
+        "recall": trace.recall() if trace.predictions else None,
+        **{"resident": counts.hits, "ahead": counts.prefetched, "awaited": counts.late, "missed": counts.misses},
+        **{"loads": counts.loads, "wasted": counts.wasted},
         "loaded_bytes": counts.loads * size,
         "wasted_bytes": counts.wasted * size,
         "device_bytes": system.from_device,
@@ -357,7 +359,7 @@ def arguments() -> argparse.Namespace:
     names = [name for name, _ in found.foresight]
     taken = sorted(POLICIES.intersection(names)) or [name for name in names if names.count(name) > 1]
     if taken:
-        parser.error(f"--foresight {taken[0]}=...: another entrant has that name")
+        parser.error(f"--foresight {taken[0]}=...: another system has that name")
     return found
 
 
@@ -393,8 +395,8 @@ def main() -> None:
             name: {"config": asdict(weights.config), "plan": asdict(plan)}
             for name, (weights, plan) in bench.foresight.items()
         },
-        "expert_bytes": bench.shelf.bundle_bytes,
-        "num_experts": bench.shelf.num_experts,
+        "expert_bytes": bench.experts.expert_bytes,
+        "num_experts": bench.experts.num_experts,
         "device_gb_per_s": bench.device_gb_per_s,
         "is_paced": options.pace is not None,
         "expert_us": 1e6 * expert_s,

@@ -56,13 +56,14 @@ from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
 from vivace.prompts import packaged_prompts
 from vivace.storage.budget import plan_memory
+from vivace.storage.io.async_reader import CHUNK_BYTES
+from vivace.storage.io.probing import ReaderChoice, device_bytes, probe
+from vivace.storage.io.readers import DirectReader
+from vivace.storage.io.thread_reader import ThreadAsyncReader
 from vivace.storage.loading import SCATTERED_THREADS, Storage, load_stored, read_bundle
-from vivace.storage.neuron_cache import NeuronCache, Runs
-from vivace.storage.neurons import NeuronCounts
-from vivace.storage.pools import CHUNK_BYTES, ThreadPool
-from vivace.storage.predictors import PredictorConfig
-from vivace.storage.probing import Choice, device_bytes, probe
-from vivace.storage.readers import DirectReader
+from vivace.storage.neurons.cache import NeuronCache, Runs
+from vivace.storage.neurons.loader import NeuronCounts
+from vivace.storage.neurons.predictors import PredictorConfig
 from vivace.storage.store import Store, is_store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 
@@ -175,14 +176,14 @@ def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Dec
         size = num_buffers * max(store[unit].num_pages_bytes for unit in units)
         fixed = store["resident"].num_bytes
         plan = replace(plan, resident=(), streamed=units, resident_bytes=fixed, buffer_bytes=size)
-    with closing(ThreadPool(reader)) as pool:
-        stream = Stream(store, pool, plan.streamed, num_buffers)
+    with closing(ThreadAsyncReader(reader)) as opened:
+        stream = Stream(store, opened, plan.streamed, num_buffers)
         with torch.device("meta"):
             decoder = Decoder(store.config, StreamedParts(store.config, stream))
         for name in ("resident", *plan.resident):
-            for parameter, values in read_bundle(store, pool, name).items():
+            for parameter, values in read_bundle(store, opened, name).items():
                 put(decoder, parameter, values)
-        yield decoder.eval(), Storage(store, plan, Choice(reader, "asked for"), pool, None, stream)
+        yield decoder.eval(), Storage(store, plan, ReaderChoice(reader, "asked for"), opened, None, stream)
         stream.close()
     reader.close()
 
@@ -206,9 +207,9 @@ def sparse(
     else:
         apart = None if is_bundled else ApartReader(store)
         cut = CHUNK_BYTES if apart is None else apart.chunk_bytes
-        pool = ThreadPool(apart or storage.reader.reader, num_threads=SCATTERED_THREADS, chunk_bytes=cut)
-        with closing(pool):
-            storage.neurons.pool = pool
+        other = ThreadAsyncReader(apart or storage.reader.reader, num_threads=SCATTERED_THREADS, chunk_bytes=cut)
+        with closing(other):
+            storage.neurons.reader = other
             yield model, storage
     storage.close()
 
@@ -364,7 +365,7 @@ def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row
 
 
 def _counters(storage: Storage) -> dict[str, float]:
-    traffic = (storage.pool if storage.neurons is None else storage.neurons.pool).traffic
+    traffic = (storage.async_reader if storage.neurons is None else storage.neurons.reader).traffic
     counts = NeuronCounts() if storage.neurons is None else storage.neurons.counts
     return {
         "wait": traffic.wait_s,

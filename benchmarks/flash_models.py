@@ -14,13 +14,13 @@ import torch
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.prompts import load_prompts, packaged_prompts
-from vivace.storage.calibrate import calibrate
 from vivace.storage.convert import write_store
-from vivace.storage.ordering import find_orders
-from vivace.storage.pools import CHUNK_BYTES
-from vivace.storage.predictors import Predictor, PredictorConfig, save_predictors, split_held
-from vivace.storage.readers import DirectReader
-from vivace.storage.store import PAGE, Store
+from vivace.storage.io.async_reader import CHUNK_BYTES
+from vivace.storage.io.readers import PAGE, DirectReader
+from vivace.storage.neurons.calibration import calibrate
+from vivace.storage.neurons.ordering import find_orders
+from vivace.storage.neurons.predictors import Predictor, PredictorConfig, save_predictors, split_held
+from vivace.storage.store import Store
 
 RANK = 64
 ACTIVE_SHARE = 0.1
@@ -118,7 +118,7 @@ def split(store: Store, path: Path) -> None:
 class ApartReader(DirectReader):
     """Gives the bytes of a store of neurons from a file that has rows and columns apart: two or three reads for one.
 
-    It reads whole records, so a pool must cut there (``chunk_bytes``).
+    It reads whole records, so an asynchronous reader must cut there (``chunk_bytes``).
     """
 
     def __init__(self, store: Store) -> None:
@@ -137,8 +137,8 @@ class ApartReader(DirectReader):
         pieces = len(bundle.parts)
         size = bundle.stride // pieces
         first, count = (offset - bundle.offset) // bundle.stride, len(into) // bundle.stride
-        assert not (offset - bundle.offset) % bundle.stride, "the pool cut through a record"
-        assert not len(into) % bundle.stride, "the pool cut through a record"
+        assert not (offset - bundle.offset) % bundle.stride, "the asynchronous reader cut through a record"
+        assert not len(into) % bundle.stride, "the asynchronous reader cut through a record"
         for place in range(pieces):
             parts = [into[n * bundle.stride + place * size :][:size] for n in range(count)]
             for start in range(0, count, 512):  # buffers that one call takes

@@ -1,8 +1,8 @@
-"""A device that is not here: loads of experts take the time it would, and no processor's.
+"""A device that is not here: reads of experts take the time that it would take, and no processor's.
 
 All experts are in memory. Reading one only takes time: chunks go one after the other at a stated speed, the most urgent
-first, as over a channel of its own; a slot says which expert is in it. So loads overlap compute as a device's own
-transfers do, while threads that copied would take turns with the threads that compute.
+first, as over a channel of its own; the memory of a slot says which expert is in it. So reads overlap compute as a
+device's own transfers do, while threads that copied would take turns with the threads that compute.
 """
 
 from __future__ import annotations
@@ -10,74 +10,110 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from vivace.core.seams import Expert
 from vivace.core.step import Step
-from vivace.storage.channel import Channel, Load, reschedule
-from vivace.storage.traces import Key
+from vivace.storage.experts.policy import Key
+from vivace.storage.io.async_reader import AsyncReader, PendingRead, Traffic
+from vivace.storage.io.readers import Reader, address
 
 SPIN_S = 2e-4
-"""Of a wait, not slept: sleeping ends late."""
+"""Seconds at the end of a wait that are not slept, because sleeping ends late."""
 
 
-class PacedDevice:
-    """Fills ``Channel``: what happened by now is worked out whenever somebody asks."""
+@dataclass(order=True)
+class _Load:
+    """A read that waits, ordered by urgency."""
+
+    due: int
+    rank: int
+    number: int
+    left: int = field(compare=False)
+    """Bytes that were not read yet."""
+    read: PendingRead = field(compare=False)
+
+
+class PacedDevice(AsyncReader):
+    """An asynchronous reader without threads: what has happened by now is worked out whenever somebody asks."""
 
     def __init__(
         self,
-        bundle_bytes: int,
         chunk_bytes: int,
         bytes_per_s: float,
         now: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Stand idle.
+        """Begin idle.
 
         Args:
-            bundle_bytes: of a load.
-            chunk_bytes: what is read at once; something more urgent waits for no more.
-            bytes_per_s: of all loads together.
+            chunk_bytes: bytes that are read at once; something more urgent waits for no more.
+            bytes_per_s: speed of all reads together.
             now: the clock, in seconds.
-            sleep: until then.
+            sleep: sleeps so many seconds.
         """
-        self.bundle_bytes, self.chunk_bytes, self.bytes_per_s = bundle_bytes, chunk_bytes, bytes_per_s
+        self.chunk_bytes, self.bytes_per_s = chunk_bytes, bytes_per_s
         self._now, self._sleep = now, sleep
-        self.places: dict[int, int] = {}
-        """What a slot holds or will hold."""
-        self._waiting: list[Load] = []
-        self._arriving: list[tuple[float, int]] = []
-        """When a slot is filled, the first first."""
+        self.offsets: dict[int, int] = {}
+        """By the address of a memory, the offset in the file of what it holds or will hold."""
+        self._waiting: list[_Load] = []
+        self._arriving: list[tuple[float, PendingRead]] = []
+        """When each read ends, the first first."""
         self._free_at = 0.0
         self._count = itertools.count()
 
-    def submit(self, slot: int, place: int, due: int, rank: int) -> None:
-        """Begin to fill a slot."""
+    @property
+    def reader(self) -> Reader:
+        """There is no file."""
+        raise NotImplementedError
+
+    @property
+    def traffic(self) -> Traffic:
+        """Nothing is counted."""
+        return Traffic()
+
+    def submit(self, memory: memoryview, extents: Tensor, due: int = 0, rank: int = 0) -> PendingRead:
+        """Experts are read whole."""
+        raise NotImplementedError
+
+    def submit_whole(self, memory: memoryview, offset: int, due: int = 0, rank: int = 0) -> PendingRead:
+        """Begin to fill a memory."""
         self._go_on(until := self._now())
         self._free_at = max(self._free_at, until) if not self._waiting else self._free_at
-        self.places[slot] = place
-        heapq.heappush(self._waiting, Load(due, rank, next(self._count), slot, place))
+        self.offsets[address(memory)] = offset
+        read = PendingRead(self, next(self._count))
+        heapq.heappush(self._waiting, _Load(due, rank, read.number, len(memory), read))
+        return read
 
-    def reschedule(self, slot: int, due: int) -> None:
-        """Another place in the queue."""
+    def reschedule(self, read: PendingRead, due: int) -> None:
+        """Change when a read is due."""
         self._go_on(self._now())
-        reschedule(self._waiting, slot, due)
+        for load in self._waiting:
+            if load.read is read:
+                load.due = due
+        heapq.heapify(self._waiting)
 
-    def finished(self, *, waits: bool) -> list[tuple[int, Exception | None]]:
-        """Slots that were filled since the last call."""
+    def completed(self, *, waits: bool) -> list[PendingRead]:
+        """Return the reads that have ended since the last call."""
         self._go_on(now := self._now())
         if waits and not (self._arriving and self._arriving[0][0] <= now):
             while self._waiting and not self._arriving:
                 self._read()
             if self._arriving:
                 now = self._wait(self._arriving[0][0])
-        found: list[tuple[int, Exception | None]] = []
+        found: list[PendingRead] = []
         while self._arriving and self._arriving[0][0] <= now:
-            found.append((self._arriving.pop(0)[1], None))
+            read = self._arriving.pop(0)[1]
+            read.end(None)
+            found.append(read)
         return found
+
+    def join(self, read: PendingRead) -> None:
+        """Nobody waits for one read."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Nothing runs."""
@@ -87,14 +123,14 @@ class PacedDevice:
             self._read()
 
     def _read(self) -> None:
-        """One chunk of what is most urgent."""
+        """Read one chunk of what is most urgent."""
         load = self._waiting[0]
-        size = min(self.chunk_bytes, self.bundle_bytes - load.begun)
-        load.begun += size
+        size = min(self.chunk_bytes, load.left)
+        load.left -= size
         self._free_at += size / self.bytes_per_s
-        if load.begun == self.bundle_bytes:
+        if not load.left:
             heapq.heappop(self._waiting)
-            self._arriving.append((self._free_at, load.slot))
+            self._arriving.append((self._free_at, load.read))
 
     def _wait(self, until: float) -> float:
         while (left := until - (now := self._now())) > 0:
@@ -103,48 +139,47 @@ class PacedDevice:
         return now
 
 
-class PacedShelf:
-    """Fills ``Shelf`` over experts that are all in memory; for one cache."""
+class PacedExperts:
+    """Fills ``ExpertStore`` over experts that are all in memory; for one cache."""
 
     def __init__(
-        self, bundle_bytes: int, places: Mapping[Key, int], experts: Mapping[int, Expert], bytes_per_s: float
+        self, expert_bytes: int, offsets: Mapping[Key, int], experts: Mapping[int, Expert], bytes_per_s: float
     ) -> None:
-        """Put them behind a device.
+        """Put experts behind a device.
 
         Args:
-            bundle_bytes: of an expert.
-            places: where each would lie.
-            experts: what lies there.
-            bytes_per_s: of the device.
+            expert_bytes: bytes of an expert.
+            offsets: where each would lie.
+            experts: by these offsets.
+            bytes_per_s: speed of the device.
         """
-        self.bundle_bytes, self.bytes_per_s = bundle_bytes, bytes_per_s
-        self._places, self._experts = places, experts
-        self._slots = itertools.count()
+        self.expert_bytes, self.bytes_per_s = expert_bytes, bytes_per_s
+        self._offsets, self._experts = offsets, experts
         self._device: PacedDevice | None = None
 
-    def place(self, key: Key) -> int:
-        """Where an expert would lie."""
-        return self._places[key]
+    def offset(self, key: Key) -> int:
+        """Return where an expert would lie."""
+        return self._offsets[key]
 
-    def channel(self, slots: Sequence[memoryview], *, num_threads: int, chunk_bytes: int) -> Channel:
-        """The device; it reads a chunk at a time, and slots stay empty."""
-        self._device = PacedDevice(self.bundle_bytes, chunk_bytes, self.bytes_per_s)
+    def open_reader(self, *, num_threads: int, chunk_bytes: int) -> AsyncReader:
+        """Return the device, which reads a chunk at a time; slots stay empty."""
+        self._device = PacedDevice(chunk_bytes, self.bytes_per_s)
         return self._device
 
-    def expert(self, layer_bytes: Tensor) -> Expert:
-        """Whoever is in the next slot."""
-        return _InSlot(self, next(self._slots))
+    def expert(self, memory: Tensor) -> Expert:
+        """Return a feed-forward that runs whichever expert is in the slot."""
+        return _InSlot(self, memory.data_ptr())
 
     def at(self, slot: int) -> Expert:
-        """The expert in a slot."""
+        """Return the expert in a slot, by the address of its memory."""
         assert self._device is not None
-        return self._experts[self._device.places[slot]]
+        return self._experts[self._device.offsets[slot]]
 
 
 @dataclass(frozen=True)
 class _InSlot:
-    shelf: PacedShelf
+    experts: PacedExperts
     slot: int
 
     def __call__(self, x: Tensor, step: Step, add: Tensor | None = None, /) -> Tensor:
-        return self.shelf.at(self.slot)(x, step, add)
+        return self.experts.at(self.slot)(x, step, add)

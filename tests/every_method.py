@@ -27,7 +27,6 @@ from vivace.methods.dynamic.router import RouterConfig
 from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.eagle.drafter import EagleConfig, EagleLayer
 from vivace.methods.early_exit.drafter import Exit, ExitConfig
-from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightPlan
 from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
 from vivace.methods.mod.drafter import ModConfig, ModPlan, Routers
 from vivace.methods.multirate.config import MultirateConfig
@@ -37,6 +36,8 @@ from vivace.methods.multistream.streams import Streams
 from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
 from vivace.methods.uno.drafter import UnoConfig, UnoTerms
+from vivace.storage.experts.foresight.config import ForesightConfig, ForesightPlan
+from vivace.storage.experts.foresight.weights import Foresight
 
 LAYERS = 6
 OF_MIXTURES = ("foresight",)

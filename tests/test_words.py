@@ -13,7 +13,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "vivace"
 WORDS = Path(__file__).with_name("words.csv")
-COMMON = {"given", "roots", "leaves", "takes", "hold", "law", "learnt"}
+COMMON = {"given", "roots", "leaves", "takes", "hold", "law", "learnt", "serve", "again", "expected", "Choice", "Pool"}
 """Old identifiers that are ordinary words elsewhere: refused in their own module only."""
 
 

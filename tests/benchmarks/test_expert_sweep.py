@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from benchmarks import expert_sweep
-from vivace.storage.simulator import Machine
-from vivace.storage.traces import Hint, Trace, Visit
+from benchmarks.expert_simulator import Machine
+from benchmarks.expert_traces import Prediction, Trace, Visit
 
 LAYERS, EXPERTS = 4, 6
 
@@ -17,14 +17,14 @@ def trace() -> Trace:
     made.visits.append(Visit(0, True, tuple(range(EXPERTS))))
     for clock in range(LAYERS, 16 * LAYERS):
         chosen = tuple(sorted(draw.sample(range(EXPERTS), 2)))
-        made.hints.append(Hint(clock - 2, clock, (*chosen, 5)))
+        made.predictions.append(Prediction(clock - 2, clock, (*chosen, 5)))
         made.visits.append(Visit(clock, False, chosen))
     return made
 
 
 def test_every_cell(tmp_path: Path) -> None:
     asked = expert_sweep.asked_for(trace(), 2)
-    assert all(len(hint.likely) == 2 for hint in asked.hints)
+    assert all(len(hint.likely) == 2 for hint in asked.predictions)
     rows = expert_sweep.sweep(asked, LAYERS * EXPERTS, Machine(1e9, 1_000_000, 1, 50e-6, 20e-6, chunk_bytes=1 << 20))
     assert len(rows) == len(expert_sweep.SHARES) * len(expert_sweep.BANDWIDTHS)
     for row in rows:

@@ -13,8 +13,9 @@ from benchmarks.flash import Row, _same, equal_ms, fastest_like, table
 from benchmarks.flash_models import ApartReader, split
 from vivace.errors import UnsupportedError
 from vivace.storage.convert import write_store
-from vivace.storage.pools import ThreadPool, open_pool, whole
-from vivace.storage.readers import BufferedReader, aligned
+from vivace.storage.io.native_reader import open_async_reader
+from vivace.storage.io.readers import BufferedReader, aligned
+from vivace.storage.io.thread_reader import ThreadAsyncReader
 
 
 def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
@@ -32,10 +33,10 @@ def test_apart_gives_the_bytes_of_records(tmp_path: Path) -> None:
     except UnsupportedError as error:
         pytest.skip(str(error))
     found, expected = aligned(bundle.num_bytes), aligned(bundle.num_bytes)
-    with closing(ThreadPool(reader, chunk_bytes=reader.chunk_bytes)) as pool:
-        pool.submit(*whole(bundle.offset, found)).wait()
-    with closing(open_pool(BufferedReader(store.path))) as bundled:
-        bundled.submit(*whole(bundle.offset, expected)).wait()
+    with closing(ThreadAsyncReader(reader, chunk_bytes=reader.chunk_bytes)) as apart:
+        apart.submit_whole(found, bundle.offset).wait()
+    with closing(open_async_reader(BufferedReader(store.path))) as bundled:
+        bundled.submit_whole(expected, bundle.offset).wait()
     assert bundle.num_bytes > reader.chunk_bytes
     assert torch.equal(*(torch.frombuffer(each, dtype=torch.uint8) for each in (found, expected)))
 

@@ -14,7 +14,8 @@ from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.core.step import Step
 from vivace.methods.composition import twins
-from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightPlan, of_mean_square_one
+from vivace.storage.experts.foresight.config import ForesightConfig, ForesightPlan
+from vivace.storage.experts.foresight.weights import Foresight, of_mean_square_one
 
 TOKENS = torch.tensor([5, 9, 41, 7, 7, 80])
 

@@ -26,7 +26,7 @@ TESTS = (
         "methods/multirate/test_chain.py",
     ),
     *("methods/multirate/test_low_bit.py", "decode/test_multi_step.py", "methods/multistream/test_steps_at_once.py"),
-    *("methods/foresight/test_foresight.py", "storage/test_channel.py", "storage/test_pools.py"),
+    *("storage/experts/foresight/test_objective.py", "storage/io/test_async_reader.py"),
 )
 
 

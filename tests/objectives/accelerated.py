@@ -21,10 +21,12 @@ from vivace.core.config import MoeConfig
 from vivace.methods.dynamic.gates import GateConfig, GatedAccelerator, GatesConfig
 from vivace.methods.dynamic.objective import GatesLoss, GatesObjective, Trails, router_loss
 from vivace.methods.dynamic.router import RouterConfig, make_router
-from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightLoss, ForesightObjective
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.methods.multirate.residual import Accelerator
+from vivace.storage.experts.foresight.config import ForesightConfig, ForesightLoss
+from vivace.storage.experts.foresight.objective import ForesightObjective
+from vivace.storage.experts.foresight.weights import Foresight
 
 
 def multirate(**fields: object) -> Case:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vivace.storage.readers import PAGE
+from vivace.storage.io.readers import PAGE
 
 SIZE = 40 * PAGE
 

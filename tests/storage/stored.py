@@ -16,8 +16,8 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.storage.budget import plan_memory
+from vivace.storage.io.readers import Reader
 from vivace.storage.loading import Storage, load_stored
-from vivace.storage.readers import Reader
 from vivace.storage.store import Store
 
 PROMPTS = (tuple(range(3, 40)), (5, 17, 42, 8, 23))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import vivace
+from benchmarks.expert_traces import RecordingPolicy
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
 from vivace.checkpoint.upcycle import upcycle_checkpoint
@@ -18,7 +19,6 @@ from vivace.core.step import Step
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.errors import UnsupportedError
-from vivace.methods.foresight.weights import ForesightConfig
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.prompts import Prompt
 from vivace.recipes.foresight import ForesightRecipe
@@ -27,8 +27,8 @@ from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.trainer import train_beside
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
+from vivace.storage.experts.foresight.config import ForesightConfig
 from vivace.storage.store import Layout, open_store
-from vivace.storage.traces import Trace
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
 
@@ -86,7 +86,7 @@ def test_the_weights_are_those_of_the_resident_base(
     with stored(model, tmp_path, 0.9) as engine:
         found = learnt(recipe, engine, tmp_path / "streamed")
         assert engine.storage is not None
-        assert engine.storage.pool.traffic.num_bytes > 0
+        assert engine.storage.async_reader.traffic.num_bytes > 0
     assert set(found) == set(resident)
     assert all(torch.equal(found[name], resident[name]) for name in resident)
 
@@ -119,15 +119,16 @@ def test_going_back_through_experts_is_no_pass(mixture: Path, tmp_path: Path) ->
         assert engine.storage is not None
         cache = engine.storage.experts
         assert cache is not None
-        cache.trace = Trace(4)
+        recording = cache.policy = RecordingPolicy(cache.policy, 4)
+        trace = recording.trace
         gradient(engine)
         loads = cache.counts.loads
-        assert [visit.clock for visit in cache.trace.visits] == list(range(4))
+        assert [visit.clock for visit in trace.visits] == list(range(4))
         gradient(engine)
         assert cache.counts.loads > loads, "there is not room for all"
-        assert [visit.clock for visit in cache.trace.visits] == list(range(8))
-        assert cache.counts.uses == sum(len(visit.chosen) for visit in cache.trace.visits)
-        assert all(visit.is_prompt for visit in cache.trace.visits), "whole texts are no answer's tokens"
+        assert [visit.clock for visit in trace.visits] == list(range(8))
+        assert cache.counts.uses == sum(len(visit.chosen) for visit in trace.visits)
+        assert all(visit.is_prompt for visit in trace.visits), "whole texts are no answer's tokens"
 
 
 def test_a_base_without_some_neurons_is_refused(dense: Path, tmp_path: Path) -> None:

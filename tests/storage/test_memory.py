@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vivace.storage.convert import write_store
-from vivace.storage.probing import device_bytes
+from vivace.storage.io.probing import device_bytes
 from vivace.storage.store import Layout
 
 SLACK = 64 << 20
@@ -23,7 +23,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.choice import choose
 from vivace.storage.loading import load_stored
-from vivace.storage.probing import device_bytes
+from vivace.storage.io.probing import device_bytes
 from vivace.storage.store import open_store
 
 torch.set_num_threads(1)
@@ -49,7 +49,7 @@ session.admit(Request(tuple(range(100)), 6, NoDrafts(), logprobs=False))
 tokens = [token for emitted in session.drain() for token in emitted.tokens]
 is_done.set()
 sampler.join()
-read, device = storage.pool.traffic.num_bytes, device_bytes()
+read, device = storage.async_reader.traffic.num_bytes, device_bytes()
 print(json.dumps({"peak": peak[0] - before, "tokens": tokens, "read": read, "device": device,
                   "planned": storage.plan.num_bytes}))
 storage.close()

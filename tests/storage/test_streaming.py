@@ -17,11 +17,11 @@ from vivace.core.cpu.backend import pack_decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.errors import CapacityError, CheckpointError, CorruptError
 from vivace.kernels.native import NativeBody
-from vivace.storage import pools
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
+from vivace.storage.io import native_reader
+from vivace.storage.io.readers import READERS
 from vivace.storage.loading import load_stored
-from vivace.storage.readers import READERS
 from vivace.storage.store import Store
 
 FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "olmo2", "gpt2", "opt")
@@ -91,9 +91,9 @@ def test_drafts_change_nothing(llama: Store) -> None:
 
 def test_a_pass_reads_each_streamed_bundle_once(llama: Store) -> None:
     with opened(llama, 0.8) as (model, storage):
-        before = storage.pool.traffic.num_bytes
+        before = storage.async_reader.traffic.num_bytes
         passes = 3 + sum(map(len, (r.tokens for r in answers(model, PROMPTS[:1]))))  # chunks of 16 of 36 tokens
-        read = storage.pool.traffic.num_bytes - before
+        read = storage.async_reader.traffic.num_bytes - before
         once = storage.plan.pass_bytes(storage.store)
         ahead = sum(storage.store[unit].num_pages_bytes for unit in storage.plan.streamed[:1])
         assert passes * once <= read <= passes * once + ahead
@@ -140,7 +140,9 @@ def test_a_disk_that_fails_now_and_then(llama: Store, failures: int, monkeypatch
             raise OSError(5, "Input/output error")
         return whole(file, into, at)
 
-    monkeypatch.setattr(pools, "found_library", lambda: None)  # threads of Python, whose reads can be made to fail
+    monkeypatch.setattr(
+        native_reader, "found_library", lambda: None
+    )  # threads of Python, whose reads can be made to fail
     with opened(llama, 0.8) as (model, _):
         plain = answers(model)
         monkeypatch.setattr(os, "preadv", failing)

@@ -13,7 +13,7 @@ from vivace.core.layers import FeedForward
 from vivace.core.model import Decoder, Layer
 from vivace.errors import ConfigError
 from vivace.recipes.decoder import DecoderRecipe, Stage
-from vivace.storage.predictors import inputs_of
+from vivace.storage.neurons.predictors import inputs_of
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
 from vivace.train.next_token import SparseNextToken, _hoyer

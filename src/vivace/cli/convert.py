@@ -97,7 +97,7 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
         written = write_store(folder, output, layout=how, dtype=choice.dtype, kernels=choice.kernels, progress=progress)
     report: list[dict[str, object]] = []
     if texts is not None:
-        from vivace.storage.calibrate import calibrate
+        from vivace.storage.neurons.calibration import calibrate
 
         console.note(f"calibrating on {len(texts)} texts, with the whole model in memory")
         report = [asdict(line) for line in calibrate(folder, written, texts, choice.active)]

@@ -154,17 +154,8 @@ class Layer(nn.Module):
 
     def route(self, h: Tensor) -> Tensor:
         """Router logits (T, X) from a residual (T, E), its norm included."""
-        return self._mixture.route(h if self.ffn_norm is None else self.ffn_norm(h))
-
-    def expect(self, h: Tensor, count: int) -> None:
-        """Tell whoever gives the experts which ``count`` of them each residual of ``h`` (T, E) would choose."""
-        experts = self._mixture.likely(h if self.ffn_norm is None else self.ffn_norm(h), count)
-        self._mixture.experts.expect(experts)
-
-    @property
-    def _mixture(self) -> MixtureOfExperts:
         assert isinstance(self.feed_forward, MixtureOfExperts), f"layer {self.index} has no router"
-        return self.feed_forward
+        return self.feed_forward.route(h if self.ffn_norm is None else self.ffn_norm(h))
 
 
 class Decoder(nn.Module):

@@ -14,18 +14,18 @@ from vivace.core.step import Step
 
 
 class ResidentExperts(nn.ModuleList):
-    """All experts of a layer, in memory."""
+    """Fills ``Experts`` for a layer whose experts are all in memory."""
 
-    def serve(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
-        """Each chosen expert, in the order given."""
+    def fetch(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
+        """Yield each chosen expert, in the order given."""
         for expert in chosen:
             yield expert, self[expert]
 
-    def expect(self, likely: Sequence[int]) -> None:
-        """They are here already."""
+    def prefetch(self, likely: Sequence[int]) -> None:
+        """Do nothing: all experts are in memory already."""
 
-    def foretell(self, passes: Sequence[float]) -> None:
-        """They stay."""
+    def predict_reuse(self, passes: Sequence[float]) -> None:
+        """Do nothing: no expert is ever evicted."""
 
 
 def likeliest(logits: Tensor, count: int) -> list[list[int]]:
@@ -78,10 +78,6 @@ class MixtureOfExperts(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
-    def likely(self, x: Tensor, count: int) -> list[int]:
-        """The ``count`` most likely experts of each row of ``x`` (T, E), together, the likeliest first."""
-        return likeliest(self.route(x)[None], count)[0]
-
     def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
         """``[add +] sum_k weights[:, k] parts[k]``, of (T, E) each, in this order."""
         y = parts[0] * weights[:, :1]
@@ -98,7 +94,7 @@ class MixtureOfExperts(nn.Module):
     def _run_alone(self, x: Tensor, chosen: Tensor, *, is_prompt: bool) -> Sequence[Tensor]:
         """As ``_run`` for a single row, as while decoding: it does not have to find its experts."""
         order = chosen[0].tolist()
-        made = {expert: feed(x, _BARE) for expert, feed in self.experts.serve(sorted(order), is_prompt=is_prompt)}
+        made = {expert: feed(x, _BARE) for expert, feed in self.experts.fetch(sorted(order), is_prompt=is_prompt)}
         return [made[expert] for expert in order]
 
     def _run(self, x: Tensor, chosen: Tensor, *, is_prompt: bool) -> Sequence[Tensor]:
@@ -106,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         if not len(x):
             return [x] * self.config.top_k
         flat, made, places = chosen.reshape(-1), [], []
-        for expert, feed in self.experts.serve(torch.unique(flat).tolist(), is_prompt=is_prompt):
+        for expert, feed in self.experts.fetch(torch.unique(flat).tolist(), is_prompt=is_prompt):
             places.append((flat == expert).nonzero()[:, 0])
             made.append(feed(x.index_select(0, places[-1] // self.config.top_k), _BARE))
         each = torch.cat(made).index_select(0, torch.cat(places).argsort())

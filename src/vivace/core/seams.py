@@ -391,26 +391,27 @@ class Expert(Protocol):
 
 
 class Experts(Protocol):
-    """Who gives a layer's experts: memory that holds them all, or a store that brings them."""
+    """Gives a layer its experts: from memory that holds them all, or from an expert cache."""
 
-    def serve(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
-        """Each expert that some of the rows chose once, as they are ready; one is good until the next is asked for.
+    def fetch(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
+        """Yield each chosen expert once, as it becomes ready; one is good until the next is asked for.
 
         Args:
-            chosen: their numbers.
-            is_prompt: the rows are of prompts, which choose nearly all experts, whatever comes of it.
+            chosen: numbers of the experts that some of the rows chose.
+            is_prompt: the rows belong to prompts, which choose nearly all experts, so the choice says little about
+                the rows to come.
         """
         ...
 
-    def expect(self, likely: Sequence[int]) -> None:
-        """These will probably be chosen when this layer runs next, the likeliest first, and not what was said before.
+    def prefetch(self, likely: Sequence[int]) -> None:
+        """Read these experts, the likeliest first, before the layer runs; this replaces the last prediction.
 
-        A guess: it may do nothing.
+        Predicting is optional and never changes what is computed.
         """
         ...
 
-    def foretell(self, passes: Sequence[float]) -> None:
-        """In how many passes after its next one each expert will probably be chosen. A guess: it may do nothing."""
+    def predict_reuse(self, passes: Sequence[float]) -> None:
+        """Record in how many passes after the next one each expert is expected to be used; eviction may go by it."""
         ...
 
 

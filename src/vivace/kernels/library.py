@@ -188,14 +188,16 @@ class CRouters(Structure):
     ]
 
 
-class CRead(Structure):
-    """``Read``."""
+class CExtent(Structure):
+    """``Extent``."""
 
-    _fields_ = [
-        *((name, c_int64) for name in ("number", "offset", "bytes")),
-        ("into", c_void_p),
-        *((name, c_int64) for name in ("due", "rank")),
-    ]
+    _fields_ = [(name, c_int64) for name in ("offset", "place", "bytes")]
+
+
+class CEnded(Structure):
+    """``Ended``."""
+
+    _fields_ = [(name, c_int64) for name in ("number", "error", "offset", "bytes")]
 
 
 ENDED = -1
@@ -218,12 +220,10 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_choose": (c_int64, c_int64, POINTER(CChoice)),
     "vivace_mix": (POINTER(CMix),),
     "vivace_foresee": (POINTER(CRouters),),
-    "vivace_channel_close": (c_void_p,),
-    "vivace_channel_submit": (c_void_p, POINTER(CRead)),
-    "vivace_channel_reschedule": (c_void_p, c_int64, c_int64),
-    "vivace_scatter_close": (c_void_p,),
-    "vivace_scatter_wait": (c_void_p, c_int64, c_void_p),
-    "vivace_scatter_counts": (c_void_p, c_void_p),
+    "vivace_reader_close": (c_void_p,),
+    "vivace_reader_reschedule": (c_void_p, c_int64, c_int64),
+    "vivace_reader_wait": (c_void_p, c_int64, POINTER(CEnded)),
+    "vivace_reader_counts": (c_void_p, c_void_p),
     "vivace_page_sums": (c_void_p, c_int64, c_void_p, c_int64),
 }
 
@@ -255,14 +255,12 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     for counting in returning:
         counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
-    library.vivace_channel_open.argtypes = (c_int64, c_int64, c_int64, c_void_p, c_int64)
-    library.vivace_channel_open.restype = c_void_p
-    library.vivace_channel_finished.argtypes = (c_void_p, POINTER(c_int64), c_int64, c_int64)
-    library.vivace_channel_finished.restype = c_int64
-    library.vivace_scatter_open.argtypes = (c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)
-    library.vivace_scatter_open.restype = c_void_p
-    library.vivace_scatter_submit.argtypes = (c_void_p, c_void_p, c_void_p, c_int64)
-    library.vivace_scatter_submit.restype = c_int64
+    library.vivace_reader_open.argtypes = (c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)
+    library.vivace_reader_open.restype = c_void_p
+    library.vivace_reader_submit.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    library.vivace_reader_submit.restype = c_int64
+    library.vivace_reader_completed.argtypes = (c_void_p, POINTER(CEnded), c_int64, c_int64)
+    library.vivace_reader_completed.restype = c_int64
     library.vivace_damaged.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int64)
     library.vivace_damaged.restype = c_int64
     return library

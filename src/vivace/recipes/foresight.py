@@ -1,18 +1,14 @@
-"""Training foresight (``methods/foresight``): what tells which experts will be needed."""
+"""The recipe that trains foresight (``storage/experts/foresight``), which predicts the experts of a mixture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vivace.methods.foresight.weights import (
-    Foresight,
-    ForesightConfig,
-    ForesightLoss,
-    ForesightObjective,
-    ForesightPlan,
-)
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
+from vivace.storage.experts.foresight.config import ForesightConfig, ForesightLoss, ForesightPlan
+from vivace.storage.experts.foresight.objective import ForesightObjective
+from vivace.storage.experts.foresight.weights import Foresight
 
 
 @dataclass(frozen=True, kw_only=True)

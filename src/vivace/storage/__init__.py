@@ -1,10 +1,7 @@
-"""Weights larger than memory.
+"""Models whose weights are larger than memory.
 
-``store.py`` the file, ``convert.py`` how it is made, ``readers.py`` how it is read, ``budget.py`` what stays,
-``loading.py`` a decoder over it. Dense models: ``streaming.py`` matrices ahead of their layer; ``neurons.py`` only the
-neurons that are active, in ``neuron_cache.py``, chosen by ``thresholds.py`` or guessed by ``predictors.py``.
-
-Mixtures of experts: ``experts.py`` slots that are filled on demand and ahead of time, ``policies.py`` what stays and
-what comes early, ``experts_guess.py`` guesses from the slow residual, ``experts_parts.py`` a decoder over the slots;
-``traces.py`` what a run leaves behind, and ``simulator.py`` what it would have taken elsewhere.
+``store.py`` describes the file, ``convert.py`` writes it, ``budget.py`` decides what stays in memory, and
+``loading.py`` builds a decoder over it. ``io/`` reads the file. Whatever does not stay in memory is brought by one of
+three: ``streaming.py`` reads matrices ahead of their layer, ``neurons/`` reads only the neurons that are active, and
+``experts/`` reads the experts that routers choose or are predicted to choose.
 """

@@ -1,12 +1,12 @@
-"""What stays in memory and what is read again, decided before anything is loaded.
+"""The memory plan: what stays in memory and what is read again, decided before anything is loaded.
 
-A budget holds weights, buffers and the key/value cache of the longest text together. What cannot be done without comes
+A budget is for weights, buffers and the key/value cache of the longest text together. What every pass needs comes
 first; then, by kind of store:
 
 * layers: two buffers as large as the largest streamed bundle, and as many whole bundles as fit beside them, spread
   over the depth so that reading one overlaps computing its neighbours;
-* neurons and selected: attention and selectors, then equal room for the neurons of each layer;
-* experts: attention, then slots for experts.
+* neurons and selected: attention and selectors, and equal room for the neurons of each layer;
+* experts: attention, and slots for experts.
 """
 
 from __future__ import annotations
@@ -19,51 +19,53 @@ import torch
 from vivace.core.config import ModelConfig
 from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError
-from vivace.storage.predictors import predictor_bytes
+from vivace.storage.neurons.predictors import predictor_bytes
 from vivace.storage.store import Store
 from vivace.units import format_bytes
 
 NUM_BUFFERS = 2
 BLOCK_BYTES = 4 << 20
-"""Neurons are read so many bytes at a time where all of them are wanted."""
+"""Bytes of neurons that are read together where a layer needs all of them."""
 LEAST_SHARE = 32
-"""A layer has room for at least one in so many of its neurons."""
+"""A layer must have room for at least one in this many of its neurons."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where every byte goes."""
+    """How a budget is divided."""
 
     budget_bytes: int | None
-    """None: all of the model stays in memory."""
+    """None where all of the model stays in memory."""
     resident: tuple[str, ...]
-    """Bundles that stay in memory."""
+    """Names of the bundles that stay in memory."""
     streamed: tuple[str, ...]
-    """Bundles that are read whenever they are wanted, in the order of their use."""
+    """Names of the bundles that are read whenever they are needed, in the order of their use."""
     resident_bytes: int
     buffer_bytes: int
     cache_bytes: int
-    """Keys and values of ``num_tokens``."""
+    """Bytes of the keys and values of ``num_tokens``."""
     num_tokens: int
+    """Longest text, prompt and answer together."""
     total_bytes: int
-    """Of the whole store's weights."""
+    """Bytes of all weights of the store."""
     neurons_per_layer: int = 0
+    """Neurons of each layer that fit in memory; 0 for a store without neurons."""
     num_experts: int = 0
-    """Slots for experts of all layers together."""
+    """Slots for experts, of all layers together."""
     pool_bytes: int = 0
-    """Of the neurons or experts in memory."""
+    """Bytes for neurons or experts in memory."""
 
     @property
     def num_bytes(self) -> int:
-        """All together."""
+        """Bytes of the whole plan."""
         return self.resident_bytes + self.buffer_bytes + self.cache_bytes + self.pool_bytes
 
     def pass_bytes(self, store: Store, num_rows: int = 1) -> int:
-        """Bytes read for a pass where nothing is known of what it needs: the streamed part, or the experts chosen.
+        """Estimate the bytes that are read for a pass: the streamed bundles, or the experts chosen and not in memory.
 
         Args:
-            store: what is read.
-            num_rows: of the pass, drafts included; neurons are counted for one.
+            store: the store that is planned for.
+            num_rows: rows of the pass, drafts included; neurons are counted for one.
         """
         if self.num_experts:
             missing = 1 - self.num_experts / max(1, len(self.streamed))
@@ -76,14 +78,14 @@ class MemoryPlan:
     def expected(
         self, store: Store, read_gb_per_s: float, compute_gb_per_s: float, *, num_rows: int = 1, tokens: float = 1.0
     ) -> float:
-        """Tokens/s that the plan promises: a pass reads and computes at the same time, and ends with the slower.
+        """Estimate tokens a second: a pass reads and computes at the same time, and takes as long as the slower.
 
         Args:
-            store: what is read.
-            read_gb_per_s: of the reader, 10^9 bytes a second.
-            compute_gb_per_s: of the memory, as every weight that a pass computes with is read from it once.
-            num_rows: of a pass, drafts included.
-            tokens: that a pass yields.
+            store: the store that is planned for.
+            read_gb_per_s: speed of the reader, 10^9 bytes a second.
+            compute_gb_per_s: speed of memory, from which a pass reads every weight it computes with once.
+            num_rows: rows of a pass, drafts included.
+            tokens: tokens that a pass yields.
         """
         computed = self.total_bytes
         if self.num_experts:
@@ -94,10 +96,10 @@ class MemoryPlan:
 
 
 def chosen_experts(config: ModelConfig, num_rows: int) -> float:
-    """Experts that rows of a pass choose together over all layers: ``X (1 - (1 - k / X)^n)`` a layer.
+    """Estimate the experts that n rows of a pass choose together: ``X (1 - (1 - k / X)^n)`` a layer, over all layers.
 
-    Expected where routers choose evenly and each row for itself. Neighbouring rows choose alike, so it is an upper
-    estimate, and ``auto`` goes by the time that passes really took.
+    This is the expectation where routers choose k of X evenly and each row for itself. Neighbouring rows choose alike,
+    so it is an upper estimate, and ``auto`` goes by the time that passes really took.
     """
     if config.moe is None:
         return 0.0
@@ -111,11 +113,11 @@ def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> Memo
 
     Args:
         store: the model.
-        budget_bytes: None keeps everything in memory.
+        budget_bytes: for weights, buffers and cache; None keeps everything in memory.
         num_tokens: longest text, prompt and answer together.
 
     Raises:
-        CapacityError: the budget is too small; says what it would take.
+        CapacityError: the budget is too small; the message says what it would take.
     """
     c = store.config
     cache = (num_tokens + DRAFT_SLACK) * c.num_layers * c.num_kv_heads * c.head_dim * 2 * store.dtype.itemsize
@@ -153,7 +155,7 @@ def _with_units(plan: MemoryPlan, store: Store, units: list[str]) -> MemoryPlan:
 
 
 def _spread(units: list[str], sizes: dict[str, int], room: int) -> list[str]:
-    """Units that fit, at even distances: the order is that of the bits of their places, reversed."""
+    """Choose units that fit, evenly spread: they are tried in the order of the reversed bits of their places."""
     width = max(1, (len(units) - 1).bit_length())
     order = sorted(range(len(units)), key=lambda place: int(f"{place:0{width}b}"[::-1], 2))
     kept = []
@@ -181,7 +183,7 @@ def _with_neurons(plan: MemoryPlan, store: Store, neurons: list[str]) -> MemoryP
 
 
 def block_of(count: int, stride: int) -> int:
-    """Neurons, of ``count`` with records of ``stride`` bytes, that are read together where all of them are wanted."""
+    """Return how many of ``count`` neurons with records of ``stride`` bytes are read together where all are needed."""
     return min(count, max(1, BLOCK_BYTES // stride))
 
 
@@ -198,10 +200,10 @@ def _with_experts(plan: MemoryPlan, store: Store, experts: list[str]) -> MemoryP
 
 
 def _room(plan: MemoryPlan, store: Store, needed: int, what: str) -> int:
-    """What is left of the budget.
+    """Return what is left of the budget when ``needed`` bytes are taken.
 
     Raises:
-        CapacityError: less than nothing.
+        CapacityError: it is not enough.
     """
     assert plan.budget_bytes is not None
     if needed > plan.budget_bytes:
@@ -214,7 +216,7 @@ def _room(plan: MemoryPlan, store: Store, needed: int, what: str) -> int:
 
 
 def memory_gb_per_s(num_bytes: int = 32 << 20, repeats: int = 4) -> float:
-    """10^9 bytes a second that this process reads from memory, the best of a few."""
+    """Measure how fast this process reads memory, 10^9 bytes a second, the best of a few repeats."""
     numbers = torch.ones(num_bytes // 4)
     best = 0.0
     for _ in range(repeats):

@@ -27,12 +27,12 @@ from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.choice import choose
 from vivace.kernels.library import LANES
 from vivace.kernels.native import pack
-from vivace.storage.ordering import save_orders
+from vivace.storage.io.readers import PAGE
+from vivace.storage.neurons.ordering import save_orders
 from vivace.storage.store import (
     DATA,
     INDEX,
     MAGIC,
-    PAGE,
     Bundle,
     Layout,
     PageTable,
@@ -48,7 +48,7 @@ from vivace.storage.store import (
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 BLOCK = 256
-"""Neurons whose records are put together at a time."""
+"""Neurons whose records are assembled at once."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
@@ -64,22 +64,23 @@ def write_store(
     orders: Sequence[Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Store:
-    """A checkpoint as a store.
+    """Write a checkpoint as a store.
 
     Args:
         model: directory or Hub id.
-        output: folder to make; what was there stays until all is written.
+        output: folder to make; what was there stays until everything is written.
         layout: "layers", "neurons" or "selected" (see ``store.py``).
-        dtype: of all weights; "auto" is the checkpoint's.
-        kernels: that shall run what is streamed: "torch", "avx2", "avx512", "amx", or "auto", native ones where they
-            run here and the layout is "layers" in bfloat16.
+        dtype: of all weights; "auto" is that of the checkpoint.
+        kernels: which will run what is streamed: "torch", "avx2", "avx512", "amx", or "auto", which is native ones
+            where they run here and the layout is "layers" in bfloat16.
         orders: which neuron lies at each place, (F,) for each layer (``ordering.py``); None is as in the checkpoint.
-        progress: told about bytes.
+        progress: called after each bundle.
 
     Raises:
-        NotFoundError: no such checkpoint.
+        NotFoundError: there is no such checkpoint.
         MismatchError: the weights do not fit config.json.
-        ConfigError: a layout for another kind of model, the output is the checkpoint itself, or orders that are none.
+        ConfigError: the layout is for another kind of model, the output is the checkpoint itself, or the orders are not
+            permutations.
         UnsupportedError: native kernels were asked for by name and cannot run this model from a store.
         CheckpointError: the disk is full or may not be written.
     """
@@ -116,7 +117,7 @@ def write_store(
 
 
 def _is_tiled(kernels: str, layout: Layout, dtype: torch.dtype, *, fits: bool) -> bool:
-    """Whether matrices shall lie as native kernels read them; raises as ``write_store``."""
+    """Decide whether matrices lie in tiles, as native kernels read them; raises as ``write_store``."""
     can = layout == "layers" and dtype == torch.bfloat16 and fits
     is_native = choose(kernels).body is not None
     if is_native and not can and kernels != "auto":
@@ -128,7 +129,7 @@ def _is_tiled(kernels: str, layout: Layout, dtype: torch.dtype, *, fits: bool) -
 
 
 def _check_orders(orders: Sequence[Tensor] | None, layout: Layout, config: ModelConfig) -> Sequence[Tensor] | None:
-    """Raises ``ConfigError`` where orders do not name every neuron once."""
+    """Check that orders name every neuron of their layer once; raises ``ConfigError`` otherwise."""
     if orders is None:
         return None
     every = torch.arange(config.ffn_width)
@@ -146,7 +147,7 @@ def _is_free(folder: Path) -> bool:
 
 
 class _Source:
-    """Parameters of a checkpoint, read when they are wanted."""
+    """The parameters of a checkpoint, read when they are needed."""
 
     def __init__(
         self, plan: dict[str, Target], stored: TensorFiles, dtype: torch.dtype, orders: Sequence[Tensor] | None
@@ -157,7 +158,7 @@ class _Source:
         self.orders = orders
 
     def read(self, name: str) -> Tensor:
-        """A parameter by our name, its neurons in their order."""
+        """Read a parameter by our name, with its neurons in the order of the store."""
         values = assemble(self.plan[name], self.stored, self.dtype, torch.device("cpu"))
         if self.orders is None or ".feed_forward." not in name:
             return values
@@ -169,14 +170,14 @@ class _Source:
         return torch.cat([half[order] for half in values.split(len(order))])
 
     def release(self) -> None:
-        """Let go of what was read."""
+        """Release the memory of what was read."""
         self.stored.release()
 
 
 def _write(
     path: Path, identity: str, bundles: list[Bundle], source: _Source, progress: Progress | None
 ) -> tuple[int, list[Bundle], PageTable]:
-    """The file: its length, its bundles with their checksums, and where those of its pages lie."""
+    """Write the file; return its length, its bundles with their checksums, and where the table of pages lies."""
     end = max(bundle.offset + bundle.num_pages_bytes for bundle in bundles)
     done = []
     with path.open("wb") as raw:
@@ -202,17 +203,17 @@ def _write(
 
 
 class _SummedFile:
-    """A file that is written from its beginning, with the CRC-32 of each page."""
+    """A file that is written from its beginning, and the CRC-32 of each of its pages."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.num_bytes = 0
         self._file = file
         self._sums = array("I")
         self._current = 0
-        """Of the page that is being filled."""
+        """CRC-32 of the page that is being filled."""
 
     def write(self, piece: memoryview | bytes) -> None:
-        """Append."""
+        """Append bytes."""
         left = memoryview(piece)
         self._file.write(left)
         while len(left):
@@ -224,18 +225,18 @@ class _SummedFile:
                 self._current = 0
 
     def pad(self) -> None:
-        """Up to the next page."""
+        """Append zeros up to the next page."""
         self.write(bytes(-self.num_bytes % PAGE))
 
     @property
     def table(self) -> bytes:
-        """Of the pages written, four bytes each."""
+        """The checksums of the pages written, four bytes each."""
         assert self.num_bytes % PAGE == 0
         return self._sums.tobytes()
 
 
 def _parts(bundle: Bundle, source: _Source) -> Iterator[memoryview | bytes]:
-    """The bytes of a bundle, part by part."""
+    """Yield the bytes of a bundle, part by part."""
     done = 0
     for part in bundle.parts:
         values = _selector(bundle.name, source) if part.name == "selector" else source.read(part.name)
@@ -247,14 +248,14 @@ def _parts(bundle: Bundle, source: _Source) -> Iterator[memoryview | bytes]:
 
 
 def _selector(name: str, source: _Source) -> Tensor:
-    """The matrix that says which neurons are active, (F, E)."""
+    """Read the matrix that decides which neurons are active, (F, E)."""
     feed = name.removesuffix("selector") + "feed_forward."
     width = source.plan[f"{feed}down.weight"].shape[1]
     return source.read(f"{feed}up.weight")[:width]
 
 
 def _records(bundle: Bundle, source: _Source) -> Iterator[memoryview]:
-    """Neurons one after the other: gate row, up row, down column."""
+    """Yield the records of a bundle, block by block; each is a neuron's gate row, up row and down column."""
     feed = bundle.name.removesuffix("neurons") + "feed_forward."
     up, down = source.read(f"{feed}up.weight"), source.read(f"{feed}down.weight")
     width = len(bundle.parts) * down.shape[0]

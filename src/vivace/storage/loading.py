@@ -1,4 +1,4 @@
-"""A store and a budget in, a decoder out: what is resident is read now, the rest when its layer runs."""
+"""Load a decoder from a store within a memory budget: resident weights now, the others whenever their layer runs."""
 
 from __future__ import annotations
 
@@ -19,45 +19,50 @@ from vivace.decode.session import DRAFT_SLACK
 from vivace.errors import CapacityError, CorruptError, UnsupportedError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
-from vivace.storage.checksums import checked, page_sums_of
-from vivace.storage.experts import ExpertCache
-from vivace.storage.experts_parts import CachedParts
-from vivace.storage.experts_shelf import StoreShelf
-from vivace.storage.neurons import WINDOW, NeuronParts, Neurons
-from vivace.storage.policies import NextUse
-from vivace.storage.pools import Pool, open_pool, whole
-from vivace.storage.probing import Choice, device_bytes, open_reader
-from vivace.storage.readers import NUM_THREADS, aligned
+from vivace.storage.experts.cache import ExpertCache
+from vivace.storage.experts.parts import CachedParts
+from vivace.storage.experts.policy import NextUse
+from vivace.storage.experts.store import StoredExperts
+from vivace.storage.io.async_reader import AsyncReader
+from vivace.storage.io.checksums import checked, page_sums_of
+from vivace.storage.io.native_reader import open_async_reader
+from vivace.storage.io.probing import ReaderChoice, device_bytes, open_reader
+from vivace.storage.io.readers import NUM_THREADS, aligned
+from vivace.storage.neurons.feed_forward import NeuronParts
+from vivace.storage.neurons.loader import WINDOW, NeuronLoader
 from vivace.storage.store import Store, in_rows, open_store
 from vivace.storage.streaming import Stream, StreamedParts, put_tiles
 from vivace.units import format_bytes
 
 SCATTERED_THREADS = 16
-"""Reads of a few KiB under way at once: devices answer each late, and many at a time."""
+"""Reads of a few KiB that are kept under way at once: a device answers each late, but many at a time."""
 UNCHECKED = "damage to the file goes unnoticed: it has no checksums of pages, convert the model again to have them"
 MAX_TOKENS = 2048
-"""Longest text a plan makes room for, where the model would take a longer one."""
+"""Longest text that a plan makes room for, unless another length is asked for."""
 
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """What stands behind a decoder whose weights are not all in memory."""
+    """Everything behind a decoder whose weights are not all in memory."""
 
     store: Store
     plan: MemoryPlan
-    reader: Choice
-    pool: Pool
+    reader: ReaderChoice
+    """Reads the file, one blocking read at a time."""
+    async_reader: AsyncReader
+    """Keeps many such reads under way, for layers and neurons; experts have one of their own."""
     read_gb_per_s: float | None
+    """Measured speed of the device, 10^9 bytes a second; None where the reader was chosen by name."""
     stream: Stream | None = None
-    neurons: Neurons | None = None
+    neurons: NeuronLoader | None = None
     experts: ExpertCache | None = None
     expected_tokens_per_s: float | None = None
     body: NativeBody | None = None
-    """Runs what does not run on PyTorch."""
+    """Native kernels that run whatever PyTorch does not."""
 
     @property
     def report(self) -> str:
-        """The plan in a sentence."""
+        """The plan in one line."""
         plan = self.plan
         parts = [f"{format_bytes(plan.num_bytes)} of {format_bytes(plan.budget_bytes or plan.num_bytes)}"]
         if self.stream is not None:
@@ -73,13 +78,13 @@ class Storage:
 
     @property
     def is_checked(self) -> bool:
-        """Whether all that is read while the model runs is compared with checksums."""
+        """Whether everything that is read while the model runs is compared with checksums."""
         return self.store.page_sums is not None or not self.plan.streamed
 
     @property
     def facts(self) -> dict[str, object]:
-        """What was planned, and what was read so far, as our counters and the kernel's have it."""
-        traffic = self.pool.traffic
+        """What was planned, and what was read so far by our counters and by the kernel's."""
+        traffic = self.async_reader.traffic
         return {
             "budget_bytes": self.plan.budget_bytes,
             "planned_bytes": self.plan.num_bytes,
@@ -97,7 +102,7 @@ class Storage:
         }
 
     def num_slots(self, wanted: int, capacity: int) -> int:
-        """Sequences of ``capacity`` tokens that decode at once: as many as wanted and as the plan has room for.
+        """Return how many sequences of ``capacity`` tokens can decode at once, at most ``wanted``.
 
         Raises:
             CapacityError: not even one.
@@ -112,16 +117,16 @@ class Storage:
         return min(wanted, (self.plan.num_tokens + DRAFT_SLACK) // (capacity + DRAFT_SLACK))
 
     def most_tokens(self, wanted: int) -> int:
-        """Tokens of one sequence: as many as wanted and as the plan has room for."""
+        """Return how many tokens one sequence may have, at most ``wanted``."""
         return wanted if self.plan.budget_bytes is None else min(wanted, self.plan.num_tokens)
 
     def close(self) -> None:
-        """Stop reading and let go of the file; the decoder cannot be used any more."""
+        """Stop reading and close the file; the decoder cannot be used any more."""
         if self.stream is not None:
             self.stream.close()
         if self.experts is not None:
             self.experts.close()
-        self.pool.close()
+        self.async_reader.close()
         self.reader.reader.close()
 
 
@@ -134,22 +139,22 @@ def load_stored(
     window: int = WINDOW,
     body: NativeBody | None = None,
 ) -> tuple[Decoder, Storage]:
-    """The decoder of a store, frozen.
+    """Load the decoder of a store, frozen.
 
     Args:
         folder: the store.
-        budget_bytes: weights, buffers and cache together; None is all in memory.
+        budget_bytes: for weights, buffers and the key/value cache together; None keeps everything in memory.
         reader: "auto", "direct", "buffered" or "mmap".
         num_tokens: longest text, prompt and answer together; None is the model's context, 2048 at most.
         window: tokens whose neurons stay in memory, in a store of neurons.
-        body: runs a store whose matrices lie in tiles, and what lies beside neurons, which PyTorch runs; all else that
-            is streamed is PyTorch's alone.
+        body: native kernels for a store whose matrices lie in tiles and for what lies beside neurons; whatever else is
+            streamed runs on PyTorch.
 
     Raises:
-        UnsupportedError: tiles, and no body to read them.
+        UnsupportedError: the matrices lie in tiles and there are no native kernels to read them.
         CheckpointError: the store is missing, broken or foreign.
         CapacityError: the budget is too small.
-        UsageError: no such reader, or it does not work here.
+        UsageError: there is no such reader, or it does not work here.
     """
     store = open_store(folder)
     tokens = min(store.config.max_positions, MAX_TOKENS) if num_tokens is None else num_tokens
@@ -159,54 +164,62 @@ def load_stored(
             f"{store.folder} was written for native kernels and these are PyTorch's; convert the model with "
             "--kernels torch, or give --kernels auto"
         )
-    has_neurons = plan.neurons_per_layer > 0 and store.dtype == torch.bfloat16
-    used = body if store.is_tiled or has_neurons else None
+    has_neurons = plan.neurons_per_layer > 0
+    used = body if store.is_tiled or (has_neurons and store.dtype == torch.bfloat16) else None
     found = open_reader(store.path, reader)
     choice = replace(found, reader=checked(found.reader, store))
-    pool = open_pool(choice.reader, num_threads=SCATTERED_THREADS if plan.neurons_per_layer else NUM_THREADS)
-    stream, neurons, experts = None, None, None
-    parts: DenseParts = DenseParts(store.config)
-    if plan.num_experts:
-        assert store.config.moe is not None
-        experts = ExpertCache(
-            StoreShelf(store, choice.reader, used),
-            NextUse(store.config.num_layers, store.config.moe.num_experts),
-            store.config.num_layers,
-            plan.num_experts,
-        )
-        parts = CachedParts(store.config, experts)
-    elif plan.neurons_per_layer:
-        neurons = Neurons.of(store, pool, plan, window)
-        parts = NeuronParts(store.config, neurons)
-    elif plan.streamed:
-        stream = Stream(store, pool, plan.streamed)
-        parts = StreamedParts(store.config, stream, used)
-    backend = None if used is None else CpuBackend(used, joins_layers=stream is None and neurons is None)
+    opened = open_async_reader(choice.reader, num_threads=SCATTERED_THREADS if has_neurons else NUM_THREADS)
+    speed = choice.gb_per_s
+    expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
+    storage = Storage(store, plan, choice, opened, speed, expected_tokens_per_s=expected, body=used)
+    storage, parts = _open_streamed(storage, window)
+    joins_layers = storage.stream is None and storage.neurons is None
+    backend = None if used is None else CpuBackend(used, joins_layers=joins_layers)
     with torch.device("meta"):
         decoder = Decoder(store.config, parts, backend)
-    for name in ("resident", *plan.resident):
-        for parameter, values in read_bundle(store, pool, name).items():
+    _put_resident(decoder, storage)
+    if backend is not None:
+        _pack(decoder, backend)
+    return decoder.requires_grad_(False).eval(), storage
+
+
+def _open_streamed(storage: Storage, window: int) -> tuple[Storage, DenseParts]:
+    """Open what brings the weights that are not resident, and the modules over it."""
+    store, plan, reader, config = storage.store, storage.plan, storage.async_reader, storage.store.config
+    if plan.num_experts:
+        assert config.moe is not None
+        stored = StoredExperts(store, storage.reader.reader, storage.body)
+        policy = NextUse(config.num_layers, config.moe.num_experts)
+        experts = ExpertCache(stored, policy, config.num_layers, plan.num_experts)
+        return replace(storage, experts=experts), CachedParts(config, experts)
+    if plan.neurons_per_layer:
+        neurons = NeuronLoader.of(store, reader, plan, window)
+        neurons.body = storage.body
+        return replace(storage, neurons=neurons), NeuronParts(config, neurons)
+    if plan.streamed:
+        stream = Stream(store, reader, plan.streamed)
+        return replace(storage, stream=stream), StreamedParts(config, stream, storage.body)
+    return storage, DenseParts(config)
+
+
+def _put_resident(decoder: Decoder, storage: Storage) -> None:
+    """Read the resident bundles into the parameters of a decoder."""
+    has_tiles = storage.stream is not None and storage.body is not None
+    for name in ("resident", *storage.plan.resident):
+        for parameter, values in read_bundle(storage.store, storage.async_reader, name).items():
             if parameter == "selector":
-                assert neurons is not None
-                neurons.select_by(name, values)
-            elif stream is not None and used is not None:
+                assert storage.neurons is not None
+                storage.neurons.select_by(name, values)
+            elif has_tiles:
                 put_tiles(decoder, parameter, values)
             else:
                 put(decoder, parameter, in_rows(values))
     left = [name for name, parameter in decoder.named_parameters() if parameter.is_meta]
     assert not left, left
-    if neurons is not None:
-        neurons.body = used
-    if backend is not None:
-        _pack(decoder, backend)
-    speed = choice.gb_per_s
-    expected = plan.expected(store, speed, memory_gb_per_s()) if speed is not None and plan.streamed else None
-    storage = Storage(store, plan, choice, pool, speed, stream, neurons, experts, expected, used)
-    return decoder.requires_grad_(False).eval(), storage
 
 
 def _pack(decoder: Decoder, backend: CpuBackend) -> None:
-    """Hand what is in memory to the backend; no more than a layer is there twice."""
+    """Hand what is in memory to the backend, layer by layer, so that no more than one layer is there twice."""
     backend.pack_ends(decoder)
     for index in range(decoder.config.num_layers):
         backend.pack_layer(decoder, index)
@@ -215,15 +228,15 @@ def _pack(decoder: Decoder, backend: CpuBackend) -> None:
 
 
 def _give_back() -> None:
-    """Freed memory goes back to the system where the C library can be asked: glibc keeps tens of MiB a matrix."""
+    """Return freed memory to the system where the C library offers it: glibc keeps tens of MiB for each matrix."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
 
-def read_bundle(store: Store, pool: Pool, name: str) -> dict[str, nn.Parameter]:
-    """The tensors of a bundle, in memory of their own, compared with its checksum.
+def read_bundle(store: Store, reader: AsyncReader, name: str) -> dict[str, nn.Parameter]:
+    """Read the tensors of a bundle into memory of their own, and compare its checksum.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -231,8 +244,8 @@ def read_bundle(store: Store, pool: Pool, name: str) -> dict[str, nn.Parameter]:
     """
     bundle = store[name]
     memory = aligned(bundle.num_pages_bytes)
-    pool.submit(*whole(bundle.offset, memory)).wait()
-    checksum = bundle.checksum if page_sums_of(pool.reader) else zlib.crc32(memory[: bundle.num_bytes])
+    reader.submit_whole(memory, bundle.offset).wait()
+    checksum = bundle.checksum if page_sums_of(reader.reader) else zlib.crc32(memory[: bundle.num_bytes])
     if checksum != bundle.checksum:
         raise CorruptError(
             f"{store.path}: bundle {name} has checksum {checksum:08x}, its index says {bundle.checksum:08x}; "

@@ -14,9 +14,9 @@ A store is a folder: the checkpoint's own JSON and tokenizer files, ``weights.st
 In a store for native kernels, matrices that are read while they are used lie in tiles as those read them (``pack`` in
 ``kernels/native.py``); so does what is resident of attention and feed-forwards.
 
-Row-column bundling: Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514, section 3.2. A store is complete or not
-there, and says so: the file carries the name of its index, its length is known, every bundle has a checksum. Behind the
-last bundle lies a table with a checksum for every page before it, which whoever reads compares (``checksums.py``).
+Row-column bundling: Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514, section 3.2. An incomplete or foreign store
+is recognised: the file carries the identity of its index, its length is known, and every bundle has a checksum. Behind
+the last bundle lies a table with a checksum for every page before it, which the readers compare (``io/checksums.py``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, nearest
 from vivace.kernels.library import LANES
 from vivace.kernels.native import unpack
+from vivace.storage.io.readers import PAGE
 from vivace.units import format_bytes
 
 Layout = Literal["layers", "neurons", "selected"]
@@ -44,35 +45,33 @@ INDEX = "store.json"
 DATA = "weights.store"
 MAGIC = b"vivace store 1\n"
 FORMATS = (1, 2, 3)
-"""Matrices in rows, and in tiles; either, and a table of the checksums of all pages, which the first two lack."""
+"""1 has matrices in rows and 2 in tiles; 3 has either, and a table of the checksums of all pages."""
 CHECKED = 3
-"""The first format with that table."""
-PAGE = 4096
-"""Bundles and records begin at multiples of this many bytes; so does the end of the file."""
+"""The first format with a table of checksums."""
 LINE = 64
-"""Tensors in a bundle begin at multiples of this many bytes; those of an expert follow each other."""
+"""Tensors in a bundle begin at multiples of this many bytes; those of an expert follow each other directly."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor in a bundle, or in each record of it."""
+    """A tensor in a bundle, or in each of its records."""
 
     name: str
-    """Our name of the parameter; in a record "gate", "up" or "down"."""
+    """The parameter, by our name; in a record "gate", "up" or "down"."""
     shape: tuple[int, ...]
-    """(out, in), (tiles, pairs, 16, 2), or what a vector has."""
+    """(out, in), (tiles, pairs, 16, 2), or the shape of a vector."""
     offset: int
     """Bytes from the beginning of the bundle or record."""
 
     @property
     def is_tiled(self) -> bool:
-        """It lies as native kernels read it."""
+        """Whether the tensor lies in tiles, as native kernels read it."""
         return len(self.shape) == 4
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What is read at once, or ``count`` records that are."""
+    """Bytes that are read together, or ``count`` records of which each is."""
 
     name: str
     offset: int
@@ -83,21 +82,21 @@ class Bundle:
     stride: int = 0
     """Bytes from one record to the next."""
     checksum: int = 0
-    """CRC-32 of the bundle, records padded."""
+    """CRC-32 of the bundle, the padding between records included."""
 
     def start(self, record: int = 0) -> int:
-        """Where a record begins in the file."""
+        """Return where a record begins in the file."""
         return self.offset + record * self.stride
 
     @property
     def num_pages_bytes(self) -> int:
-        """Bytes up to the next page: what a direct read takes."""
+        """Bytes up to the end of the last page, which a direct read takes."""
         return -(-self.num_bytes // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where the checksums of all pages before it lie, four bytes each."""
+    """Where the table lies that holds the checksums of all pages before it, four bytes each."""
 
     offset: int
     """Bytes from the beginning of the file."""
@@ -108,7 +107,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Store:
-    """An open index; the file itself is read by a ``Reader`` (``readers.py``)."""
+    """The index of a store; the file itself is read by a ``Reader`` (``io/readers.py``)."""
 
     folder: Path
     config: ModelConfig
@@ -120,20 +119,20 @@ class Store:
     base: str = ""
     """``base_hash`` of the checkpoint it was made from."""
     page_sums: PageTable | None = None
-    """None where it was written before there was one: what is streamed cannot be checked then."""
+    """None for a store of an older format; damage to what is streamed goes unnoticed then."""
 
     @property
     def path(self) -> Path:
-        """The file of bundles."""
+        """Path of the file of bundles."""
         return self.folder / DATA
 
     @property
     def is_tiled(self) -> bool:
-        """Matrices lie as native kernels read them."""
+        """Whether matrices lie in tiles, as native kernels read them."""
         return any(part.is_tiled for bundle in self.bundles.values() for part in bundle.parts)
 
     def __getitem__(self, name: str) -> Bundle:
-        """A bundle.
+        """Return a bundle by its name.
 
         Raises:
             NotFoundError: there is none of this name.
@@ -143,11 +142,11 @@ class Store:
         return self.bundles[name]
 
     def tensors(self, name: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of a bundle that was read into ``memory`` (num_bytes,) uint8, as views."""
+        """Return the parts of a bundle that was read into ``memory`` (num_bytes,) uint8, as views of it."""
         return {part.name: view(memory, part, self.dtype) for part in self[name].parts}
 
     def records(self, name: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of n records read into ``memory`` (n, stride) uint8, each (n, width), as views."""
+        """Return the parts of n records in ``memory`` (n, stride) uint8, each (n, width), as views of it."""
         found = {}
         for part in self[name].parts:
             stop = part.offset + prod(part.shape) * self.dtype.itemsize
@@ -156,28 +155,28 @@ class Store:
 
 
 def view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    """A part as a view of its bundle's bytes, (num_bytes,) uint8."""
+    """Return a part as a view of the bytes of its bundle, (num_bytes,) uint8."""
     stop = part.offset + prod(part.shape) * dtype.itemsize
     return memory[part.offset : stop].view(dtype).view(part.shape)
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:
-    """A part as decoders are loaded, (out, in), whether it lies in tiles or not."""
+    """Return a part as (out, in), whether it lies in tiles or not."""
     return unpack(values) if values.dim() == 4 else values
 
 
 def is_store(folder: str | Path) -> bool:
-    """Whether a folder is a store."""
+    """Return whether a folder holds a store."""
     return (Path(folder).expanduser() / INDEX).is_file()
 
 
 def open_store(folder: str | Path) -> Store:
-    """The index of a store, checked against its file; nothing else is read.
+    """Read the index of a store and check it against the file, of which only the beginning is read.
 
     Raises:
-        NotFoundError: no store, or a file of it is missing.
-        CorruptError: an index that cannot be read, or a file of another length than it says.
-        MismatchError: a file that is no store, or that of another index.
+        NotFoundError: there is no store, or one of its files is missing.
+        CorruptError: the index cannot be read, or the file has another length than it says.
+        MismatchError: the file is not a store, or belongs to another index.
     """
     found = resolve(folder)
     index = read_json(found / INDEX)
@@ -229,10 +228,10 @@ def _check_file(store: Store) -> None:
 
 
 def verify(store: Store, block_bytes: int = 1 << 22) -> None:
-    """Read the whole file and compare the checksums of all bundles, and that of the table of its pages.
+    """Read the whole file, and compare the checksums of all bundles and that of the table of pages.
 
     Raises:
-        CorruptError: names the bundle that differs.
+        CorruptError: a checksum differs; the message names the bundle.
     """
     table = store.page_sums
     with store.path.open("rb") as file:
@@ -248,12 +247,12 @@ def verify(store: Store, block_bytes: int = 1 << 22) -> None:
 
 
 def table_is_damaged(store: Store) -> CorruptError:
-    """The error of checksums that are no use."""
+    """Return the error of a table of checksums that is damaged itself."""
     return CorruptError(f"{store.path}: its table of checksums is damaged; restore the file or convert the model again")
 
 
 def _checksum(file: BinaryIO, offset: int, num_bytes: int, block_bytes: int) -> int:
-    """CRC-32 of a part of a file, or of as much of it as there is."""
+    """Compute the CRC-32 of a part of a file, or of as much of it as there is."""
     file.seek(offset)
     checksum = 0
     while num_bytes and (block := file.read(min(num_bytes, block_bytes))):
@@ -269,17 +268,17 @@ def arrange(
     *,
     is_tiled: bool = False,
 ) -> list[Bundle]:
-    """Which parameter lies where.
+    """Lay out a store: decide where each parameter lies.
 
     Args:
         config: the model.
         shapes: of all its parameters, by our names.
         layout: how feed-forwards lie.
-        item: bytes of a number.
-        is_tiled: matrices of layers lie in tiles, which must fit (``fits_tiles``).
+        item: bytes of one number.
+        is_tiled: whether matrices of layers lie in tiles; they must fit (``fits_tiles``).
 
     Raises:
-        ConfigError: a layout for another kind of model.
+        ConfigError: the layout is for another kind of model.
     """
     check_fits(config, check_layout(layout))
     streamed = [spec for index in range(config.num_layers) for spec in _layer(config, index, layout)]
@@ -298,7 +297,7 @@ def arrange(
 
 
 def fits_tiles(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether every matrix of a model's layers fills whole tiles, as native kernels fuse and cut them."""
+    """Return whether every matrix of the layers fills whole tiles, as native kernels fuse and cut them."""
     layers = (spec for index in range(config.num_layers) for spec in _layer(config, index, "layers"))
     matrices = {name: shapes[name] for _, names, _ in layers for name in names}
     if config.gated and config.ffn_bias:  # gate and up are cut apart, their bias is not
@@ -308,7 +307,7 @@ def fits_tiles(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> bo
 
 
 def check_layout(layout: str) -> Layout:
-    """A layout by its name.
+    """Return a layout by its name.
 
     Raises:
         ConfigError: there is none of this name.
@@ -319,7 +318,11 @@ def check_layout(layout: str) -> Layout:
 
 
 def check_fits(config: ModelConfig, layout: Layout) -> None:
-    """Raises ``ConfigError`` where a model has no neurons to lay so."""
+    """Check that a layout suits a model.
+
+    Raises:
+        ConfigError: the model has no neurons that could be laid out so.
+    """
     if layout != "layers" and config.moe is not None:
         raise ConfigError(f"layout {layout} is for dense feed-forwards; experts are bundles of their own in 'layers'")
     if layout == "neurons" and config.activation != "relu":
@@ -330,7 +333,7 @@ def check_fits(config: ModelConfig, layout: Layout) -> None:
 
 
 def _layer(c: ModelConfig, index: int, layout: Layout) -> list[tuple[str, list[str], int]]:
-    """Bundles of a layer: (name, parameters, records)."""
+    """List the bundles of a layer: (name, parameters, number of records)."""
     ours = f"layers.{index}."
     feed = f"{ours}feed_forward."
     attention = (f"{ours}attention", [f"{ours}qkv.weight", f"{ours}o.weight"], 1)
@@ -379,7 +382,7 @@ def to_json(
     bundles: list[Bundle],
     page_sums: PageTable,
 ) -> dict[str, Any]:
-    """The index as it is written."""
+    """Return the index as it is written to JSON."""
     return {
         "format": CHECKED,
         "base": base,

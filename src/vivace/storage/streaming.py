@@ -1,15 +1,14 @@
 """Matrices that are read shortly before their layer runs: dense weights from flash, exactly.
 
-Layers run in order, so which matrices come next is known. A few buffers go round: while one is computed with, the
-others are filled with what follows, from the last layer on to the first of the next pass. What is computed is what
-the resident model computes, on the same numbers in the same layout, so its bits are the same: in rows for PyTorch, in
-tiles for native kernels (``convert.py``). This is the "hybrid" of
-Alizadeh et al. 2023 (arXiv:2312.11514), with reads ahead of use; it needs no sparsity.
+Layers run in order, so the matrices that come next are known. A few buffers take turns: while one is computed with, the
+others are filled with what follows, from the last layer on to the first of the next pass. The numbers and their layout
+are those of the resident model, so the results have the same bits: in rows for PyTorch, in tiles for native kernels
+(``convert.py``). This is the "hybrid" of Alizadeh et al. 2023 (arXiv:2312.11514), with reads ahead of use; it needs no
+sparsity.
 
-Adapters learn on a streamed base: what goes back through a matrix needs it again, and it is read again then.
-
-A call that begins at another layer than expected (drafts that leave early) waits for its first matrices and goes on
-from there.
+A call that begins at another layer than the one read ahead (early exits of drafts) reads its first matrices at once,
+before what was read ahead, and continues from there. Adapters can be trained on a streamed base: the backward pass
+reads each matrix again.
 """
 
 from __future__ import annotations
@@ -31,37 +30,41 @@ from vivace.core.parts import DenseParts
 from vivace.kernels import reference as kernels
 from vivace.kernels.library import LANES
 from vivace.kernels.native import Matrix, NativeBody
-from vivace.storage.pools import Pool, Ticket, whole
-from vivace.storage.readers import aligned
+from vivace.storage.io.async_reader import AsyncReader, PendingRead
+from vivace.storage.io.readers import aligned
 from vivace.storage.store import Store
+
+NOW, AHEAD = 0, 1
+"""Urgency of a read that a layer waits for, and of one that is ahead of use."""
 
 
 @dataclass(eq=False)
 class _Buffer:
     memory: memoryview
     bytes: Tensor
-    """The same memory, uint8."""
+    """The same memory as a tensor, uint8."""
     unit: str | None = None
-    ticket: Ticket | None = None
-    """A read that nobody has waited for."""
+    """The bundle that is in the buffer, or being read into it."""
+    read: PendingRead | None = None
+    """The read that fills the buffer, until somebody has waited for it."""
     tensors: Mapping[str, Tensor] | None = None
 
 
 class Stream:
-    """Bundles of a store, one after the other and round again, through a few buffers."""
+    """Bundles of a store in the order of their use, again and again, through a few buffers."""
 
-    def __init__(self, store: Store, pool: Pool, units: Collection[str], num_buffers: int = 2) -> None:
+    def __init__(self, store: Store, reader: AsyncReader, units: Collection[str], num_buffers: int = 2) -> None:
         """Allocate the buffers; nothing is read yet.
 
         Args:
             store: where the bundles lie.
-            pool: reads them.
+            reader: reads its file.
             units: names of the bundles, in the order of their use.
             num_buffers: one is computed with, the others are filled; with one, nothing is read ahead.
         """
         assert num_buffers > 0, num_buffers
         self.store = store
-        self.pool = pool
+        self.reader = reader
         self.units = tuple(units)
         self._place = {unit: place for place, unit in enumerate(self.units)}
         size = max((store[unit].num_pages_bytes for unit in self.units), default=0)
@@ -70,17 +73,17 @@ class Stream:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers."""
+        """Bytes of all buffers."""
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     def weight(self, unit: str, name: str) -> Tensor:
-        """A tensor of a bundle, good until one of another bundle is asked for.
+        """Return a tensor of a bundle; it is valid until one of another bundle is asked for.
 
         Raises:
-            CheckpointError: it could not be read; whoever asks again reads again.
+            CheckpointError: it could not be read; the next call reads it again.
         """
         current = self._current
-        if current is None or current.unit != unit or current.ticket is not None:
+        if current is None or current.unit != unit or current.read is not None:
             current = self._turn_to(unit)
         assert current.tensors is not None
         return current.tensors[name]
@@ -89,20 +92,20 @@ class Stream:
         found = next((buffer for buffer in self._buffers if buffer.unit == unit), None)
         if found is None:
             found = self._farthest(self._place[unit])
-            self._begin(found, unit)
+            self._begin(found, unit, NOW)
         self._current = found
         self._read_ahead(found)
-        if found.ticket is not None:
-            ticket, found.ticket = found.ticket, None
+        if found.read is not None:
+            read, found.read = found.read, None
             try:
-                ticket.wait()
+                read.wait()
             except BaseException:
                 found.unit = self._current = None
                 raise
         return found
 
     def _farthest(self, place: int) -> _Buffer:
-        """The buffer whose bundle is used last, seen from a place in the round; an empty one before all."""
+        """Return the buffer whose bundle is used last, counted from ``place``; an empty buffer comes before all."""
 
         def distance(buffer: _Buffer) -> int:
             if buffer.unit is None:
@@ -112,7 +115,7 @@ class Stream:
         return max(self._buffers, key=distance)
 
     def _read_ahead(self, current: _Buffer) -> None:
-        """Fill the other buffers with what follows."""
+        """Begin to fill the other buffers with the bundles that follow."""
         assert current.unit is not None
         place = self._place[current.unit]
         wanted = [self.units[(place + ahead) % len(self.units)] for ahead in range(1, len(self._buffers))]
@@ -120,21 +123,21 @@ class Stream:
         spare = [buffer for buffer in self._buffers if buffer is not current and buffer.unit not in wanted]
         for unit in wanted:
             if unit not in have and spare:
-                self._begin(spare.pop(), unit)
+                self._begin(spare.pop(), unit, AHEAD)
 
-    def _begin(self, buffer: _Buffer, unit: str) -> None:
-        if buffer.ticket is not None:  # a guess that was wrong: nobody asks how it ended
-            buffer.ticket.settle()
+    def _begin(self, buffer: _Buffer, unit: str, due: int) -> None:
+        if buffer.read is not None:  # it was read ahead in vain: its error, if any, concerns nobody
+            buffer.read.join()
         bundle = self.store[unit]
         buffer.unit = unit
-        buffer.ticket = self.pool.submit(*whole(bundle.offset, buffer.memory[: bundle.num_pages_bytes]))
+        buffer.read = self.reader.submit_whole(buffer.memory[: bundle.num_pages_bytes], bundle.offset, due)
         buffer.tensors = self.store.tensors(unit, buffer.bytes)
 
     def close(self) -> None:
-        """Wait for the reads under way."""
+        """Wait until no read is under way."""
         for buffer in self._buffers:
-            if buffer.ticket is not None:
-                buffer.ticket.settle()
+            if buffer.read is not None:
+                buffer.read.join()
 
 
 def _buffer(size: int) -> _Buffer:
@@ -143,7 +146,7 @@ def _buffer(size: int) -> _Buffer:
 
 
 class StreamedLinear(nn.Module):
-    """``Linear`` whose weight is in a bundle; the bias stays in memory."""
+    """A ``Linear`` whose weight is in a streamed bundle; its bias stays in memory."""
 
     def __init__(self, stream: Stream, unit: str, name: str, *, bias: bool) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class StreamedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A product with a matrix that will not be there any more when gradients come back; it is frozen."""
+    """The product with a frozen matrix that has left its buffer when gradients come back, and is read again then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: StreamedLinear) -> Tensor:
@@ -177,12 +180,12 @@ class _Product(torch.autograd.Function):
 
 
 class StreamedTiles(nn.Module):
-    """``PackedLinear`` whose tiles are in a bundle; the bias stays in memory."""
+    """A ``PackedLinear`` whose tiles are in a streamed bundle; its bias stays in memory."""
 
     def __init__(
         self, body: NativeBody, stream: Stream, unit: str, name: str, *, bias: bool = False, half: int | None = None
     ) -> None:
-        """Over a matrix, or one half of its outputs (0 or 1)."""
+        """Find the matrix in its bundle; ``half`` (0 or 1) takes that half of its outputs."""
         super().__init__()
         self.body = body
         self.stream = stream
@@ -195,7 +198,7 @@ class StreamedTiles(nn.Module):
 
     @property
     def matrix(self) -> Matrix:
-        """The weights for the body, good until those of another bundle are asked for."""
+        """The weights for native kernels, valid until those of another bundle are asked for."""
         weight = self.stream.weight(self.unit, self.name)[self._tiles]
         return Matrix(weight, self.bias, self.in_width, len(weight) * LANES)
 
@@ -206,22 +209,22 @@ class StreamedTiles(nn.Module):
 
 
 class StreamedParts(DenseParts):
-    """Bundles of the stream are streamed, all other matrices are resident."""
+    """Builds layers whose matrices are streamed if their bundle is, and resident otherwise."""
 
     def __init__(self, config: ModelConfig, stream: Stream, body: NativeBody | None = None) -> None:
-        """Choose modules.
+        """Set what the modules read from and run on.
 
         Args:
-            config: of the model.
-            stream: gives the matrices that are not resident.
-            body: runs all of them, from tiles; None is PyTorch, from rows.
+            config: the model.
+            stream: of the bundles that are not resident.
+            body: native kernels that run all matrices, from tiles; None is PyTorch, from rows.
         """
         super().__init__(config)
         self.stream = stream
         self.body = body
 
     def projection(self, layer: int, site: str) -> nn.Module:
-        """Fused "qkv", or "o"."""
+        """Return the fused projection "qkv", or "o"."""
         unit, c = f"layers.{layer}.attention", self.config
         bias = c.qkv_bias if site == "qkv" else c.output_bias
         name = f"layers.{layer}.{site}.weight"
@@ -232,7 +235,7 @@ class StreamedParts(DenseParts):
         return StreamedLinear(self.stream, unit, name, bias=bias)
 
     def feed_forward(self, layer: int) -> nn.Module:
-        """A feed-forward over two matrices."""
+        """Return a feed-forward over the matrices of a layer."""
         unit, c = f"layers.{layer}.feed_forward", self.config
         if self.body is not None:
             return self._tiled(layer, unit, self.body)
@@ -256,7 +259,7 @@ class StreamedParts(DenseParts):
     def _tiles(
         self, body: NativeBody, unit: str, name: str, *, bias: bool = False, half: int | None = None
     ) -> StreamedTiles | PackedLinear:
-        """A matrix of a bundle or one half of its outputs, streamed or still to be put (``put_tiles``)."""
+        """Return a matrix or one half of its outputs, streamed, or resident and still to be filled (``put_tiles``)."""
         if unit in self.stream.units:
             return StreamedTiles(body, self.stream, unit, name, bias=bias, half=half)
         tiles, *rest = next(part.shape for part in self.stream.store[unit].parts if part.name == name)
@@ -265,7 +268,7 @@ class StreamedParts(DenseParts):
 
 
 def put_tiles(decoder: Decoder, name: str, tiles: Tensor) -> None:
-    """Make tiles of a bundle the parameter of a decoder whose modules read tiles; gate and up stand apart there."""
+    """Make tiles of a bundle a parameter of a decoder whose modules read tiles, where gate and up are two matrices."""
     if decoder.config.gated and name.endswith(".up.weight"):
         halves = tiles.detach().chunk(2)
         put(decoder, name.removesuffix("up.weight") + "gate.weight", halves[0])

@@ -235,16 +235,14 @@ struct Routers {
     int64_t count, width, experts, chosen;
 };
 
-// Bytes of a file that are wanted (channel.cpp).
-struct Read {
-    int64_t number, offset, bytes;
-    void* into;
-    int64_t due, rank;  // the most urgent is the earliest, then the lowest
-};
-
-// A part of a file and where in memory it belongs.
+// A part of a file and where in memory it belongs (reader.cpp).
 struct Extent {
     int64_t offset, place, bytes;
+};
+
+// How a batch of reads ended: its number, its first error or 0, and what was to be read there.
+struct Ended {
+    int64_t number, error, offset, bytes;
 };
 
 constexpr int64_t ENDED = -1;    // in place of an error number: the file is shorter

@@ -1,5 +1,4 @@
-"""Foresight: which experts of a mixture will be needed, known ahead of time, so that they are loaded meanwhile.
+"""Foresight as a method: plain decoding that predicts which experts a mixture will choose.
 
-``weights.py`` the routers asked early and their training, ``forecast.py`` what the end of a pass says of the next,
-``drafter.py`` plain decoding that tells the expert cache.
+It drafts nothing. What predicts, and tells the expert cache, is in ``storage/experts/foresight``.
 """

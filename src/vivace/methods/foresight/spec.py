@@ -1,4 +1,4 @@
-"""Spec of foresight: experts are loaded ahead of time."""
+"""Spec of foresight: plain decoding whose experts are prefetched."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
 
 
 def _foresight(context: MethodContext) -> Drafter:
-    from vivace.methods.foresight.drafter import Foreseeing
+    from vivace.storage.experts.foresight.drafter import ForesightDrafter
 
-    return Foreseeing(*context.trained())
+    return ForesightDrafter(*context.trained())
 
 
 def _foresight_weights() -> Stored:
-    from vivace.methods.foresight.weights import Foresight, ForesightConfig, ForesightPlan
+    from vivace.storage.experts.foresight.config import ForesightConfig, ForesightPlan
+    from vivace.storage.experts.foresight.weights import Foresight
 
     return Stored(ForesightConfig, ForesightPlan, Foresight, "foresight")
 
 
 def _widen_foresight(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of foresight: scales (N, E) are per layer and component, routers' parts (..., X, E)."""
+    """Widen one tensor: scales (N, E) are per layer and component, routers' parts are (..., X, E)."""
     import torch
 
     if name in ("near", "far"):

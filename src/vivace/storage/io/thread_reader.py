@@ -1,0 +1,182 @@
+"""The asynchronous reader over any blocking reader, with threads of Python.
+
+It is used where the native kernels are not built and for memory maps, which have no descriptor to read from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from vivace.errors import VivaceError
+from vivace.storage.io.async_reader import CHUNK_BYTES, AsyncReader, PendingRead, Traffic
+from vivace.storage.io.readers import NUM_THREADS, PAGE, Reader
+
+
+@dataclass(order=True)
+class _Batch:
+    """A batch of ``ThreadAsyncReader``, ordered by urgency."""
+
+    due: int
+    rank: int
+    number: int
+    read: PendingRead = field(compare=False)
+    memory: memoryview = field(compare=False)
+    chunks: list[tuple[int, int, int]] = field(compare=False)
+    """Each an offset in the file, an offset in ``memory`` and a number of bytes."""
+    next: int = field(default=0, compare=False)
+    """Index of the first chunk that no thread has taken on."""
+    under_way: int = field(default=0, compare=False)
+    failed: int = field(default=-1, compare=False)
+    """Index of the chunk that ``error`` is about."""
+    error: Exception | None = field(default=None, compare=False)
+
+    @property
+    def is_over(self) -> bool:
+        """No chunk is left or under way."""
+        return self.next == len(self.chunks) and not self.under_way
+
+    def fail(self, place: int, error: Exception) -> None:
+        """Keep the error of the first chunk in order, and give up those that have not begun."""
+        if self.error is None or place < self.failed:
+            self.failed, self.error = place, error
+        self.next = len(self.chunks)
+
+
+class ThreadAsyncReader(AsyncReader):
+    """Reads with threads of Python."""
+
+    def __init__(self, reader: Reader, *, num_threads: int = NUM_THREADS, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Start the threads; for the arguments see ``open_async_reader``."""
+        assert chunk_bytes % PAGE == 0, chunk_bytes
+        self._reader, self._chunk_bytes = reader, chunk_bytes
+        self._count = 0
+        self._batches: dict[int, _Batch] = {}
+        self._waiting: list[_Batch] = []
+        self._over: list[_Batch] = []
+        self._traffic = Traffic()
+        self._running = 0
+        self._since = 0.0
+        self._is_closed = False
+        lock = threading.Lock()
+        self._asked, self._ended = threading.Condition(lock), threading.Condition(lock)
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def reader(self) -> Reader:
+        """The blocking reader of the file."""
+        return self._reader
+
+    @property
+    def traffic(self) -> Traffic:
+        """Totals since the reader was opened."""
+        self._traffic.wait_s = self.wait_s
+        return self._traffic
+
+    def submit(self, memory: memoryview, extents: Tensor, due: int = 0, rank: int = 0) -> PendingRead:
+        """Begin to read scattered places."""
+        return self._begin(memory, extents.tolist(), due, rank)
+
+    def submit_whole(self, memory: memoryview, offset: int, due: int = 0, rank: int = 0) -> PendingRead:
+        """Begin to fill a memory from one offset."""
+        return self._begin(memory, [[offset, 0, len(memory)]], due, rank)
+
+    def _begin(self, memory: memoryview, extents: list[list[int]], due: int, rank: int) -> PendingRead:
+        chunks = [
+            (offset + first, place + first, min(self._chunk_bytes, size - first))
+            for offset, place, size in extents
+            for first in range(0, size, self._chunk_bytes)
+        ]
+        with self._asked:
+            read = PendingRead(self, self._count)
+            batch = self._batches[read.number] = _Batch(due, rank, read.number, read, memory, chunks)
+            self._count += 1
+            if chunks:
+                heapq.heappush(self._waiting, batch)
+                self._asked.notify(len(chunks))
+            else:
+                self._over.append(batch)
+        return read
+
+    def reschedule(self, read: PendingRead, due: int) -> None:
+        """Change when a batch is due."""
+        with self._asked:
+            batch = self._batches.get(read.number)
+            if batch is not None:
+                batch.due = due
+                heapq.heapify(self._waiting)
+
+    def completed(self, *, waits: bool) -> list[PendingRead]:
+        """Return the batches that have ended and that nobody joined."""
+        with self._ended:
+            if waits:
+                self._ended.wait_for(lambda: self._over or not self._batches)
+            return [self._forget(batch) for batch in self._over[:]]
+
+    def join(self, read: PendingRead) -> None:
+        """Block until a batch is over."""
+        with self._ended:
+            batch = self._batches[read.number]
+            self._ended.wait_for(lambda: batch.is_over or self._is_closed)
+            if batch.is_over:
+                self._forget(batch)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        with self._asked:
+            self._is_closed = True
+            self._asked.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _forget(self, batch: _Batch) -> PendingRead:
+        self._over.remove(batch)
+        del self._batches[batch.number]
+        batch.read.end(batch.error)
+        return batch.read
+
+    def _work(self) -> None:
+        while True:
+            with self._asked:
+                self._asked.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                batch = self._waiting[0]
+                place = batch.next
+                offset, first, size = batch.chunks[place]
+                batch.next += 1
+                batch.under_way += 1
+                if batch.next == len(batch.chunks):
+                    heapq.heappop(self._waiting)
+                self._since = self._since if self._running else time.perf_counter()
+                self._running += 1
+            error: Exception | None = None
+            try:
+                self._reader.read(offset, batch.memory[first : first + size])
+            except (OSError, VivaceError) as exc:
+                error = exc
+            with self._ended:
+                self._finish(batch, place, size, error)
+
+    def _finish(self, batch: _Batch, place: int, size: int, error: Exception | None) -> None:
+        """Account for a chunk that was read; called with the lock held."""
+        self._running -= 1
+        self._traffic.num_reads += 1
+        self._traffic.num_bytes += size
+        if not self._running:
+            self._traffic.busy_s += time.perf_counter() - self._since
+        batch.under_way -= 1
+        if error is not None:
+            if batch.next < len(batch.chunks):
+                self._waiting.remove(batch)
+                heapq.heapify(self._waiting)
+            batch.fail(place, error)
+        if batch.is_over:
+            self._over.append(batch)
+            self._ended.notify_all()

@@ -1,0 +1,149 @@
+"""Feed-forwards of which only the active neurons are read (Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514).
+
+There are two ways to tell which neurons are active, one for each layout of a store:
+
+* ``selected``: the gate's matrix (or, without a gate, up's) stays in memory and is computed exactly; neurons whose
+  activation is larger in size than a threshold are active (Lee et al. 2024, CATS, arXiv:2404.08763). With ReLU and
+  threshold 0 nothing is left out. All other neurons count as zero, so the result does not depend on what happens to be
+  in memory.
+* ``neurons``: low-rank predictors tell it from the input (``predictors.py``). A neuron that was missed and is in memory
+  is computed too, so a longer window misses less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vivace.core.config import ModelConfig
+from vivace.core.layers import activate
+from vivace.core.parts import DenseParts
+from vivace.core.seams import Stateful
+from vivace.core.step import Step
+from vivace.errors import UnsupportedError
+from vivace.kernels import reference as kernels
+from vivace.storage.neurons.loader import NeuronLoader, Records
+
+TOGETHER = 128
+"""Neurons of one of PyTorch's products: it compiles a kernel for each shape, and keeps it with its working space."""
+
+
+class Bias(nn.Module):
+    """Holds the bias of a matrix that is not in memory."""
+
+    def __init__(self, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+
+class NeuronFeedForward(nn.Module):
+    """Computes ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))`` over the neurons that are active."""
+
+    def __init__(self, config: ModelConfig, layer: int, neurons: NeuronLoader) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.neurons = neurons
+        self.up = Bias(config.ffn_width * (2 if config.gated else 1), bias=config.ffn_bias)
+        self.down = Bias(config.width, bias=config.ffn_bias)
+
+    def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
+        """(T, E) -> (T, E).
+
+        Raises:
+            UnsupportedError: the call adds low-rank deltas inside the feed-forward, or needs gradients.
+            CheckpointError: neurons cannot be read.
+        """
+        sites = [(self.layer, site) for site in ("gate", "up", "down")]
+        if any(site in deltas.down for deltas in step.deltas for site in sites):
+            raise UnsupportedError("adapters on feed-forwards need them whole; convert the model with layout layers")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError("adapters learn from every neuron; convert the model with layout layers")
+        is_prompt = step.chunk is not None or step.grid is not None
+        if not is_prompt:
+            self.neurons.take(step.memory)
+        y = None if is_prompt else self._some(x)
+        y = self._all(x) if y is None else y
+        if self.down.bias is not None:
+            y = y + self.down.bias
+        y = y.to(x.dtype)
+        return y if add is None else add + y
+
+    def _some(self, x: Tensor) -> Tensor | None:
+        """Compute with the active neurons, without the last bias; return None where all should be read."""
+        neurons = self.neurons
+        gate = self._gate(x)
+        if gate is None:
+            active = neurons.predictors[self.layer].active(x, neurons.body)
+        else:
+            gate = torch.where(gate.abs() > neurons.thresholds[self.layer], gate, 0.0)
+            active = (gate != 0).any(0).nonzero()[:, 0]
+        if neurons.is_dense(self.layer, active):
+            return None
+        y = x.new_zeros(x.shape, dtype=torch.float32)
+        body = neurons.body if gate is None and self.config.gated and self.up.bias is None else None
+        for records in neurons.bring(self.layer, active):
+            if body is None:
+                self._add(x, records, gate, y)
+            elif records.first < records.stop:
+                parts = {name: part[records.first : records.stop] for name, part in records.parts.items()}
+                body.add_neurons(parts, x, y, self.config.activation)
+        return y
+
+    def _add(self, x: Tensor, records: Records, gate: Tensor | None, y: Tensor) -> None:
+        """Add the contributions of neurons to ``y`` (T, E)."""
+        for first in range(records.first, records.stop, TOGETHER):
+            at = max(0, min(first, len(records.neurons) - TOGETHER))
+            found = {name: part[at : at + TOGETHER] for name, part in records.parts.items()}
+            inner = self._inner(x, found, records.neurons[at : at + TOGETHER], gate)
+            inner[:, : first - at] = 0
+            inner[:, records.stop - at :] = 0
+            y += inner @ found["down"]
+
+    def _all(self, x: Tensor) -> Tensor:
+        """Compute with all neurons, block by block, without the last bias."""
+        gate = self._gate(x)
+        y = x.new_zeros(x.shape, dtype=torch.float32)
+        for first, found in self.neurons.every(self.layer):
+            which = torch.arange(first, first + len(found["down"]))
+            y += self._inner(x, found, which, gate) @ found["down"]
+        return y
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        """Return the activations of the selector, (T, F); None for a layer without one."""
+        if self.layer not in self.neurons.selectors:
+            return None
+        bias = None if self.up.bias is None else self.up.bias[: self.config.ffn_width]
+        return activate(kernels.linear(x, self.neurons.selectors[self.layer], bias), self.config.activation)
+
+    def _inner(self, x: Tensor, found: dict[str, Tensor], which: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the inner activations of the neurons ``which`` (n,), as (T, n)."""
+        if gate is not None and not self.config.gated:
+            return gate[:, which]
+        width = self.config.ffn_width
+        last = width if self.config.gated else 0
+        biases = (None, None) if self.up.bias is None else (self.up.bias[which], self.up.bias[which + last])
+        if not self.config.gated:
+            return activate(kernels.linear(x, found["up"], biases[0]), self.config.activation)
+        up = kernels.linear(x, found["up"], biases[1])
+        if gate is None:
+            return activate(kernels.linear(x, found["gate"], biases[0]), self.config.activation) * up
+        return gate[:, which] * up
+
+
+class NeuronParts(DenseParts):
+    """Builds layers whose feed-forwards are over neurons; all other matrices are resident."""
+
+    def __init__(self, config: ModelConfig, neurons: NeuronLoader) -> None:
+        super().__init__(config)
+        self.neurons = neurons
+
+    def feed_forward(self, layer: int) -> nn.Module:
+        """Return a feed-forward over neurons."""
+        return NeuronFeedForward(self.config, layer, self.neurons)
+
+    def stateful(self) -> Sequence[Stateful]:
+        """Return the loader, whose caches remember which neurons a session used last."""
+        return (self.neurons,)

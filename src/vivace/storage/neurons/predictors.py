@@ -1,0 +1,261 @@
+"""Predictors of which neurons of a ReLU feed-forward will be active, of low rank, from its input.
+
+``active = up(down(x)) + bias > threshold`` with ``down`` (r, E) and ``up`` (F, r), trained on what really is active
+(Alizadeh et al. 2023, arXiv:2312.11514, section 3.1; after Liu et al. 2023, Deja Vu, arXiv:2310.17157). The losses of
+active and inactive neurons are balanced, and the threshold of each layer is set to the recall that is asked for on
+texts held back from training. Training starts (ours) from the r directions in which the layer's values before its ReLU
+vary most, and keeps them where it finds nothing better. Predictors are judged and stored in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.checkpoint.files import read_tensors, staged, write_tensors
+from vivace.core.layers import FeedForward, Linear
+from vivace.core.model import Decoder
+from vivace.core.step import Step
+from vivace.errors import ConfigError, MismatchError, NotFoundError
+from vivace.kernels.native import Matrix, NativeBody
+from vivace.storage.store import Store
+from vivace.train.rows import RowsConfig, fit_rows
+
+FILE = "predictors.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """The predictor of one layer."""
+
+    down: Tensor
+    """(r, E)."""
+    up: Tensor
+    """(F, r)."""
+    bias: Tensor
+    """(F,), with the threshold subtracted; float32."""
+
+    def active(self, x: Tensor, body: NativeBody | None = None) -> Tensor:
+        """Return the neurons that any row of ``x`` (T, E) probably needs, (n,) ascending; ``body`` as in ``scores``."""
+        return (self.scores(x, body) > 0).any(0).nonzero()[:, 0]
+
+    def scores(self, x: Tensor, body: NativeBody | None = None) -> Tensor:
+        """Score neurons, (T, E) -> (T, F), positive where one is predicted; ``body`` multiplies in bfloat16."""
+        if body is not None and x.dtype == self.down.dtype == torch.bfloat16:
+            down, up = (Matrix(part, None, part.shape[1], part.shape[0]) for part in (self.down, self.up))
+            return body.linear(up, body.linear(down, x)).float() + self.bias
+        return F.linear(F.linear(x.to(self.down.dtype), self.down), self.up).float() + self.bias
+
+    def to(self, dtype: torch.dtype) -> Predictor:
+        """Return the same with its matrices in another dtype."""
+        return replace(self, down=self.down.to(dtype), up=self.up.to(dtype))
+
+    def in_order(self, order: Tensor) -> Predictor:
+        """Return the same for neurons in another order: number ``order[i]`` lies at place i, with ``order`` (F,)."""
+        return replace(self, up=self.up[order], bias=self.bias[order])
+
+
+@dataclass(frozen=True)
+class PredictorConfig:
+    """How predictors are trained."""
+
+    rank: int = 64
+    recall: float = 0.99
+    """Share of the active neurons that must be found, on texts held back."""
+    epochs: int = 4
+    """Passes over the texts; 0 keeps the directions that training starts from."""
+    learning_rate: float = 1e-3
+    batch_tokens: int = 256
+    balance: float = 0.5
+    """Exponent on inactive / active, which is the weight of an active neuron in the loss."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recall <= 1:
+            raise ConfigError(f"recall is a share in (0, 1], found {self.recall}")
+        if self.rank < 1:
+            raise ConfigError(f"rank must be at least 1, found {self.rank}")
+
+
+@dataclass(frozen=True)
+class PredictorReport:
+    """How good the predictor of a layer is on texts held back."""
+
+    layer: int
+    recall: float
+    precision: float
+    active_share: float
+    """Mean share of neurons that are active for a token."""
+    predicted_share: float
+    """Mean share of neurons that are predicted for a token."""
+
+
+def train_predictors(
+    model: Decoder, texts: Sequence[Sequence[int]], config: PredictorConfig
+) -> tuple[list[Predictor], list[PredictorReport]]:
+    """Train the predictors of a resident model, layer after layer.
+
+    Args:
+        model: with ReLU feed-forwards and all weights in memory.
+        texts: token ids; every tenth is held back to set thresholds by.
+        config: how they are trained.
+
+    Raises:
+        ConfigError: fewer than ten texts, or a model without ReLU.
+    """
+    c = model.config
+    if c.activation != "relu" or c.moe is not None:
+        raise ConfigError(f"predictors are for feed-forwards with relu, this model has {c.activation}")
+    learned, held = split_held(texts)
+    predictors, reports = [], []
+    pairs = zip(inputs_of(model, learned), inputs_of(model, held), strict=True)
+    for layer, (x, x_held) in enumerate(pairs):
+        feed = model.layers[layer].feed_forward
+        assert isinstance(feed, FeedForward)
+        gates, truth = gates_of(feed, x), gates_of(feed, x_held) > 0
+        tried = [_start(feed, gates, config)]
+        if config.epochs:
+            tried.append(_train(tried[0], x, gates > 0, config))
+        found = [_calibrate(layer, predictor.to(x.dtype), x_held, truth, config.recall) for predictor in tried]
+        predictor, report = min(found, key=lambda one: one[1].predicted_share)
+        predictors.append(predictor)
+        reports.append(report)
+    return predictors, reports
+
+
+def split_held(texts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Split texts into those to learn from, and every tenth to judge by.
+
+    Raises:
+        ConfigError: there are fewer than ten.
+    """
+    if len(texts) < 10:
+        raise ConfigError(f"{len(texts)} texts are too few to calibrate on; give at least 10")
+    held = [text for place, text in enumerate(texts) if place % 10 == 9]
+    return [text for place, text in enumerate(texts) if place % 10 != 9], held
+
+
+def _gate_of(feed: FeedForward) -> tuple[Tensor, Tensor]:
+    """Return weight (F, E) and bias (F,) of the map whose result the ReLU is applied to."""
+    assert isinstance(feed.up, Linear)
+    width = feed.up.weight.shape[0] // (2 if feed.gated else 1)
+    weight = feed.up.weight[:width].detach()
+    return weight, weight.new_zeros(width) if feed.up.bias is None else feed.up.bias[:width].detach()
+
+
+@torch.no_grad()
+def gates_of(feed: FeedForward, x: Tensor) -> Tensor:
+    """Return what the ReLU is applied to, (n, E) -> (n, F); positive values are the neurons that really are active."""
+    return F.linear(x, *_gate_of(feed))
+
+
+@torch.no_grad()
+def _start(feed: FeedForward, gates: Tensor, config: PredictorConfig) -> Predictor:
+    """Return the map of this rank that is nearest to the layer's own on these gates, by their principal directions."""
+    weight, bias = (part.float() for part in _gate_of(feed))
+    gates = gates.float()
+    mean = gates.mean(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        directions = torch.pca_lowrank(gates, min(config.rank, *gates.shape))[2]
+    down, up = directions.T @ weight, directions
+    scale = (down.norm() / up.norm()).clamp(min=1e-12).sqrt()
+    return Predictor(down / scale, up * scale, mean + directions @ (directions.T @ (bias - mean)))
+
+
+@torch.no_grad()
+def inputs_of(model: Decoder, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Yield the input of each feed-forward on these texts, (tokens, E), one layer after the other."""
+    steps = [Step.dense(1, len(text)) for text in texts]
+    rows = [model.embed(torch.tensor(text), step) for text, step in zip(texts, steps, strict=True)]
+    for layer in model.layers:
+        rows = [layer.attend(h, step) for h, step in zip(rows, steps, strict=True)]  # type: ignore[operator]
+        yield torch.cat([h if layer.ffn_norm is None else layer.ffn_norm(h) for h in rows])  # type: ignore[operator]
+        rows = [layer.feed(h, step) for h, step in zip(rows, steps, strict=True)]  # type: ignore[operator]
+
+
+def _train(start: Predictor, x: Tensor, truth: Tensor, config: PredictorConfig) -> Predictor:
+    """Train a predictor on inputs ``x`` (n, E) of which ``truth`` (n, F) says what is active."""
+    x = x.float()
+    down, up, bias = (part.clone().requires_grad_() for part in (start.down, start.up, start.bias))
+    share = truth.float().mean(0).clamp(1e-3, 1 - 1e-3)
+    weight = ((1 - share) / share) ** config.balance
+
+    def loss(rows: Tensor) -> Tensor:
+        scores = F.linear(F.linear(x[rows], down), up, bias)
+        return F.binary_cross_entropy_with_logits(scores, truth[rows].float(), pos_weight=weight)
+
+    how = RowsConfig(epochs=config.epochs, batch_rows=config.batch_tokens, rate=config.learning_rate, seed=config.seed)
+    fit_rows([down, up, bias], loss, len(x), how)
+    return Predictor(down.detach(), up.detach(), bias.detach())
+
+
+@torch.no_grad()
+def _calibrate(
+    layer: int, predictor: Predictor, x: Tensor, truth: Tensor, recall: float
+) -> tuple[Predictor, PredictorReport]:
+    """Set the threshold that finds ``recall`` of the active neurons, and measure the predictor with it."""
+    scores = predictor.scores(x)
+    found = scores[truth].sort().values
+    threshold = found[int((1 - recall) * (len(found) - 1))].item() if len(found) else 0.0
+    threshold -= 1e-6 * abs(threshold) + 1e-7  # rounding must not lose the neuron at the threshold
+    shifted = replace(predictor, bias=predictor.bias - threshold)
+    guess = shifted.scores(x) > 0
+    hits = (guess & truth).sum().item()
+    report = PredictorReport(
+        layer,
+        recall=hits / max(1, truth.sum().item()),
+        precision=hits / max(1, guess.sum().item()),
+        active_share=truth.float().mean().item(),
+        predicted_share=guess.float().mean().item(),
+    )
+    return shifted, report
+
+
+def save_predictors(store: Store, predictors: Sequence[Predictor]) -> None:
+    """Write predictors into the folder of the store that they were trained for.
+
+    Raises:
+        CheckpointError: the disk is full or may not be written.
+    """
+    tensors = {}
+    for layer, predictor in enumerate(predictors):
+        for name in ("down", "up", "bias"):
+            tensors[f"layers.{layer}.{name}"] = getattr(predictor, name)
+    with staged(store.folder) as staging:
+        write_tensors(staging / FILE, tensors)
+
+
+def predictor_bytes(store: Store) -> int:
+    """Return the bytes that the predictors of a store take in memory; 0 where there are none."""
+    path = store.folder / FILE
+    return path.stat().st_size if store.layout == "neurons" and path.is_file() else 0
+
+
+def load_predictors(store: Store) -> list[Predictor]:
+    """Read the predictors of a store.
+
+    Raises:
+        NotFoundError: it has none.
+        MismatchError: they are for another model.
+    """
+    path = Path(store.folder) / FILE
+    if not path.is_file():
+        raise NotFoundError(
+            f"{store.folder} has neurons and no {FILE}; train it (vivace convert --calibrate FILE), or convert with "
+            "layout selected, which needs none"
+        )
+    tensors, c = read_tensors(path), store.config
+    predictors = []
+    for layer in range(c.num_layers):
+        parts = [tensors.get(f"layers.{layer}.{name}") for name in ("down", "up", "bias")]
+        down, up, bias = parts
+        if down is None or up is None or bias is None or down.shape[1] != c.width or up.shape[0] != c.ffn_width:
+            raise MismatchError(f"{path} does not fit layer {layer} of this model; train it again")
+        predictors.append(Predictor(down, up, bias))
+    return predictors

@@ -1,0 +1,36 @@
+"""Mixtures of each family, and what their experts are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.families import make
+from tests.storage.experts.foresight.foreseen import Heard, listening
+from vivace.checkpoint.load import load_decoder
+from vivace.core.model import Decoder
+
+
+@pytest.fixture(autouse=True, scope="package")
+def single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A small mixture of each family."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    make(request.param).save_pretrained(folder)
+    return load_decoder(folder)
+
+
+@pytest.fixture
+def heard(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Heard:
+    """What the experts of that mixture are told."""
+    return listening(model, monkeypatch)
