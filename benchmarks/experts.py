@@ -52,7 +52,7 @@ from vivace.storage.store import Store, open_store
 
 CAPACITY = 512
 POLICIES = {"plain", "on_demand", "lru", "next_use", "static", "next_layer", "oracle", "recorded"}
-"""Entrants that need no adapter."""
+"""Systems that need no adapter."""
 UNLIMITED = 1e9
 """GB/s of a device that takes no time: what is reckoned before a pace is."""
 
