@@ -31,6 +31,7 @@ from vivace.methods.dynamic.router import Router, RouterConfig
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import AlignedLoss, Cut, FrozenPass, slices
 from vivace.train.objective import Parts
+from vivace.train.rows import RowsConfig, fit_rows
 
 MAX_WEIGHT = 5.0
 """A label this much rarer than the other counts as much; beyond that it would be noise."""
@@ -170,16 +171,12 @@ def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterTra
     weights = list(router.parameters())
     if not weights:
         return
-    optimiser = torch.optim.AdamW(weights, lr=lesson.rate, weight_decay=0.0)
-    order = torch.Generator().manual_seed(seed)
-    updates = lesson.epochs * -(-trails.num_positions // lesson.positions)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, updates)
-    for _ in range(lesson.epochs):
-        for rows in torch.randperm(trails.num_positions, generator=order).split(lesson.positions):
-            optimiser.zero_grad()
-            router_loss(model, router, trails.take(rows)).backward()
-            optimiser.step()
-            schedule.step()
+
+    def loss(rows: Tensor) -> Tensor:
+        return router_loss(model, router, trails.take(rows))
+
+    how = RowsConfig(epochs=lesson.epochs, batch_rows=lesson.positions, rate=lesson.rate, falls=True, seed=seed)
+    fit_rows(weights, loss, trails.num_positions, how)
 
 
 def router_loss(model: Decoder, router: Router, trails: Trails) -> Tensor:

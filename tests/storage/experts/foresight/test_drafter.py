@@ -78,8 +78,8 @@ def test_each_layer_hears_before_it_runs(model: Decoder, heard: Heard) -> None:
 
 def test_refining_asks_again_from_the_layer_below(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightForwardPass(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
-        climb.run(model, Draft.committed_only({0: [4]}), model.new_cache(1, 8))
+        forward = ForesightForwardPass(foresight(model, 0.1, rate=3), ForesightPlan(2, (1,)))
+        forward.run(model, Draft.committed_only({0: [4]}), model.new_cache(1, 8))
     top = model.config.num_layers - 1
     assert [kind for kind, layer, _ in heard if layer == top] == ["expected", "expected", "ran"]
 
@@ -89,28 +89,28 @@ def test_whoever_is_asked_about_the_next_layer_is_asked_once(model: Decoder, hea
     assert model.config.moe is not None
     seeing = foresight(model, 0.1, rate=1.25)
     with torch.inference_mode():
-        climb = ForesightForwardPass(seeing, ForesightPlan(1, (1,)))
-        climb.run(model, Draft.committed_only({0: [4]}), model.new_cache(1, 8))
+        forward = ForesightForwardPass(seeing, ForesightPlan(1, (1,)))
+        forward.run(model, Draft.committed_only({0: [4]}), model.new_cache(1, 8))
     told = [experts for kind, layer, experts in heard if (kind, layer) == ("expected", 2)]
     assert [len(experts) for experts in told] == [model.config.moe.top_k] * model.config.is_moe(2)
 
 
 def test_prompt_chunks_are_not_guessed_for(model: Decoder, heard: Heard) -> None:
     with torch.inference_mode():
-        climb = ForesightForwardPass(foresight(model), ForesightPlan())
-        climb.run(model, Draft.committed_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
+        forward = ForesightForwardPass(foresight(model), ForesightPlan())
+        forward.run(model, Draft.committed_only({0: [4, 9, 33]}), model.new_cache(1, 8), chunk=True)
     assert {kind for kind, *_ in heard} == {"prompt"}
 
 
 def test_what_is_expected_of_a_token_does_not_depend_on_later_ones(model: Decoder, heard: Heard) -> None:
-    climb = ForesightForwardPass(foresight(model, 0.2), ForesightPlan(2))
+    forward = ForesightForwardPass(foresight(model, 0.2), ForesightPlan(2))
     said = []
     for tokens in ([[4], [9]], [[4], [33]]):
         cache = model.new_cache(1, 8)
         for place, given in enumerate(tokens):
             heard.clear()
             with torch.inference_mode():
-                climb.run(model, Draft.committed_only({0: given}), cache)
+                forward.run(model, Draft.committed_only({0: given}), cache)
             cache.commit([0], [[0]])
             if place == 0:
                 said.append(list(heard))

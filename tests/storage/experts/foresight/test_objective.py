@@ -66,13 +66,13 @@ def test_training_teaches_routers_to_be_asked_early(model: Decoder, rate: float 
         assert said[-1][name] > said[0][name] + 0.03, name
 
 
-def decoded(model: Decoder, climb: ForesightForwardPass, text: TokenBatch, heard: Heard) -> None:
+def decoded(model: Decoder, forward: ForesightForwardPass, text: TokenBatch, heard: Heard) -> None:
     """One token after another; from here on nothing else is heard."""
     heard.clear()
     cache = model.new_cache(1, 16)
     with torch.inference_mode():
         for token in text.tokens[0, :-1].tolist():
-            climb.run(model, Draft.committed_only({0: [token]}), cache)
+            forward.run(model, Draft.committed_only({0: [token]}), cache)
             cache.commit([0], [[0]])
 
 
