@@ -1,4 +1,4 @@
-"""Parts of Markdown files that a script writes, so that prose and facts share a page.
+"""Parts of Markdown files that a script writes, so that text by hand and generated facts share a page.
 
 A part stands between ``<!-- begin NAME: the script -->`` and ``<!-- end NAME -->``, each on a line of its own.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def fill(text: str, name: str, body: str) -> str:
-    """``text`` with the part called ``name`` replaced.
+    """Return ``text`` with the part called ``name`` replaced.
 
     Raises:
         ValueError: the text has no such part, or more than one.
@@ -24,7 +24,7 @@ def fill(text: str, name: str, body: str) -> str:
 
 
 def fill_file(path: Path, parts: Mapping[str, str]) -> str:
-    """Text that a file should have."""
+    """Return the text that a file should have."""
     text = path.read_text(encoding="utf-8")
     for name, body in parts.items():
         try:
@@ -35,7 +35,7 @@ def fill_file(path: Path, parts: Mapping[str, str]) -> str:
 
 
 def settle(wanted: Mapping[Path, str], *, check: bool) -> list[Path]:
-    """Bring files to the wanted text, or only look; returns those that differ from it."""
+    """Write the wanted text to files, or with ``check`` only compare; return the files that differ from it."""
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in [] if check else stale:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +44,6 @@ def settle(wanted: Mapping[Path, str], *, check: bool) -> list[Path]:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A Markdown table; bars inside cells are escaped."""
+    """Return a Markdown table; bars inside cells are escaped."""
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

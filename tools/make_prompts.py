@@ -1,7 +1,7 @@
-"""Draw the prompt sets that come with the package: ``python tools/make_prompts.py``.
+"""Make the prompt sets that come with the package: ``python tools/make_prompts.py``.
 
-*e2e*: meaning representations from attribute and value lists in the format of the E2E challenge. *sql*: questions
-over tables of our own invention in the style of WikiSQL, each with the query that answers it. The draw is seeded,
+*e2e*: meaning representations from lists of attributes and values in the format of the E2E challenge. *sql*: questions
+over invented tables in the style of WikiSQL, each with the query that answers it. The random numbers are seeded,
 so running this again changes nothing (a test checks that).
 """
 
@@ -22,7 +22,7 @@ NAMES = (
     "The Rice Boat", "The Olive Grove", "The Twenty Two", "Wildwood", "Cocum", "The Golden Curry", "Alimentum",
     "The Dumpling Tree", "Clowns", "The Mill", "Cotto", "The Punter", "The Eagle", "Aromi", "The Phoenix",
 )  # fmt: skip
-# Attributes in the order in which they are written, and how often each is there.
+# Attributes in the order in which they are written, with the probability and the possible values of each.
 ATTRIBUTES: tuple[tuple[str, float, tuple[str, ...]], ...] = (
     ("eatType", 0.8, ("coffee shop", "pub", "restaurant")),
     ("food", 0.8, ("Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese")),
@@ -37,15 +37,18 @@ ATTRIBUTES: tuple[tuple[str, float, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name in SQL, how a question calls it, and its values (numbers, or text)."""
+    """A column of a table."""
 
     name: str
+    """Name in SQL."""
     words: str
+    """Name in a question."""
     values: tuple[int | str, ...]
+    """Values, either all numbers or all text."""
 
     @property
     def is_number(self) -> bool:
-        """Whether it is compared by size."""
+        """Whether its values are numbers, which a condition may compare by size."""
         return isinstance(self.values[0], int)
 
 
@@ -110,7 +113,7 @@ AGGREGATES = {"MAX": "highest", "MIN": "lowest", "AVG": "average", "SUM": "total
 
 
 def draw_e2e(rng: random.Random) -> Prompt:
-    """A meaning representation of a name and at least two attributes."""
+    """Return a meaning representation of a name and at least two attributes."""
     chosen: list[str] = []
     while len(chosen) < 2:
         chosen = [f"{name}[{rng.choice(values)}]" for name, share, values in ATTRIBUTES if rng.random() < share]
@@ -118,7 +121,7 @@ def draw_e2e(rng: random.Random) -> Prompt:
 
 
 def draw_sql(rng: random.Random) -> Prompt:
-    """A question with one or two conditions, and its query."""
+    """Return a question with one or two conditions, and its query."""
     table = rng.choice(TABLES)
     wanted, *given = rng.sample(table, rng.choice((2, 2, 3)))
     aggregate, ask = _ask(rng, wanted)
@@ -131,7 +134,7 @@ def draw_sql(rng: random.Random) -> Prompt:
 
 
 def _ask(rng: random.Random, wanted: Column) -> tuple[str, str]:
-    """An aggregate, or none, and the beginning of a question for it."""
+    """Return an aggregate, or none, and the beginning of a question for it."""
     if wanted.is_number and rng.random() < 0.5:
         aggregate = rng.choice(sorted(AGGREGATES))
         return aggregate, f"What is the {AGGREGATES[aggregate]} {wanted.words} with"
@@ -143,7 +146,7 @@ def _ask(rng: random.Random, wanted: Column) -> tuple[str, str]:
 
 
 def _condition(rng: random.Random, column: Column) -> tuple[str, str]:
-    """A condition in words and in SQL; text of several words is quoted, as WikiSQL has it."""
+    """Return a condition in words and in SQL; text of several words is quoted, as in WikiSQL."""
     value = rng.choice(column.values)
     article = "an" if column.words[0] in "aeiou" else "a"
     if column.is_number:
@@ -154,7 +157,7 @@ def _condition(rng: random.Random, column: Column) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Draw both sets, distinct prompts only."""
+    """Make both sets of distinct prompts."""
     for name, draw in (("e2e", draw_e2e), ("sql", draw_sql)):
         rng = random.Random(name)
         drawn: dict[str, Prompt] = {}

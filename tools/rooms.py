@@ -1,4 +1,4 @@
-"""The picture of the rooms: one box per room that is built, on the floor the architecture test gives it."""
+"""The picture of the rooms: one box per room, on the floor that the architecture test assigns to it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 WIDTH, MARGIN, LABEL, GAP = 1000, 12, 70, 10
 LINE, PADDING = 15, 10
 CHARACTER = 6.3
-"""Width of a character of the small text."""
+"""Width of a character of the small text, in pixels."""
 
 
 def rooms(package: Path, floors: Mapping[str, int]) -> dict[int, dict[str, str]]:
-    """Floor -> room -> what it is for, for the rooms that are built; the package's own front doors are left out."""
+    """Return the purpose of each existing room by floor; ``__init__`` and ``__main__`` of the package are left out."""
     found: dict[int, dict[str, str]] = {}
     for name, floor in floors.items():
         sources = [path for path in (package / name / "__init__.py", package / f"{name}.py") if path.is_file()]
@@ -25,13 +25,13 @@ def rooms(package: Path, floors: Mapping[str, int]) -> dict[int, dict[str, str]]
 
 
 def purpose(source: Path) -> str:
-    """First paragraph of a module's docstring, on one line."""
+    """Return the first paragraph of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].replace("``", "").split())
 
 
 def draw(floors: Mapping[int, Mapping[str, str]]) -> str:
-    """The picture as SVG, the top floor first."""
+    """Return the picture as SVG, with the top floor first."""
     parts: list[str] = []
     y = MARGIN
     for floor in sorted(floors, reverse=True):
@@ -47,6 +47,7 @@ def draw(floors: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _head(height: int) -> str:
+    """Return the beginning of the SVG file."""
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"
      aria-label="Rooms of vivace by floor; imports point down">
@@ -60,6 +61,7 @@ def _head(height: int) -> str:
 
 
 def _box(x: float, y: float, width: float, height: float, name: str, lines: list[str]) -> str:
+    """Return one box with the name of a room and the lines of its purpose."""
     left = x + PADDING
     text = [f'<text class="name" x="{left:.1f}" y="{y + PADDING + 12:.0f}">{escape(name)}</text>']
     text += [

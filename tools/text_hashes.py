@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def available_backends() -> list[str]:
-    """Kernel backends that run on this machine."""
+    """Return the kernel backends that run on this machine."""
     names = []
     for name in BACKENDS:
         try:
@@ -72,28 +72,28 @@ def available_backends() -> list[str]:
 
 
 def hashes(backends: Sequence[str], limit: int) -> Iterator[tuple[str, str]]:
-    """(``backend/method/setting``, hash) of every combination, printed as they are ready."""
+    """Yield (``backend/method/setting``, hash) for every combination, and print each when it is ready."""
     prompts = [prompt.request for name in ("e2e", "sql") for prompt in packaged_prompts(name)[: limit // 2]]
     for backend in backends:
         engine = vivace.load(kernels=backend)
         for method in [*engine.methods.ready(), "auto"]:
             for setting, options in SETTINGS.items():
                 if method == "auto" and setting == "sampled":
-                    continue  # what auto drafts depends on the clock, and a sampled text on what was drafted
+                    continue  # what auto drafts depends on timing, and a sampled text depends on what was drafted
                 value = digest(answers(engine, prompts, method, options))
                 print(f"{backend}/{method}/{setting} {value}", flush=True)
                 yield f"{backend}/{method}/{setting}", value
 
 
 def answers(engine: Engine, prompts: Sequence[Any], method: str, options: dict[str, Any]) -> list[Result]:
-    """Answers to the even prompts one by one, and to the odd ones in batches of eight."""
+    """Answer the even prompts one by one, and the odd ones in batches of eight."""
     options = {"method": method, "max_new_tokens": NEW_TOKENS, **options}
     alone = [engine.generate(prompt, **options)[0] for prompt in prompts[::2]]
     return alone + engine.generate(list(prompts[1::2]), batch_size=8, **options)
 
 
 def digest(results: Sequence[Result]) -> str:
-    """SHA-256 over token ids, log-probabilities and reasons of ending."""
+    """Return the SHA-256 over token ids, log-probabilities and reasons of ending."""
     total = hashlib.sha256()
     for result in results:
         total.update(struct.pack(f"<{len(result.token_ids)}q", *result.token_ids))

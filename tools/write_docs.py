@@ -1,7 +1,8 @@
-"""Write the parts of the documents that the code decides: ``python -m tools.write_docs`` (``--check`` only looks).
+"""Write the parts of the documents that follow from the code: ``python -m tools.write_docs`` (``--check`` only
+compares).
 
 Method table, families, rotary kinds, error tree, commands, fields of configurations and the picture of the rooms
-are read from the code, so that a page cannot say something else. A test runs this with ``--check``.
+are read from the code, so that no page can contradict it. A test runs this with ``--check``.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ PECULIARITIES = {
     "gpt2": "learned positions, layer norm, transposed matrices",
     "opt": "learned positions with an offset, layer norm, untied or tied head",
 }
-"""One line per ``model_type``; a test fails when a family is missing here."""
+"""One line per ``model_type``; a test fails if a family is missing here."""
 
 
 def methods_table() -> str:
-    """Every method name."""
+    """Return the table of all methods."""
     rows = [
         (
             f"`{method.name}`",
@@ -71,41 +72,41 @@ def methods_table() -> str:
 
 
 def families_table() -> str:
-    """Every ``model_type``, with what is particular about it."""
+    """Return the table of all values of ``model_type``, with what is particular about each."""
     return table(("`model_type`", "particular"), [(f"`{name}`", PECULIARITIES[name]) for name in families.FAMILIES])
 
 
 def families_line() -> str:
-    """Every ``model_type`` in one sentence."""
+    """Return one sentence that lists all values of ``model_type``."""
     return "Checkpoints with these values of `model_type` are read: " + _listed(families.FAMILIES) + "."
 
 
 def rotary_table() -> str:
-    """Rotary kinds, and the settings each reads."""
+    """Return the table of rotary kinds and the settings that each reads."""
     rows = [(f"`{kind}`", _listed(sorted(read)) or "none") for kind, read in rope_keys._SETTINGS.items()]
     return table(("`rope_type`", "settings read"), rows)
 
 
 def harmless_line() -> str:
-    """Keys that are passed over because they leave the numbers alone."""
+    """Return the list of keys that are ignored because they do not change the numbers."""
     return _listed(sorted(config_keys.HARMLESS)) + "."
 
 
 def error_tree() -> str:
-    """The tree drawn in the docstring of ``errors.py``."""
+    """Return the tree drawn in the docstring of ``errors.py``."""
     drawn = inspect.getdoc(errors) or ""
     lines = [line for line in drawn.splitlines() if line.startswith(("    V", "    ├", "    │", "    └"))]
     return "```text\n" + "\n".join(line[4:] for line in lines) + "\n```"
 
 
 def commands_table() -> str:
-    """Every command with the first line of its help."""
+    """Return the table of all commands with the first line of their help."""
     rows = [(f"`vivace {name}`", summary) for name, summary in _commands()]
     return table(("command", "what it does"), rows)
 
 
 def recipes_table() -> str:
-    """Recipes that come with the package; each says what it trains before the colon of its first line."""
+    """Return the table of packaged recipes; the first line of each names what it trains, before a colon."""
     first_lines = [
         (path.stem, path.read_text(encoding="utf-8").splitlines()[0]) for path in sorted(RECIPES.glob("*.yaml"))
     ]
@@ -115,6 +116,7 @@ def recipes_table() -> str:
 
 
 def _commands() -> list[tuple[str, str]]:
+    """Return the name and the first line of help of every command."""
     built = app.build()
     found = [(str(c.name), _first_line(c.callback)) for c in built.registered_commands]
     for group in built.registered_groups:
@@ -124,11 +126,12 @@ def _commands() -> list[tuple[str, str]]:
 
 
 def _first_line(function: Any) -> str:
+    """Return the first paragraph of a function's docstring, on one line."""
     return (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def fields_table(kind: type[Any]) -> str:
-    """Fields of a configuration, inherited ones too, with defaults and the docstrings below them."""
+    """Return the table of a configuration's fields, inherited ones too, with their defaults and docstrings."""
     docs: dict[str, str] = {}
     for owner in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         tree = ast.parse(inspect.getsource(owner)).body[0]
@@ -142,7 +145,7 @@ def fields_table(kind: type[Any]) -> str:
 
 
 def request_fields(kind: type[Any], without: type[Any] | None = None) -> str:
-    """Fields of a request body with defaults and meanings, those of another one left out."""
+    """Return the table of the fields of a request body, without those of another one."""
     known = set() if without is None else set(without.model_fields)
     rows = [
         (f"`{name}`", "needed" if field.is_required() else f"`{_as_json(field.default)}`", field.description or "")
@@ -153,11 +156,14 @@ def request_fields(kind: type[Any], without: type[Any] | None = None) -> str:
 
 
 def _as_json(value: Any) -> str:
+    """Write a default as JSON; None means that the field is left out."""
     return "left out" if value is None else json.dumps(value)
 
 
 def refused_fields() -> str:
-    """Fields that other servers know, the values of them that ask for nothing, and what to do instead of others."""
+    """Return the table of fields of other servers that are refused, the values accepted anyway, and what to use
+    instead.
+    """
     rows = []
     for name in [*foreign.REFUSED, *(name for name in foreign.NEUTRAL if name not in foreign.REFUSED)]:
         accepted = ["any text" if one is str else f"`{json.dumps(one)}`" for one in foreign.NEUTRAL.get(name, ())]
@@ -166,7 +172,7 @@ def refused_fields() -> str:
 
 
 def metrics_table() -> str:
-    """Prometheus metrics."""
+    """Return the table of Prometheus metrics."""
     counters = metrics.COUNTERS | metrics.WORKER_COUNTERS
     rows = [(f"`vivace_{stem}_total`", text) for stem, text in counters.items()]
     labelled = metrics.BY_LABEL | server_metrics.SERVER_COUNTERS
@@ -178,17 +184,18 @@ def metrics_table() -> str:
 
 
 def bit_rules() -> str:
-    """The rules stated in the docstring of ``kernels/reference.py``."""
+    """Return the rules listed in the docstring of ``kernels/reference.py``."""
     text = inspect.getdoc(reference) or ""
     return "\n\n".join(part for part in text.split("\n\n") if part.startswith("* ")).replace("``", "`")
 
 
 def _listed(names: Any) -> str:
+    """Return names as code, separated by commas."""
     return ", ".join(f"`{name}`" for name in names)
 
 
 def wanted() -> dict[Path, str]:
-    """Every file this script has a say in, with the text it should have."""
+    """Return the text that every file with generated parts should have."""
     parts = {
         ROOT / "README.md": {"methods": methods_table(), "families": families_line()},
         ROOT / "docs" / "quickstart.md": {"commands": commands_table(), "recipes": recipes_table()},
@@ -228,7 +235,7 @@ def wanted() -> dict[Path, str]:
 
 
 def main(args: list[str]) -> int:
-    """Write, or with ``--check`` name what is out of date; returns the exit status."""
+    """Write the files, or with ``--check`` name those that are out of date; return the exit status."""
     check = "--check" in args
     stale = settle(wanted(), check=check)
     for path in stale:

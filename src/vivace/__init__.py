@@ -1,6 +1,6 @@
-"""vivace: a Hugging Face language model answers faster, and the measurement that its answers did not change.
+"""Make a Hugging Face language model answer faster, and measure that its answers did not change.
 
-Importing the package does not import torch; what needs it is loaded when first asked for.
+Importing the package does not import torch; what needs it is loaded on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Chunk", "Engine", "Options", "Result", "VivaceError", "__version__",
 
 
 def __getattr__(name: str) -> Any:
-    """A public name that is not loaded yet."""
+    """Load a public name on first use."""
     if name in __all__:
         home = "vivace.transformers_bridge" if name == "custom_generate" else "vivace.engine"
         return getattr(import_module(home), name)
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

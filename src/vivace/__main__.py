@@ -1,4 +1,4 @@
-"""``python -m vivace`` is the ``vivace`` command."""
+"""``python -m vivace`` runs the ``vivace`` command."""
 
 from vivace.cli import main
 

@@ -1,4 +1,6 @@
-"""Frozen dataclasses from mappings that files hold: an unknown key is refused with its nearest match."""
+"""Building frozen dataclasses from mappings read from files; an unknown key is an error that names the nearest
+match.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ T = TypeVar("T")
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """A frozen dataclass from a mapping, strict both ways.
+    """Build a frozen dataclass from a mapping, strictly.
 
     Args:
         kind: the dataclass; nested dataclasses and tuples are built too.
-        values: what the file says.
-        where: path of keys so far, for messages.
+        values: the mapping.
+        where: path of keys leading to the mapping, for messages.
 
     Raises:
-        ConfigError: an unknown key (nearest match named), a missing one or a value of another type.
+        ConfigError: a key is unknown (the message names the nearest) or missing, or a value has another type.
     """
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
@@ -40,7 +42,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """``value`` as the annotation says, or an error that names the key."""
+    """Return ``value`` converted to the annotated type, or raise an error that names the key."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
@@ -63,6 +65,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _first_that_fits(hints: list[Any], value: Any, where: str) -> Any:
+    """Convert the value to the first type of a union that accepts it."""
     for hint in hints[:-1]:
         try:
             return _value(hint, value, where)

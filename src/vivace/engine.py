@@ -1,4 +1,4 @@
-"""A checkpoint in, a ready engine out: what a user touches in Python.
+"""Loading a checkpoint into an engine that answers prompts: the interface for Python.
 
 In four lines:
 
@@ -40,24 +40,25 @@ from vivace.storage.store import is_store
 from vivace.units import parse_bytes
 
 Prompt = str | Sequence[Mapping[str, str]]
-"""Text (one user message unless raw), or messages."""
+"""Text, which becomes one user message unless ``raw``, or a list of messages."""
 
 SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
-"""The model that comes with the package."""
+"""Folder of the model that comes with the package."""
 
 DEFAULT_NEW_TOKENS = 256
-"""Longest answer where neither the caller nor the checkpoint says; less where the context ends."""
+"""Length limit of an answer if neither the caller nor the checkpoint sets one; less if the context ends earlier."""
 
 EXACT_ROWS = 64
-"""Rows of every decoding pass in exact mode: plain decoding and drafts of up to 63 guesses look the same."""
+"""Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
 
 
 _SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
+"""Options that have no effect on greedy decoding."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate, under Hugging Face's names; None takes the checkpoint's ``generation_config.json``."""
+    """Settings of generation, under Hugging Face's names; None uses the checkpoint's ``generation_config.json``."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -73,21 +74,23 @@ class Options:
     seed: int = 0
     method: str = "auto"
     raw: bool = False
-    """Give the prompt as it is, without the chat template."""
+    """Whether to use the prompt as it is, without the chat template."""
     logprobs: bool = True
-    """Return log p of every token under the model, before any processor."""
+    """Whether to return log p of every token under the model, before any logits processor."""
     batch_size: int = 16
-    """Sequences decoded at once; further prompts wait."""
+    """Number of sequences decoded at once; further prompts wait."""
     exact: bool = False
-    """Pad every decoding pass to one number of rows: slower, for machines where a row's bits depend on its number of
-    neighbours (``docs/losslessness.md``)."""
+    """Whether to pad every decoding pass to the same number of rows. This is slower, and only needed on machines where
+    the bits of a row's result depend on the number of rows computed with it (``docs/losslessness.md``).
+    """
     num_draft_tokens: int | None = None
-    """Guesses per step of a method that drafts; None is what the method or its adapter says."""
+    """Number of draft tokens per step, for a method that drafts; None uses the method's or its adapter's."""
     quality: float | None = None
-    """Share of the tokens that leave early that shall be the whole model's own, for a method that leaves early; one
-    that its adapter was calibrated to. None is .98."""
+    """Agreement target of a method with early exits: the share of early-exit tokens that should equal the whole
+    model's. It must be one of the targets that the adapter was calibrated for. None is .98.
+    """
     progress: Progress | None = None
-    """Told (done, all) prompt tokens while prompts are read."""
+    """Called with the number of prompt tokens read and their total while prompts are read."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("batch_size", self.batch_size, 1), ("min_new_tokens", self.min_new_tokens, 0)):
@@ -96,10 +99,10 @@ class Options:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Options:
-        """From keyword arguments, strictly.
+        """Build options from keyword arguments.
 
         Raises:
-            ConfigError: an unknown name; the nearest is named.
+            ConfigError: a name is unknown; the message names the nearest.
         """
         known = {f.name for f in dataclasses.fields(Options)}
         for name in values:
@@ -113,20 +116,22 @@ class Result:
     """The answer to one prompt."""
 
     text: str
-    """Without special tokens, and without the stop string that ended it."""
+    """The text, without special tokens and without the stop string that ended it."""
     token_ids: tuple[int, ...]
-    """What was generated, an end token included."""
+    """The generated tokens, including an end token."""
     logprobs: tuple[float, ...] | None
+    """log p of each generated token, if it was asked for."""
     finish_reason: FinishReason
     stats: DecodeStats
     method: str
-    """What was asked for; ``choice`` says what ``auto`` made of it."""
+    """The method that was asked for."""
     choice: str | None = None
+    """What ``auto`` chose; None for other methods."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of an answer while it is made; the last one carries the result."""
+    """A part of an answer while it is generated; the last one also has the result."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -145,21 +150,21 @@ def load(
     memory: str | int | None = None,
     reader: str = "auto",
 ) -> Engine:
-    """Open a checkpoint.
+    """Load a checkpoint.
 
     Args:
         path: directory or Hub id; None is the model that ships with the package.
         device: "auto" or "cpu".
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-        adapters: a folder, or folders by name, each used by the method it says it is for; a method without one
-            uses ``<model>/adapters/<method>``.
-        draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it is there.
-        kernels: "auto" (the best that runs here and fits the weights), "torch", "avx2", "avx512" or "amx".
-        weights: what matrices are kept as, the draft model's too: "bf16" (as the checkpoint has them), "int8",
-            "q4" or "lut4", which are rounded while they are read and compute in bfloat16 where ``dtype`` is "auto"; or
-            "exact12", bfloat16 in twelve bits without loss.
-        memory: what weights, buffers and cache may take together, such as "2GiB"; for a store (``vivace convert
-            --store``), whose remaining weights are read while they are used. None is all of it in memory.
+        adapters: a folder, or folders by name; each is used by the method named in its ``config.json``. A method
+            without one uses ``<model>/adapters/<method>``.
+        draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it exists.
+        kernels: "auto" (the fastest that run here and fit the weights), "torch", "avx2", "avx512" or "amx".
+        weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4" or
+            "lut4", which are quantized while loading and compute in bfloat16 if ``dtype`` is "auto"; or "exact12",
+            which holds bfloat16 in twelve bits without loss.
+        memory: limit for weights, buffers and cache together, such as "2GiB". It needs a store (``vivace convert
+            --store``), whose remaining weights are read while they are used. None loads everything into memory.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
 
     Raises:
@@ -194,7 +199,7 @@ def load(
         read = partial(_read_second, smaller, tokenizer, dtype=dtype, device=device, backend=backend)
         second = DraftModelSource(read, is_asked=draft_model is not None)
         if second.is_asked:
-            second.decoder  # noqa: B018 - what was named and cannot be read is told now
+            second.decoder  # noqa: B018 - a draft model that was named is read now, so that errors come from here
     if storage is not None and storage.plan.streamed and storage.body is None:
         choice = _torch_only(kernels)
     if storage is not None and storage.body is None and (chosen := backend(model.dtype)) is not None:
@@ -209,24 +214,26 @@ def load(
 
 
 def _read_second(path: str | Path, tokenizer: Tokenizer, **how: Any) -> Decoder:
-    """A model that has to have these tokens; ``how`` is as for ``load_decoder``."""
+    """Load a draft model, which must have the same tokens; ``how`` is as for ``load_decoder``."""
     require_same_pieces(tokenizer, load_tokenizer(resolve(path)))
     return load_decoder(path, **how)
 
 
 def _check_stored(kept: str, device: str) -> None:
+    """Refuse weight formats and devices that a store cannot be used with."""
     choose_device(device)
     if kept != "bf16":
         raise UnsupportedError(f"a store keeps its weights as they were converted, {kept} was asked for; leave it out")
 
 
 def _check_stored_dtype(asked: str, found: torch.dtype) -> None:
+    """Refuse a dtype other than the store's."""
     if asked != "auto" and choose_dtype(asked, found, torch.device("cpu")) != found:
         raise UnsupportedError(f"this store holds {found}, {asked} was asked for; convert it with --dtype {asked}")
 
 
 def _torch_only(asked: str) -> Choice:
-    """What runs weights that are read while they are used."""
+    """Return PyTorch as the kernels of a store whose weights are streamed; refuse native kernels asked for by name."""
     if asked not in ("auto", "torch"):
         raise UnsupportedError(
             f"{asked} kernels cannot stream this store: convert it with --kernels {asked}, give --kernels torch, "
@@ -236,9 +243,9 @@ def _torch_only(asked: str) -> Choice:
 
 
 def _backend(choice: Choice, kept: Weights, dtype: torch.dtype, *, is_required: bool) -> CpuBackend | None:
-    """What runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
+    """Return the backend for a decoder of this dtype; None runs its modules with PyTorch.
 
-    Native kernels compute in bfloat16. A decoder of another precision is left to PyTorch, unless the kernels were
+    Native kernels compute in bfloat16. A decoder of another dtype runs with PyTorch, unless native kernels were
     asked for by name: the backend then refuses it.
     """
     takes = is_required or dtype == torch.bfloat16 or kept == "exact12"
@@ -247,7 +254,7 @@ def _backend(choice: Choice, kept: Weights, dtype: torch.dtype, *, is_required: 
 
 
 class Engine:
-    """A model ready to answer; keeps its drafters, and what ``auto`` has measured, between calls."""
+    """A model ready to answer. It keeps its drafters, and what ``auto`` has measured, between calls."""
 
     def __init__(
         self,
@@ -262,29 +269,29 @@ class Engine:
         self.tokenizer = tokenizer
         self.methods = methods
         self.defaults = defaults
-        """Generation settings of the checkpoint, for whatever a call leaves open."""
+        """Generation settings of the checkpoint, used for options that a call does not set."""
         self.kernels = kernels
-        """What runs the hot operations, and why."""
+        """The kernels in use, and the reason why they were chosen."""
         self.weights = weights
-        """What matrices are kept as; "bf16" is as the checkpoint has them."""
+        """Format of the matrices in memory; "bf16" is as in the checkpoint."""
         self.storage: Storage | None = None
-        """Where weights come from that are not all in memory."""
+        """The store that weights are streamed from; None if all are in memory."""
         self.steps_per_call: int | None = None
-        """Steps that sessions made from now on may take in one native call (``Session``)."""
+        """Largest number of steps that a session takes in one native call (``Session``)."""
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint lies."""
+        """Folder of the checkpoint."""
         assert self.methods.folder is not None, "an engine is made from a checkpoint"
         return self.methods.folder
 
     @property
     def num_bytes(self) -> int:
-        """Of the model's weights in memory."""
+        """Number of bytes that the model's weights take in memory."""
         return sum({part.data_ptr(): part.nbytes for part in self.model.parameters()}.values())
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
-        """Answer prompts, batched; keyword arguments are the fields of ``Options``.
+        """Answer prompts in batches; keyword arguments are the fields of ``Options``.
 
         Args:
             prompts: one prompt or several; a prompt is text or a list of messages.
@@ -292,6 +299,10 @@ class Engine:
 
         Returns:
             One result per prompt, in order.
+
+        Raises:
+            ConfigError: an option is unknown or out of range, or a prompt is empty.
+            CapacityError: a prompt and its answer do not fit the model's context.
         """
         chosen = Options.of(options)
         requests = [self.request(prompt, chosen) for prompt in _as_list(prompts)]
@@ -306,7 +317,7 @@ class Engine:
         return [answer.result() for answer in answers]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
-        """Answer one prompt, yielding text as it becomes certain; closing the iterator stops the work."""
+        """Answer one prompt and yield text as soon as it can no longer change; closing the iterator stops decoding."""
         chosen = Options.of(options)
         request = self.request(prompt, chosen)
         session = self.session([request], chosen)
@@ -319,7 +330,7 @@ class Engine:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Next-token logits at every position, (B, T) -> (B, T, V) float32, nothing cached."""
+        """Return the next-token logits at every position, (B, T) -> (B, T, V) float32, without a cache."""
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.model.device)
         if ids.dim() != 2:
             raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
@@ -328,16 +339,16 @@ class Engine:
         return flat.view(*ids.shape, -1)
 
     def request(self, prompt: Prompt, options: Options) -> Request:
-        """A prompt in tokens with everything its decoding needs.
+        """Return a prompt in tokens together with everything needed to decode it.
 
         Raises:
-            ConfigError: an empty prompt or a value out of range.
+            ConfigError: the prompt is empty or a value is out of range.
             CapacityError: prompt and answer do not fit the model's context.
         """
         return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
 
     def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
-        """As ``request``, for a prompt that is in tokens already."""
+        """Do the same as ``request`` for a prompt that is already in tokens."""
         tokens = tuple(prompt_tokens)
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
@@ -366,7 +377,7 @@ class Engine:
         return request
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
-        """A session with room for these requests."""
+        """Return a session with room for these requests."""
         num_slots = min(len(requests), options.batch_size)
         capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
         if self.storage is not None:
@@ -381,7 +392,9 @@ class Engine:
         )
 
     def _limit(self, options: Options, num_prompt_tokens: int) -> int:
-        """New tokens at most: what was asked; else what the checkpoint says or the default, as far as it fits."""
+        """Return the largest number of new tokens: the one asked for, or else the checkpoint's or the default, if they
+        fit.
+        """
         if options.max_new_tokens is not None:
             return options.max_new_tokens
         room = self.model.config.max_positions - num_prompt_tokens
@@ -392,11 +405,18 @@ class Engine:
         return min(room, DEFAULT_NEW_TOKENS)
 
     def _stop_strings(self, options: Options) -> tuple[str, ...]:
+        """Return the stop strings of the options, or else of the checkpoint."""
         stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())
         return (stops,) if isinstance(stops, str) else tuple(stops)
 
     def sampling(self, options: Options) -> Sampling:
-        """What was asked for, then what the checkpoint says; asking for a temperature or a cut is asking to sample."""
+        """Return the sampling settings of the options, or else of the checkpoint.
+
+        Giving a temperature or another setting that only affects sampling turns sampling on.
+
+        Raises:
+            ConfigError: such a setting was given together with ``do_sample=False``.
+        """
         values = {}
         for field in dataclasses.fields(Sampling):
             given = getattr(options, field.name)
@@ -410,15 +430,15 @@ class Engine:
 
 
 class Answer:
-    """Tokens of one request becoming text."""
+    """Turns the tokens of one request into text, and holds back what may become a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, method: str) -> None:
-        """Begin with no tokens.
+        """Start an answer without tokens.
 
         Args:
-            tokenizer: writes the text.
-            request: whose tokens come.
-            method: what was asked for.
+            tokenizer: turns tokens into text.
+            request: the request that the tokens answer.
+            method: name of the method that was asked for.
         """
         self._request = request
         self._method = method
@@ -431,7 +451,7 @@ class Answer:
         self._last: Emitted | None = None
 
     def take(self, emitted: Emitted) -> str:
-        """Add a step's tokens; returns the text that is certain now."""
+        """Add the tokens of a step and return the text that can no longer change."""
         self._tokens += emitted.tokens
         self._logprobs += emitted.logprobs or ()
         self._last = emitted
@@ -447,11 +467,12 @@ class Answer:
         return certain
 
     def _cut_at_stop(self, text: str) -> str:
+        """Return the text before the first stop string."""
         places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
 
     def result(self) -> Result:
-        """The finished answer."""
+        """Return the finished answer."""
         assert self._last is not None
         assert self._last.finish_reason is not None
         return Result(
@@ -466,7 +487,7 @@ class Answer:
 
 
 def _possible_start(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of a stop string."""
+    """Return the number of characters at the end of ``text`` that may be the beginning of a stop string."""
     longest = max((len(stop) for stop in stops), default=0)
     for size in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
@@ -475,6 +496,7 @@ def _possible_start(text: str, stops: Sequence[str]) -> int:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], Mapping):

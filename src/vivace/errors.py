@@ -1,17 +1,17 @@
-"""Every error vivace raises on purpose, as one tree.
+"""All errors that vivace raises on purpose, as one tree.
 
     VivaceError
     ├── UsageError             what was asked for cannot be done; the command line exits with 2
     │   ├── ConfigError        a field, key or value is unknown or out of range
-    │   ├── UnsupportedError   a model, method or combination this version does not do
-    │   ├── CapacityError      longer, larger or more than there is room for
+    │   ├── UnsupportedError   a model, method or combination is not supported by this version
+    │   ├── CapacityError      something is longer, larger or more than there is room for
     │   └── NoTokenError       a request's settings exclude every token that could come next
     ├── CheckpointError        a file on disk is not what it should be
-    │   ├── NotFoundError      nothing there
-    │   ├── MismatchError      it belongs to another model, tokenizer or base
-    │   └── CorruptError       half-written, truncated or unreadable
-    ├── DecodingError          one request failed while it was decoded; others go on
-    └── DependencyError        an optional package is missing; names the extra to install
+    │   ├── NotFoundError      there is nothing where something was expected
+    │   ├── MismatchError      a file belongs to another model, tokenizer or base
+    │   └── CorruptError       a file is half-written, truncated or unreadable
+    ├── DecodingError          one request failed while it was decoded; others continue
+    └── DependencyError        an optional package is missing; the message names the extra to install
 
 A message is one line: what was asked, what was found (both numbers), what to do. Errors of other
 libraries are mapped where we call them, never further up; on the command line a ``UsageError`` exits
@@ -25,7 +25,7 @@ from difflib import get_close_matches
 
 
 class VivaceError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all errors that are raised on purpose."""
 
     exit_code: int = 1
     """Exit status of a command that ends with this error."""
@@ -42,11 +42,11 @@ class ConfigError(UsageError):
 
 
 class UnsupportedError(UsageError):
-    """A model, method or combination that this version does not do."""
+    """A model, method or combination is not supported by this version."""
 
 
 class CapacityError(UsageError):
-    """Longer, larger or more than there is room for."""
+    """Something is longer, larger or more than there is room for."""
 
 
 class NoTokenError(UsageError):
@@ -58,19 +58,19 @@ class CheckpointError(VivaceError):
 
 
 class NotFoundError(CheckpointError):
-    """Nothing is where something was expected."""
+    """There is nothing where something was expected."""
 
 
 class MismatchError(CheckpointError):
-    """It belongs to another model, tokenizer or base."""
+    """A file belongs to another model, tokenizer or base."""
 
 
 class CorruptError(CheckpointError):
-    """Half-written, truncated or unreadable."""
+    """A file is half-written, truncated or unreadable."""
 
 
 class DecodingError(VivaceError):
-    """One request failed while it was decoded; requests beside it are not concerned."""
+    """One request failed while it was decoded; the requests beside it continue."""
 
 
 class DependencyError(VivaceError):
@@ -78,11 +78,11 @@ class DependencyError(VivaceError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Hint for a word that is not in a closed set, ready to be appended to a message.
+    """Return a hint for a word that is not in a closed set, to be appended to a message.
 
     Args:
-        word: What was written.
-        known: What may be written.
+        word: the word that was written.
+        known: the words that are allowed.
 
     Returns:
         ``"; did you mean 'x'?"`` for a close match, else ``"; choose from a, b, c"``.

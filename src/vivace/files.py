@@ -1,4 +1,4 @@
-"""Files that are either complete or not there: written under a temporary name, then renamed."""
+"""Writing files that are either complete or not there: under a temporary name first, then renamed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Name to write to; becomes ``path`` when the block ends well, and nothing when it does not.
+    """Yield a temporary name to write to; it becomes ``path`` if the block ends without an error, and is deleted
+    otherwise.
 
-    The temporary file lies beside the target, so the rename is atomic; what was at ``path`` stays until then.
-    Missing parent folders are made.
+    The temporary file lies beside the target, so that renaming is atomic; a previous file at ``path`` is kept until
+    then.
+    Missing parent folders are created.
 
     Args:
-        path: Where the finished file shall be.
+        path: name of the finished file.
 
     Yields:
         Path: ``.<name>.<process>.partial`` in the same folder.
 
     Raises:
-        OSError: the folder cannot be made, or the disk is full; it names ``path``, and the temporary file is gone.
+        OSError: the folder cannot be created, or the disk is full; the error names ``path``.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +41,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a whole text file, or leave what was there.
+    """Write a whole text file, or leave the previous one as it was.
 
     Raises:
         OSError: see `replacing`.

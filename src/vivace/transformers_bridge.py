@@ -1,11 +1,11 @@
-"""vivace inside plain transformers: one changed line, the module's own storage, the same decoding loop.
+"""vivace inside plain transformers: one argument of ``generate``, the module's own memory, the same decoding loop.
 
     model.generate(**inputs, custom_generate=vivace.custom_generate, method="multirate", adapter="DIR")
 
-Everything ``generate`` prepares is honoured: logits processors are applied at every drafted position,
-stopping criteria after every token, left padding is stripped and put back. What we cannot do (beams,
-scores, attentions) is refused. ``transformers`` does not hand its ``streamer`` to a custom function, so
-tokens cannot be streamed this way; ``vivace.load(...).stream`` does.
+Everything that ``generate`` prepares is used: logits processors are applied at every drafted position,
+stopping criteria after every token, and left padding is removed and put back. What is not supported (beams,
+scores, attentions) is refused. ``transformers`` does not pass its ``streamer`` to a custom function, so
+tokens cannot be streamed this way; use ``vivace.load(...).stream`` for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vivace.errors import UnsupportedError
 from vivace.methods.composition import Methods, adapters_by_method
 
 _SHARED: WeakKeyDictionary[Any, tuple[tuple[int, ...], Methods]] = WeakKeyDictionary()
-"""The decoder over each module seen, with the addresses its parameters had."""
+"""For each module, the addresses of its parameters and the methods over its decoder."""
 
 
 def custom_generate(
@@ -42,7 +42,7 @@ def custom_generate(
     adapter: str | Path | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Fill ``generate(custom_generate=...)``.
+    """Generate text; pass this function as ``generate(custom_generate=...)``.
 
     Args:
         model: a transformers causal language model of a supported family.
@@ -50,16 +50,16 @@ def custom_generate(
         logits_processor: prepared by ``generate``; called with (1, S) ids and (1, V) scores.
         stopping_criteria: prepared by ``generate``; called with (1, S) ids.
         generation_config: prepared by ``generate``.
-        method: how to decode (``vivace.methods.table.METHODS``).
+        method: how to decode, a name of ``vivace.methods.table.METHODS``.
         adapter: folder of the method's adapter; None looks beside the checkpoint.
-        model_kwargs: of the forward pass; only the attention mask is used.
+        model_kwargs: arguments of the forward pass; only the attention mask is used.
 
     Returns:
         (B, T + new) ids padded on the right, or ``GenerateDecoderOnlyOutput`` with a further field
         ``speculation`` (one ``DecodeStats`` per row) when ``return_dict_in_generate`` is set.
 
     Raises:
-        UnsupportedError: an output or strategy that is not ours to give.
+        UnsupportedError: an output or strategy is not supported.
     """
     _refuse(generation_config)
     methods = _methods(model, adapter)
@@ -83,6 +83,7 @@ def custom_generate(
 
 
 def _refuse(config: Any) -> None:
+    """Refuse a configuration with outputs or strategies that are not supported."""
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(config, name, False)]
     if (config.num_beams or 1) > 1:
@@ -92,7 +93,7 @@ def _refuse(config: Any) -> None:
 
 
 def _methods(model: Any, adapter: str | Path | None) -> Methods:
-    """The drafters over a module's own storage, kept for as long as its parameters stay where they are."""
+    """Return the methods over a module's own memory, reused for as long as its parameters stay where they are."""
     addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
     name = getattr(model.config, "_name_or_path", "")
     folder = Path(name) if name and Path(name).is_dir() else None
@@ -104,7 +105,7 @@ def _methods(model: Any, adapter: str | Path | None) -> Methods:
 
 
 def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A prepared processor for one row of the batch: it counts positions with the padding in front."""
+    """Return a prepared processor for one row of the batch; it is called with the row's padding put in front."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):  # one number per row of the batch
         processor = copy.copy(processor)
@@ -115,13 +116,14 @@ def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tens
 def _criterion(
     criteria: Callable[[Tensor, Any], Tensor] | None, prompt: Tensor
 ) -> Callable[[Sequence[int]], bool] | None:
-    """Whether a text with these new tokens is done, as transformers' criteria see it."""
+    """Return a function that applies transformers' stopping criteria to the prompt with some new tokens."""
     if criteria is None:
         return None
     return lambda new: bool(criteria(torch.cat((prompt, prompt.new_tensor(new)))[None], None).any())
 
 
 def _decode(model: Decoder, requests: Sequence[Request]) -> tuple[list[list[int]], list[DecodeStats]]:
+    """Decode the requests together; return the new tokens and the statistics of each."""
     capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
     session = Session(model, num_slots=len(requests), capacity=capacity)
     for request in requests:
@@ -135,6 +137,7 @@ def _decode(model: Decoder, requests: Sequence[Request]) -> tuple[list[list[int]
 
 
 def _output(input_ids: Tensor, new: list[list[int]], stats: list[DecodeStats], config: Any) -> Any:
+    """Return the ids with the new tokens, in the form that the configuration asks for."""
     longest = max(map(len, new))
     pad = config._pad_token_tensor
     filler = 0 if pad is None else int(pad)

@@ -1,8 +1,8 @@
-"""Finding the shape of a draft by measuring: what pays depends on the machine, the kernels and the prompts.
+"""Finding the best shape of a draft by measuring, since it depends on the machine, the kernels and the prompts.
 
-A draft that is long or wide keeps more guesses a pass and costs more to make and to verify. No formula is
-asked which wins: plans play against each other and plain decoding, in turns on the same prompts, and half of
-them leave after each round while the prompts left for the others double (successive halving, Jamieson &
+A longer or wider draft has more tokens accepted per forward pass and costs more to make and to verify. Instead of
+predicting which plan wins, plans are measured against each other and plain decoding, in turns on the same prompts.
+After each round the slower half of them is dropped and the number of prompts doubles (successive halving, Jamieson &
 Talwalkar 2016, arXiv:1502.07943).
 """
 
@@ -25,12 +25,14 @@ from vivace.methods.table import METHODS
 
 BASELINE = "plain"
 _FIRST_PROMPTS = 8
+"""Number of prompts in the first round."""
 _FINALISTS = 3
+"""Number of plans that are measured on all prompts."""
 
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """What a plan did in the last round it played."""
+    """The measurement of a plan in the last round that it took part in."""
 
     plan: Plan
     run: Run
@@ -39,30 +41,31 @@ class TunedPlan:
 
 @dataclass(frozen=True)
 class _Player:
-    """Fills ``System``: a method under one plan."""
+    """A method with one plan as a system in a benchmark."""
 
     name: str
     system: MethodSystem
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
+        """Answer some prompts together."""
         return self.system.answer(batch)
 
 
 def tuned_methods() -> list[str]:
-    """Names of the methods whose draft has a shape to find."""
+    """Return the names of the methods whose drafts have a shape to search."""
     return [spec.name for spec in METHODS.values() if spec.is_tuned]
 
 
 def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[Plan]:
-    """What to try for a method.
+    """Return the plans to try for a method.
 
     Args:
         engine: the model with the method's adapter.
-        method: its name.
-        longest: guesses in a row at most.
+        method: name of the method.
+        longest: largest number of draft tokens in a row.
 
     Raises:
-        ConfigError: ``longest`` below 1, or the method has no draft to tune.
+        ConfigError: ``longest`` is below 1, or the method has no draft to tune.
     """
     plans = METHODS[method].plans if method in METHODS else None
     if plans is None:
@@ -73,18 +76,18 @@ def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[Plan]:
 
 
 def _trained(engine: Engine, kind: str) -> Mapping[str, Any]:
-    """What the weights of a kind are for, as their file says; nothing where a model has no folder."""
+    """Return the configuration that the weights of a method were trained with; empty if the model has no folder."""
     folder = engine.methods.adapter_folder(kind)
     return {} if folder is None else load_adapter(folder)[0]["config"]
 
 
 def keep_plan(engine: Engine, method: str, plan: Plan) -> str:
-    """Write a plan down where the method finds it; returns where.
+    """Write a plan into the method's adapter and return the adapter's folder.
 
-    A method without weights gets a folder that holds nothing else.
+    A method without weights gets a folder that contains nothing but the plan.
 
     Raises:
-        ConfigError: a draft model is no adapter; how far it drafts is said when it is used.
+        ConfigError: the method keeps no plan; the length of its drafts is given when it is used.
     """
     folder = engine.methods.adapter_folder(method)
     assert folder is not None, "the engine is made from a checkpoint"
@@ -110,23 +113,23 @@ def search(
     batch_size: int = 1,
     on_round: Callable[[int, int], None] | None = None,
 ) -> list[TunedPlan]:
-    """Let plans play until three are left; those play on all prompts.
+    """Measure plans in rounds until three are left, and measure those on all prompts.
 
     Args:
         engine: the model, with the kernels that will decode.
-        method: whose draft it is, such as "multirate".
-        plans: who plays.
-        questions: prompts; the last round takes all.
-        max_new_tokens: longest answer.
-        batch_size: prompts decoded together.
-        on_round: told before each round how many plans play on how many prompts.
+        method: name of the method, such as "multirate".
+        plans: the plans to compare.
+        questions: the prompts; the last round uses all of them.
+        max_new_tokens: length limit of an answer.
+        batch_size: number of prompts decoded together.
+        on_round: called before each round with the number of plans and the number of prompts.
 
     Returns:
-        Every plan's last round, fastest of the last round first, then those that left later before those that
-        left earlier.
+        The last measurement of every plan: first those of the last round, the fastest first, then those that were
+        dropped, the latest first.
 
     Raises:
-        ConfigError: no plan or no prompt.
+        ConfigError: there is no plan or no prompt.
     """
     if not plans or not questions:
         raise ConfigError(f"a search needs a plan and a prompt, found {len(plans)} plans and {len(questions)} prompts")
@@ -153,7 +156,7 @@ def search(
 
 
 def planned(engine: Engine, plan: Plan) -> Engine:
-    """The same engine, drafting after another plan than its adapter's."""
+    """Return a copy of the engine that drafts by another plan than its adapter's; models and weights are shared."""
     other = copy(engine)
     other.methods = engine.methods.planned(plan)
     return other

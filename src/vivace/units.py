@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: ``"4GiB"``, ``"20ms"``.
+"""Sizes and durations written for people: ``"4GiB"``, ``"20ms"``.
 
 Sizes are bytes; the binary units (KiB, MiB, GiB, TiB) are powers of 1024, the decimal ones (kB, MB, GB, TB)
 powers of 1000. A bare number is bytes. Durations are seconds.
@@ -23,15 +23,16 @@ BYTES: Mapping[str, int] = {
     "GiB": 1024**3,
     "TiB": 1024**4,
 }
+"""Number of bytes in each unit."""
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in ``"4GiB"``, ``"512 MB"`` or ``4096``, rounded down.
+    """Return the number of bytes in ``"4GiB"``, ``"512 MB"`` or ``4096``, rounded down.
 
     Raises:
-        ConfigError: not a non-negative number with one of the known units.
+        ConfigError: the text is not a non-negative number with one of the known units.
     """
     match = _QUANTITY.fullmatch(str(text))
     if match is None or (match[2] and match[2] not in BYTES):
@@ -40,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Size in the largest binary unit that leaves at least 1: ``"4.0 GiB"``, ``"512 B"``."""
+    """Format a size in the largest binary unit in which it is at least 1: ``"4.0 GiB"``, ``"512 B"``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(num_bytes) >= BYTES[unit]:
             return f"{num_bytes / BYTES[unit]:.1f} {unit}"
@@ -48,7 +49,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Duration to read at a glance: ``"850 µs"``, ``"20.0 ms"``, ``"1.50 s"``, ``"3 min 20 s"``, ``"2 h 05 min"``."""
+    """Format a duration: ``"850 µs"``, ``"20.0 ms"``, ``"1.50 s"``, ``"3 min 20 s"``, ``"2 h 05 min"``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:

@@ -1,4 +1,4 @@
-"""The command line: one file per command, one place where errors become a line and an exit status."""
+"""The command line: one file per command, and one place where an error becomes a message and an exit status."""
 
 from vivace.cli.app import main
 

@@ -1,6 +1,6 @@
-"""All commands together, and what becomes of an error.
+"""The ``vivace`` command with all its subcommands, and the translation of errors into exit statuses.
 
-Exit status: 0 done, 1 failed, 2 asked for something that cannot be done. An error is one line on stderr;
+Exit status: 0 for success, 1 for a failure, 2 for a request that cannot be fulfilled. An error is one line on stderr;
 ``--traceback`` shows where it came from. ``--quiet`` and ``--traceback`` may stand anywhere on the line.
 """
 
@@ -36,16 +36,18 @@ from vivace.cli.console import console
 from vivace.errors import VivaceError
 
 GLOBAL_FLAGS = ("--quiet", "--traceback")
+"""Flags that are accepted at any place of the command line."""
 
 
 def _print_version(is_wanted: bool) -> None:
+    """Print the version and stop, if ``--version`` was given."""
     if is_wanted:
         console.result(f"vivace {vivace.__version__}")
         raise typer.Exit
 
 
 def build() -> typer.Typer:
-    """The command line with all its commands."""
+    """Return the command line with all its commands."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
@@ -75,7 +77,7 @@ def _root(
         bool, typer.Option("--traceback", help="Show where an error came from (any place).")
     ] = False,
 ) -> None:
-    """Answers of a Hugging Face language model, faster and unchanged."""
+    """Make a Hugging Face language model answer faster, with the same answers."""
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -84,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line; returns the exit status."""
+    """Run one command line and return its exit status."""
     words, flags = _take_global_flags(args)
     console.is_quiet = "--quiet" in flags
     try:
@@ -96,14 +98,14 @@ def run(args: Sequence[str]) -> int:
 
 
 def _take_global_flags(args: Sequence[str]) -> tuple[list[str], set[str]]:
-    """Split off the flags that may stand anywhere, up to ``--``."""
+    """Separate the flags of ``GLOBAL_FLAGS`` from the other words; after ``--`` nothing is a flag."""
     end = list(args).index("--") if "--" in args else len(args)
     flags = {word for word in args[:end] if word in GLOBAL_FLAGS}
     return [word for word in args[:end] if word not in GLOBAL_FLAGS] + list(args[end:]), flags
 
 
 def _report(error: BaseException) -> int:
-    """Print one line for an error; returns the exit status."""
+    """Print one line for an error and return the exit status."""
     if isinstance(error, VivaceError):
         console.error(str(error))
         return error.exit_code
@@ -122,7 +124,7 @@ def _report(error: BaseException) -> int:
 
 
 def _usage_message(error: TyperException) -> str:
-    """What the parser complains about, with the nearest flag where there is one."""
+    """Return what is wrong with the command line, with the nearest flag if there is one."""
     option = getattr(error, "option_name", None)
     if hasattr(error, "possibilities"):
         near = error.possibilities or ()

@@ -1,4 +1,4 @@
-"""``vivace bench``: how fast, beside what the machine allows, and whether the answers stayed the same."""
+"""``vivace bench``: measure decoding speed, compare it with what the machine allows, and check the answers."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="How fast, and whether the answers stayed the same.")
 
 BASELINE = "plain"
+"""Method that all others are compared with."""
 
 
 @app.command("decode")
@@ -69,7 +70,7 @@ def decode(
         Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
     ] = None,
 ) -> None:
-    """Measure decoding: methods take turns on every prompt; medians over the repeats count."""
+    """Measure decoding speed: the methods take turns on every prompt, and medians over the repeats are reported."""
     from vivace.evaluate.benchmark import run_benchmark, summarise
     from vivace.evaluate.others import watched_others
     from vivace.evaluate.peers import peer_systems
@@ -148,18 +149,18 @@ def decode(
 
 
 def _beside(run: Run, plain: Plainness) -> Run:
-    """Figures of the baseline, which is identical to its reference or to nothing."""
+    """Count as different the larger number: answers that vary between repeats, or that differ from the reference."""
     different = max(run.num_different, plain.num_different)
     return replace(run, identical=different == 0, num_different=different)
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """Where the figures come from, and what the machine allows."""
+    """Return the provenance of the figures and the measured roofline of the machine."""
     from vivace.evaluate.provenance import provenance
     from vivace.evaluate.roofline import measure_roofline
 
     roofline: Roofline = measure_roofline(engine.model)
-    if engine.storage is not None:  # what a pass reads anew are weights as well
+    if engine.storage is not None:  # the weights that every pass reads from disk count as well
         streamed = engine.storage.plan.pass_bytes(engine.storage.store)
         roofline = replace(roofline, weight_bytes=roofline.weight_bytes + streamed)
     measured = {**asdict(roofline), "achieved_bytes_per_s": roofline.achieved_bytes_per_s}
@@ -167,7 +168,7 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 
 def lossy_note(run: Run, num_prompts: int, report: dict[str, Any]) -> str:
-    """How much of a lossy method's text left early, and how good it is beside the baseline's, on one line."""
+    """Return one line on a lossy method: share of early exits, identical answers, and quality beside the baseline's."""
     ours, base = report["lossy"][run.method] or {}, report["quality"] or {}
     pairs = [(f"{task} {name}", value, base[task][name]) for task in ours for name, value in ours[task].items()]
     told = [f"{name} {value:.4g} (plain {other:.4g})" for name, value, other in pairs if not name.endswith("num_texts")]
@@ -177,7 +178,7 @@ def lossy_note(run: Run, num_prompts: int, report: dict[str, Any]) -> str:
 
 
 def quality(engine: Engine, prompts: list[Prompt], records: list[Record], name: str) -> dict[str, Any] | None:
-    """Quality of a method's answers; None, with a note, where its packages are missing."""
+    """Return the quality of a method's answers; None, with a note on stderr, if a package for it is missing."""
     from vivace.evaluate.quality import score
 
     found = next(record for record in records if record.name == name)
@@ -190,7 +191,7 @@ def quality(engine: Engine, prompts: list[Prompt], records: list[Record], name: 
 
 
 def write_report(report: dict[str, Any], target: Path | None) -> None:
-    """Write results to a file, or print them for ``-``."""
+    """Write results to a file, or print them if the target is ``-``."""
     if target is None:
         return
     if str(target) == "-":
@@ -201,7 +202,7 @@ def write_report(report: dict[str, Any], target: Path | None) -> None:
 
 
 def print_runs(runs: Sequence[Run], held: Mapping[str, Holdings] | None = None) -> None:
-    """The table of a bench, with what each method holds in memory where that was counted."""
+    """Print the table of results, with the memory that each method holds if it was measured."""
     columns = ["method", "tokens/s", "speed-up", "whole answers", "identical", "accept. length", "tokens/pass"]
     columns += [] if held is None else ["weights", "cache", "drafter"]
     rows = [
@@ -225,7 +226,7 @@ def print_runs(runs: Sequence[Run], held: Mapping[str, Holdings] | None = None) 
 
 
 def roofline_note(roofline: dict[str, Any]) -> str:
-    """What the machine allows, on one line."""
+    """Return one line on the measured memory bandwidth and the cost of verifying several tokens at once."""
     cost = roofline["verify_cost"]
     return (
         f"reads {roofline['achieved_bytes_per_s'] / 1e9:.1f} GB/s of weights in a one-row pass; this machine reads "
@@ -235,4 +236,5 @@ def roofline_note(roofline: dict[str, Any]) -> str:
 
 
 def _figure(value: float | None) -> str:
+    """Format a number with two decimals; "-" if there is none."""
     return "-" if value is None else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""``vivace chat``: a conversation, one line a turn."""
+"""``vivace chat``: a conversation with the model, one line per turn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vivace.cli.loading import ModelChoice, open_engine
 from vivace.prompts import Message
 
 HELP = "/reset starts over, /exit ends (or Ctrl-D)"
+"""The commands that a line may be instead of a message."""
 
 
 def chat(
@@ -72,7 +73,7 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """The next line without surrounding space; None at the end of input."""
+    """Read the next line without surrounding space; None at the end of input."""
     if sys.stdin.isatty():
         sys.stderr.write("> ")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``vivace check``: does plain decoding write what the model says, and every method what plain decoding writes?"""
+"""``vivace check``: compare plain decoding with the checkpoint, and every method with plain decoding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(
 ) -> None:
     """Compare greedy answers: plain decoding's with the checkpoint, those of methods with plain decoding.
 
-    Ends with status 1 if a method differs in a token, or if plain decoding does by more than rounding explains.
+    Ends with status 1 if a method differs in a token, or if plain decoding differs by more than rounding explains.
     """
     from vivace.evaluate.sameness import compare
 

@@ -1,7 +1,7 @@
-"""What goes where: results on stdout, everything about the work on stderr.
+"""Output of the commands: results go to stdout, everything about the work to stderr.
 
-Quiet and colour are read here and nowhere else. Colour and moving progress bars appear only where stderr is a
-terminal.
+Whether to be quiet and whether to use colour is decided in this module only. Colour and moving progress bars appear
+only if stderr is a terminal.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from contextlib import contextmanager
 from typing import Any
 
 Progress = Callable[[int, int], None]
-"""Called with (done, in all)."""
+"""Callback that takes the amount done and the total amount."""
 
 
 class Console:
-    """The two streams of a command."""
+    """Writes to the two output streams of a command."""
 
     def __init__(self) -> None:
         self.is_quiet = False
+        """Whether notes and progress are left out."""
 
     def result(self, text: str, *, end: str = "\n") -> None:
-        """A piece of what was asked for, at once: stdout."""
+        """Write a part of the result to stdout and flush it."""
         sys.stdout.write(text + end)
         sys.stdout.flush()
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """The whole result as one JSON object: stdout."""
+        """Write the whole result to stdout as one JSON object."""
         self.result(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
 
     def note(self, text: str) -> None:
-        """How the work goes: stderr, unless quiet."""
+        """Write a line about the work to stderr, unless quiet."""
         if not self.is_quiet:
             print(text, file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
-        """Why there is no result, on one line: stderr, quiet or not."""
+        """Write the reason why there is no result to stderr, on one line, quiet or not."""
         print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:
-        """A bar for long work; nothing when quiet or when stderr is no terminal.
+        """Yield a callback that shows a progress bar; it does nothing when quiet or when stderr is not a terminal.
 
-        It appears with the first report and goes when all is done, so text may stream to stdout behind it.
+        The bar appears with the first report and disappears when all is done, so that text can stream to stdout
+        afterwards.
         """
         if self.is_quiet or not sys.stderr.isatty():
             yield lambda done, total: None
@@ -56,7 +58,7 @@ class Console:
             bar.stop()
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """A table as a result: stdout; first column to the left, the others to the right."""
+        """Write a table to stdout; the first column is aligned to the left, the others to the right."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console as RichConsole
         from rich.table import Table
@@ -71,13 +73,14 @@ class Console:
 
 
 class _Bar:
-    """One bar on stderr, drawn from its first report on."""
+    """A progress bar on stderr that appears with its first report."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._bars: Any = None
 
     def report(self, done: int, total: int) -> None:
+        """Show how much is done; the bar disappears when it is everything."""
         if done >= total:
             self.stop()
             return
@@ -92,6 +95,7 @@ class _Bar:
         self._bars.update(self._bars.task_ids[0], completed=done, total=total)
 
     def stop(self) -> None:
+        """Remove the bar from the screen."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None

@@ -1,4 +1,4 @@
-"""``vivace convert``: a checkpoint as one file for another engine, or as a store to be read piece by piece."""
+"""``vivace convert``: write a checkpoint as a GGUF file, or as a store that is read piece by piece while decoding."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from vivace.errors import ConfigError
 from vivace.units import format_bytes
 
 SUFFIX = ".gguf"
+"""Ending of the file names of GGUF files."""
 
 
 @dataclass(frozen=True)
 class StoreChoice:
-    """How a store shall be, as the flags say."""
+    """The properties of a store that the flags set."""
 
     layout: str
+    """Name of the layout."""
     dtype: str
+    """Dtype of the weights; "auto" is the checkpoint's."""
     calibrate: Path | None
+    """Prompt file to calibrate with; None for no calibration."""
     active: float
+    """Share of the neurons that calibration keeps."""
     kernels: str
+    """Kernels that the store is packed for."""
 
 
 def convert(
@@ -57,7 +63,7 @@ def convert(
     ] = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a Llama checkpoint as GGUF, the file that llama.cpp runs, or any checkpoint as a store.
+    """Write a Llama checkpoint as GGUF, the file format of llama.cpp, or any checkpoint as a store.
 
     bf16 keeps every bit of a bfloat16 checkpoint. q8_0 and q4_0 take 8.5 and 4.5 bits a weight and change the model a
     little.
@@ -88,6 +94,7 @@ def convert(
 
 
 def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bool) -> None:
+    """Write a store, calibrate it if asked to, and report both."""
     from vivace.storage.convert import write_store
     from vivace.storage.store import check_layout
 
@@ -111,7 +118,7 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
 
 
 def _texts(folder: Path, prompts: Path) -> list[tuple[int, ...]]:
-    """Prompts in tokens, with the first of the answers that stand beside them."""
+    """Return the prompts of a file in tokens, each followed by its first reference answer if it has one."""
     from vivace.checkpoint.tokenizer import load_tokenizer
     from vivace.prompts import load_prompts
 
@@ -124,4 +131,5 @@ def _texts(folder: Path, prompts: Path) -> list[tuple[int, ...]]:
 
 
 def _short(value: object) -> str:
+    """Format a value of the report."""
     return f"{value:.4f}" if isinstance(value, float) else str(value)

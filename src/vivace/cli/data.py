@@ -1,4 +1,4 @@
-"""``vivace data``: public task files in, prompt files out."""
+"""``vivace data``: turn the public files of a task into prompt files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def data(
     """Turn the public files of a task into prompt files.
 
     A train file gets one row for each reference; a dev file one row for each distinct prompt, with all its
-    references. Tokenised spacing (E2E train) is put back as people write.
+    references. The spacing of tokenised text (E2E train) is restored to how people write.
     """
     from vivace.evaluate.tasks import convert
 

@@ -1,4 +1,4 @@
-"""``vivace demo``: the main job in a minute: sample answers, speed of every method, identical or not."""
+"""``vivace demo``: sample answers, the speed of each method, and whether the answers are identical, in a minute."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vivace.cli.prompting import questions_of
 from vivace.prompts import PACKAGED, packaged_prompts
 
 METHODS_SHOWN = ("plain", "lookup", "multirate")
+"""Methods that are compared, as far as the model has what they need."""
 NUM_SAMPLES = 2
 MAX_NEW_TOKENS = 96
 
@@ -24,7 +25,7 @@ def demo(
     repeats: Annotated[int, typer.Option(help="Times each is answered by every method.", min=1)] = 2,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show the main job on the packaged prompts: what the model writes, how fast, and that it stays the same."""
+    """Answer the packaged prompts with several methods; show answers, speeds and whether the answers are identical."""
     from dataclasses import asdict
 
     from vivace.evaluate.benchmark import run_benchmark, summarise
@@ -65,6 +66,6 @@ def demo(
 
 
 def show_samples(samples: list[dict[str, Any]]) -> None:
-    """Prompts and what the model made of them."""
+    """Print prompts and their answers."""
     for sample in samples:
         console.result(f"\n> {sample['prompt']}\n{sample['text']}")

@@ -1,4 +1,4 @@
-"""``vivace doctor``: what works on this machine and for this model, and what is in the way of the rest."""
+"""``vivace doctor``: what works on this machine and for this model, and why other things do not."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from vivace.engine import Engine
 
 EXTRAS = {"bench": ("sacrebleu", "rouge_score"), "train": ("tensorboard",), "llamacpp": ("llama_cpp",)}
-"""Extra -> what it brings."""
+"""Modules that each optional extra of the package installs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one examination."""
 
     subject: str
+    """What was examined."""
     works: bool
     detail: str
+    """What was found, or why it does not work."""
 
 
 def doctor(
@@ -44,7 +46,7 @@ def doctor(
     weights: options.Weights = "bf16",
     as_json: options.AsJson = False,
 ) -> None:
-    """Look at machine, packages, model and methods; ends with status 1 if the model cannot answer."""
+    """Examine machine, packages, model and methods; ends with status 1 if the model cannot answer."""
     findings = [*machine_findings(), look("kernels", partial(_kernels, kernels))]
     engine: Engine | None = None
 
@@ -70,7 +72,7 @@ def doctor(
 
 
 def look(subject: str, attempt: Callable[[], str]) -> Finding:
-    """Try something; what goes wrong is a finding, not an error."""
+    """Try something; an error becomes a finding."""
     try:
         return Finding(subject, True, attempt())
     except VivaceError as error:
@@ -78,7 +80,7 @@ def look(subject: str, attempt: Callable[[], str]) -> Finding:
 
 
 def machine_findings() -> list[Finding]:
-    """This machine and the packages on it."""
+    """Examine the machine and the installed packages."""
     import torch
 
     from vivace.evaluate.provenance import provenance
@@ -99,6 +101,7 @@ def machine_findings() -> list[Finding]:
 
 
 def _kernels(asked: str) -> str:
+    """Return which kernels would be used, and why."""
     from vivace.kernels.choice import choose
 
     choice = choose(asked)
@@ -106,7 +109,7 @@ def _kernels(asked: str) -> str:
 
 
 def model_findings(engine: Engine) -> list[Finding]:
-    """A loaded model: its tokenizer, an answer, and every method there is."""
+    """Examine a loaded model: its tokenizer, a short answer, and every method."""
     has_template = engine.tokenizer.has_template
     findings = [
         Finding("chat template", has_template, "yes" if has_template else "none; prompts go in as they are"),
@@ -117,5 +120,6 @@ def model_findings(engine: Engine) -> list[Finding]:
 
 
 def _try_method(engine: Engine, method: MethodSpec) -> str:
+    """Make the method's drafter, which raises if something is missing, and return the method's summary."""
     engine.methods.drafter(method.name)
     return method.summary

@@ -1,4 +1,4 @@
-"""``vivace evaluate``: how good the answers are, and what rounding the weights costs."""
+"""``vivace evaluate``: the quality of answers, and how much quantizing the weights changes it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from vivace.evaluate.fidelity import Fidelity, Sheet
 
 STORED = "bf16"
-"""What every format is compared with."""
+"""Format that every other one is compared with: the weights as stored."""
 
 SHOWN = {"bleu": "BLEU", "rouge_l": "ROUGE-L", "slot_error_rate": "slot errors", "exact_match": "exact match"}
-"""Metrics in the table, and their heads."""
+"""Metrics in the table, with the heads of their columns."""
 
 
 def evaluate(
@@ -39,7 +39,7 @@ def evaluate(
     raw: options.Raw = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Quality of greedy answers, each weight format beside the model as stored."""
+    """Measure the quality of greedy answers for several weight formats, beside the model as stored."""
     from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import check_weights
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool) -> Sheet:
-    """Greedy answers of an engine, and the references in its tokens."""
+    """Return greedy answers of an engine, and the references in its tokens."""
     from vivace.evaluate.fidelity import BATCH, Sheet
 
     requests = [row.request for row in rows]
@@ -83,7 +83,7 @@ def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool
 
 
 def print_table(found: list[Fidelity]) -> None:
-    """One row for each format and task."""
+    """Print one row for each format and task."""
     metrics = [name for name in SHOWN if any(name in values for one in found for values in one.tasks.values())]
     heads = ["weights", "memory", "task", *(SHOWN[name] for name in metrics)]
     columns = [*heads, "answer nll", "reference nll", "agreement", "same answers"]
@@ -108,6 +108,7 @@ def print_table(found: list[Fidelity]) -> None:
 
 
 def _figure(value: Any, metric: str) -> str:
+    """Format a value of a metric; "-" if there is none."""
     if value is None:
         return "-"
     return f"{value:.1f}" if metric in ("bleu", "rouge_l") else f"{value:.1%}"

@@ -1,4 +1,4 @@
-"""``vivace generate``: a prompt in, text out as it is made."""
+"""``vivace generate``: answer a prompt; the text is shown while it is made."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def generate(
 
 
 def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
-    """Prompts from where the command line says: the argument, ``-`` for stdin, or a file.
+    """Return the prompts that the command line names: the argument, standard input (``-``), or a file.
 
     Raises:
-        ConfigError: none of them or two, or an empty prompt.
-        NotFoundError: no such file.
+        ConfigError: there is no prompt or there are two, or the prompt is empty.
+        NotFoundError: there is no such file.
     """
     if (prompt is None) == (prompt_file is None):
         found = "neither" if prompt is None else "both"
@@ -105,7 +105,7 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
 
 
 def stream_answer(engine: Engine, request: Request, settings: dict[str, Any]) -> Result | None:
-    """Write an answer to stdout while it is made, and how it went to stderr; returns the result."""
+    """Write an answer to stdout while it is made, and its statistics to stderr; return the result."""
     result = None
     for chunk in engine.stream(request, **settings):
         console.result(chunk.text, end="")
@@ -117,7 +117,7 @@ def stream_answer(engine: Engine, request: Request, settings: dict[str, Any]) ->
 
 
 def summary(result: Result) -> str:
-    """How an answer was made, on one line."""
+    """Return the statistics of an answer on one line."""
     stats = result.stats
     line = f"{stats.num_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, method {stats.method}"
     if stats.num_draft_tokens:
@@ -132,6 +132,12 @@ def summary(result: Result) -> str:
 
 
 def _read_text(path: Path) -> str:
+    """Read a text file.
+
+    Raises:
+        NotFoundError: there is no such file.
+        CorruptError: it is not UTF-8.
+    """
     if not path.is_file():
         raise NotFoundError(f"prompt file {path}: no such file")
     try:
@@ -141,6 +147,7 @@ def _read_text(path: Path) -> str:
 
 
 def _result_json(result: Result) -> dict[str, Any]:
+    """Return a result as it is written to JSON."""
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),

@@ -1,4 +1,4 @@
-"""``vivace inspect``: what is in a checkpoint or adapter folder, without loading it."""
+"""``vivace inspect``: show what a checkpoint, store or adapter folder contains, without loading it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inspect(
     weights: options.Weights = "bf16",
     as_json: options.AsJson = False,
 ) -> None:
-    """Show configuration, size and adapters of a checkpoint or store."""
+    """Show the configuration, size and adapters of a checkpoint, or the contents of a store or adapter."""
     from vivace.checkpoint.adapters import TENSORS
     from vivace.storage.store import is_store
 
@@ -45,7 +45,7 @@ def inspect(
         console.json(facts)
         return
     for name, value in facts.items():
-        if name == "config":  # long, and mostly said above
+        if name == "config":  # long, and most of it is among the other facts
             continue
         if name == "tensors":
             for tensor in value:
@@ -55,15 +55,15 @@ def inspect(
 
 
 def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
-    """A checkpoint in numbers.
+    """Return the facts that are shown about a checkpoint.
 
     Args:
         folder: the checkpoint.
-        weights: what its matrices would be kept as; said is how much memory that takes.
+        weights: weight format for which to compute the size in memory.
 
     Raises:
         CheckpointError: a file is missing or broken.
-        UnsupportedError: a family or setting that is not supported.
+        UnsupportedError: a family or setting is not supported.
     """
     from vivace.checkpoint.files import open_tensors, read_json
     from vivace.checkpoint.load import load_config
@@ -95,10 +95,10 @@ def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
 
 
 def store_facts(folder: Path, *, verify: bool = False) -> dict[str, Any]:
-    """A store in numbers.
+    """Return the facts that are shown about a store; with ``verify``, read it all and compare the checksums.
 
     Raises:
-        CheckpointError: a file is missing, broken or foreign.
+        CheckpointError: a file is missing, broken or not part of the store.
     """
     from vivace.checkpoint.files import read_json
     from vivace.storage.store import open_store
@@ -134,7 +134,7 @@ def store_facts(folder: Path, *, verify: bool = False) -> dict[str, Any]:
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:
-    """An adapter in numbers.
+    """Return the facts that are shown about an adapter.
 
     Raises:
         CheckpointError: a file is missing or broken.
@@ -155,6 +155,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
 
 def _size(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Return number of parameters, bytes and dtypes of some tensors."""
     return {
         "parameters": sum(tensor.numel() for tensor in weights.values()),
         "bytes": sum(tensor.nbytes for tensor in weights.values()),
@@ -163,7 +164,9 @@ def _size(weights: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _counted(kind: str, weights: dict[str, Tensor]) -> dict[str, int]:
-    """Weights of speculative streams as their paper counts them, low-rank adapters apart."""
+    """Count the weights of speculative streaming as its paper does, with the low-rank adapters apart from the
+    others.
+    """
     if kind != "multistream":
         return {}
     own = sum(tensor.numel() for name, tensor in weights.items() if name == "embeddings" or name.startswith("pruner."))
@@ -174,19 +177,22 @@ def _counted(kind: str, weights: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _list(weights: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Return name, dtype and shape of each tensor."""
     return [{"name": name, "dtype": _dtype(t), "shape": list(t.shape)} for name, t in sorted(weights.items())]
 
 
 def _dtype(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype."""
     return _dtype_name(tensor.dtype)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _plain(name: str, value: Any) -> str:
-    """A value as a person reads it."""
+    """Format a value for people."""
     match name, value:
         case _, int() if name.startswith("bytes"):
             return format_bytes(value)

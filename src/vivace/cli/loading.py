@@ -1,4 +1,4 @@
-"""The one place where the command line opens a model. Everything above it works on what `open_engine` returns."""
+"""Opening a model for a command; all commands that run a model use `open_engine`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model, as the flags say."""
+    """The flags that choose a model and how it is loaded; the fields are arguments of ``vivace.load``."""
 
     model: str | None = None
     adapters: list[str] | None = None
@@ -35,14 +35,15 @@ class ModelChoice:
 
 
 def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
-    """Load a model; says so on stderr.
+    """Load a model and say so on stderr.
 
     Args:
         choice: the flags.
-        methods: what it will decode with, so that what cannot be is said before anything is read; empty for any.
+        methods: methods to decode with, so that flags they cannot use are refused before anything is read; empty for
+            any method.
 
     Raises:
-        UsageError: an unknown method, or a flag that none of the methods has a use for.
+        UsageError: a method is unknown, or a flag has no effect on any of the methods.
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
     """
     if methods:
@@ -65,6 +66,7 @@ def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
 
 
 def _check_use(choice: ModelChoice, methods: Sequence[MethodSpec]) -> None:
+    """Refuse flags that have no effect on any of the methods."""
     names = ", ".join(method.name for method in methods)
     if choice.adapters and not any(method.adapter or method.name == "auto" for method in methods):
         raise ConfigError(f"--adapter has no effect on {names}; leave it out, or choose a method that has one")
@@ -73,10 +75,10 @@ def _check_use(choice: ModelChoice, methods: Sequence[MethodSpec]) -> None:
 
 
 def folder_of(model: str | None) -> Path:
-    """Folder of a model that is looked at without being loaded.
+    """Return the folder of a model without loading it; None means the model that ships with the package.
 
     Raises:
-        NotFoundError: neither a folder nor a Hub id that can be had, or this installation carries no model.
+        NotFoundError: ``model`` is neither a folder nor a Hub repository, or this installation contains no model.
     """
     from vivace.checkpoint.files import resolve
     from vivace.engine import SHIPPED
@@ -87,6 +89,6 @@ def folder_of(model: str | None) -> Path:
 
 
 def stats_json(stats: DecodeStats) -> dict[str, Any]:
-    """Statistics as JSON has them: the counters and the rates computed from them."""
+    """Return statistics as they are written to JSON: the counters and the rates computed from them."""
     derived = [name for name, member in vars(type(stats)).items() if isinstance(member, property)]
     return {**asdict(stats), **{name: getattr(stats, name) for name in derived}}

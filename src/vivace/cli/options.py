@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the values behind them."""
+"""Flags that several commands share, and the conversion of their values."""
 
 from __future__ import annotations
 
@@ -83,15 +83,17 @@ Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
 
 
 def given(**flags: Any) -> dict[str, Any]:
-    """The flags that were given, so that the model's own defaults apply to the others."""
+    """Return the flags that were given, so that the model's own defaults apply to the others."""
     return {name: value for name, value in flags.items() if value is not None and value != []}
 
 
 def parse_adapters(words: list[str] | None) -> str | dict[str, str] | None:
-    """``["DIR"]`` to ``"DIR"``, ``["a=DIR", ...]`` to ``{"a": "DIR", ...}``; a folder's name stands for a missing name.
+    """Turn ``["DIR"]`` into ``"DIR"`` and ``["a=DIR", ...]`` into ``{"a": "DIR", ...}``.
+
+    Where there are several folders, the name of a folder is used if no other is given.
 
     Raises:
-        ConfigError: an empty name or folder, or the same name twice.
+        ConfigError: a name or folder is empty, or a name is given twice.
     """
     if not words:
         return None

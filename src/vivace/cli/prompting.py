@@ -1,4 +1,4 @@
-"""Prompt sets as the commands that run many prompts take them: a file, or a name of the package's own sets."""
+"""Prompt sets for the commands that run many prompts: a file, or the name of a set that comes with the package."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Limit = Annotated[int | None, typer.Option("--limit", help="Only the first so ma
 
 
 def read_prompts(source: str, limit: int | None) -> list[Prompt]:
-    """Prompts of a packaged set or a file.
+    """Read the first ``limit`` prompts of a packaged set or a file.
 
     Raises:
-        CheckpointError: no such file, or not a prompt file.
+        CheckpointError: there is no such file, or it is not a prompt file.
         ConfigError: a row is not a prompt.
     """
     is_packaged = source in PACKAGED and not Path(source).exists()
@@ -31,7 +31,7 @@ def read_prompts(source: str, limit: int | None) -> list[Prompt]:
 
 
 def questions_of(engine: Engine, prompts: list[Prompt], *, raw: bool) -> list[BenchmarkPrompt]:
-    """Prompts beside what the model reads."""
+    """Return prompts together with the token ids that the model reads."""
     from vivace.evaluate.benchmark import BenchmarkPrompt
 
     encode = engine.tokenizer.encode_prompt
@@ -39,5 +39,5 @@ def questions_of(engine: Engine, prompts: list[Prompt], *, raw: bool) -> list[Be
 
 
 def split_names(text: str) -> list[str]:
-    """``"plain, lookup"`` as a list; empty text is no names."""
+    """Split ``"plain, lookup"`` into a list of names; empty text gives an empty list."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""Plain decoding beside the model as its file has it, for commands that compare other methods with plain decoding."""
+"""Comparison of plain decoding with the checkpoint, for commands that compare other methods with plain decoding."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
     from vivace.evaluate.reference import Plainness
 
 NUM_SHOWN = 5
-"""Differences that a command prints; its JSON has all of them."""
+"""Number of differences that a command prints; its JSON has all of them."""
 FROM_FILE = "the checkpoint in float32, layer by layer in PyTorch, without a cache"
+"""Reference of a model whose weights are as in its file."""
 AS_KEPT = "the same weights and kernels, layer by layer, without a cache"
+"""Reference of a model whose weights are quantized or read from a store."""
 
 
 def compare_plain(
     engine: Engine, questions: Sequence[BenchmarkPrompt], answers: Sequence[Sequence[int]]
 ) -> tuple[str, Plainness]:
-    """Compare plain answers with their reference; returns what the reference is, and what was found.
+    """Compare plain answers with their reference; return a description of the reference, and the differences.
 
     Args:
-        engine: What answered.
-        questions: What was asked.
-        answers: New tokens of each answer.
+        engine: the engine that answered.
+        questions: the prompts.
+        answers: new tokens of each answer.
     """
     from vivace.engine import Options
     from vivace.evaluate.reference import Text, beside_checkpoint, beside_itself
@@ -41,7 +43,7 @@ def compare_plain(
 
 
 def plain_json(what: str, found: Plainness) -> dict[str, Any]:
-    """What was found, for the JSON of a command."""
+    """Return the differences as they are written to JSON."""
     departures = [{**asdict(one), "is_error": one.is_error} for one in found.departures]
     return {
         "reference": what,
@@ -53,7 +55,7 @@ def plain_json(what: str, found: Plainness) -> dict[str, Any]:
 
 
 def plain_lines(what: str, found: Plainness) -> list[str]:
-    """The same for people: a verdict, then the differences with the widest gaps."""
+    """Return the differences as lines for people: a verdict, then the differences with the largest gaps."""
     same = found.num_prompts - found.num_different
     verdict = "no" if found.departures else "yes"
     lines = [f"plain: identical: {verdict} ({same} of {found.num_prompts} answers beside {what})"]
@@ -68,7 +70,7 @@ def plain_lines(what: str, found: Plainness) -> list[str]:
 
 
 def complain(found: Plainness) -> bool:
-    """Whether plain decoding is wrong beyond rounding; says so on stderr."""
+    """Return whether plain decoding differs by more than rounding explains, and report it on stderr if so."""
     if found.errors:
         console.error(
             f"plain decoding wrote {len(found.errors)} of {found.num_tokens} tokens that rounding does not explain; "

@@ -1,4 +1,4 @@
-"""``vivace serve``: a model behind OpenAI's HTTP interface, and a page to try it."""
+"""``vivace serve``: serve a model over OpenAI's HTTP interface, with a page for trying it out."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Answer HTTP requests as OpenAI's interface does, many at a time; a page to try it is at /."""
+    """Answer HTTP requests in OpenAI's format, many at a time; a page for trying it out is at /."""
     config_of = _settings()
     if metrics_compat not in (None, "vllm"):
         raise ConfigError(f"--metrics-compat must be vllm, found {metrics_compat!r}")
@@ -154,6 +154,11 @@ def serve(
 
 
 def _settings() -> type[ServeConfig]:
+    """Return the class of the server's settings.
+
+    Raises:
+        DependencyError: a package that the server needs is missing.
+    """
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -166,18 +171,19 @@ def _settings() -> type[ServeConfig]:
 
 
 def _listed(words: list[str] | None) -> tuple[str, ...]:
-    """Every word between commas of a flag that may be repeated."""
+    """Split the values of a flag that may be repeated at their commas."""
     return tuple(part.strip() for word in words or () for part in word.split(","))
 
 
 def _name(model: str | None) -> str:
+    """Return the name of a model's folder."""
     from vivace.engine import SHIPPED
 
     return SHIPPED.name if model is None else model.rstrip("/").rpartition("/")[2]
 
 
 def run(server: Server) -> None:
-    """Listen until told to stop; answers that run then may end within the grace time."""
+    """Serve until a signal stops it; answers in progress may then finish within the grace time."""
     import uvicorn
 
     from vivace.serve.app import build
@@ -186,7 +192,7 @@ def run(server: Server) -> None:
     logging.getLogger("vivace.serve").setLevel(logging.WARNING if console.is_quiet else logging.INFO)
 
     class Announced(uvicorn.Server):
-        """Says where it listens once it does."""
+        """A server that prints its addresses once it listens."""
 
         async def startup(self, sockets: object = None) -> None:
             await super().startup(sockets)  # type: ignore[arg-type]

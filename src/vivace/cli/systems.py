@@ -1,4 +1,4 @@
-"""What the bench knows of its contestants besides their answers: plans of drafts, layers of a step, memory."""
+"""Facts about the methods in a benchmark besides their answers: draft plans, layers per step, memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from vivace.evaluate.systems import MethodSystem
 
 STEPS_BEFORE_COUNTING = 3
-"""Steps after which a drafter has made all copies that it works with."""
+"""Number of steps after which a drafter has allocated everything that it works with."""
 
 
 def method_of(name: str) -> str:
-    """``"dynamic"`` of ``"dynamic@0.98"``."""
+    """Return the method in a name that may carry an agreement target: ``"dynamic"`` for ``"dynamic@0.98"``."""
     return name.partition("@")[0]
 
 
 def planned_engines(engine: Engine, names: Sequence[str], file: Path | None) -> dict[str, Engine]:
-    """An engine for each method, drafting by the file's plan where it has one.
+    """Return an engine for each name, which drafts by the plan in the file if there is one.
 
     Raises:
-        ConfigError: the file is no JSON object of plans, or has one for a method that does not take part.
+        ConfigError: the file is not a JSON object of plans, or has a plan for a method that is not measured.
     """
     from vivace.methods.composition import plan_of
     from vivace.tuning import planned
@@ -49,7 +49,9 @@ def planned_engines(engine: Engine, names: Sequence[str], file: Path | None) -> 
 
 
 def drafting(engine: Engine | None, name: str) -> dict[str, Any]:
-    """The plan of a method's drafts, and the layers of the model that a step runs; nothing for other engines."""
+    """Return a method's draft plan and the number of layers that a step runs; empty for lossy methods and other
+    engines.
+    """
     from vivace.decode.shallow import DraftPlan
     from vivace.evaluate.step_layers import layers_of_step
     from vivace.methods.draft.drafter import DraftModel
@@ -68,7 +70,7 @@ def drafting(engine: Engine | None, name: str) -> dict[str, Any]:
 
 
 def libraries_memory() -> int | None:
-    """Resident memory when everything is imported that the bench needs, and no model has been read."""
+    """Return the resident memory in bytes after importing all that a benchmark needs and before reading a model."""
     from vivace.evaluate.memory import resident_memory
 
     import_module("vivace.engine")
@@ -76,7 +78,7 @@ def libraries_memory() -> int | None:
 
 
 def holdings(engine: Engine, system: MethodSystem, questions: Sequence[BenchmarkPrompt]) -> Holdings:
-    """Memory that a method needs for some prompts at once, counted in the middle of its answers."""
+    """Measure the memory that a method holds for some prompts at once, in the middle of its answers."""
     from vivace.engine import Options
     from vivace.evaluate.memory import holdings_of
 
@@ -90,5 +92,5 @@ def holdings(engine: Engine, system: MethodSystem, questions: Sequence[Benchmark
         if not session.is_idle:
             session.step()
     found = holdings_of(session, requests[0].drafter)
-    list(session.drain())  # a drafter is told that its sequences end
+    list(session.drain())  # so that the drafter frees the state of these sequences
     return found

@@ -1,4 +1,4 @@
-"""``vivace train``: a recipe, a base and prompt files in; weights that decode, and how fast, out."""
+"""``vivace train``: train what a recipe describes, on a base model and prompt files, and measure the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train what a recipe describes; interrupt it whenever you like, the same command goes on."""
+    """Train what a recipe describes. It can be interrupted at any time; the same command continues."""
     from vivace.recipes.decoder import WholeRecipe
     from vivace.recipes.kinds import recipe_of
     from vivace.recipes.reading import override, read_recipe
@@ -71,10 +71,12 @@ def train(
 
 
 def _rows(data: list[Path]) -> list[Prompt]:
+    """Read the rows of all prompt files."""
     return [row for path in data for row in load_prompts(path)]
 
 
 def _report(tensorboard: Path | None) -> Report:
+    """Return what reports progress: notes on stderr, and TensorBoard curves if a folder for them is given."""
     from vivace.train.report import Curves, Lines
 
     lines = Lines(console.note)
@@ -84,6 +86,7 @@ def _report(tensorboard: Path | None) -> Report:
 def _train_whole(
     recipe: WholeRecipe, prompts: list[Prompt], out: Path, base: str | None, report: Report
 ) -> dict[str, Any]:
+    """Train all weights of a model and return the facts for JSON."""
     from vivace.recipes.whole_trainer import train_whole
 
     result = train_whole(recipe, prompts, out, report, base)

@@ -1,4 +1,4 @@
-"""``vivace tune``: the draft that is fastest on this machine, with these prompts, kept in the adapter."""
+"""``vivace tune``: find the fastest draft on this machine for the given prompts, and keep it in the adapter."""
 
 from __future__ import annotations
 
@@ -62,18 +62,14 @@ def tune(
         console.note("no draft beat plain decoding here; the adapter keeps its plan")
         return
     folder = keep_plan(engine, method, best.plan)
-    console.note(f"the plan in {folder} is now: {_name(best)}")
-
-
-def _name(trial: TunedPlan) -> str:
-
-    return trial.plan.label
+    console.note(f"the plan in {folder} is now: {best.plan.label}")
 
 
 def _print(trials: list[TunedPlan]) -> None:
+    """Print one row for each trial."""
     rows = [
         [
-            _name(trial),
+            trial.plan.label,
             str(trial.num_prompts),
             f"{trial.run.tokens_per_s:.1f}",
             f"{trial.run.speedup:.2f}x",

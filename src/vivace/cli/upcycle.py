@@ -1,4 +1,4 @@
-"""``vivace upcycle``: a dense model as a mixture of experts."""
+"""``vivace upcycle``: turn a dense model into a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``vivace widen``: the wide twin of a model, for measuring where memory binds."""
+"""``vivace widen``: write a wider copy of a model that computes the same, for measuring models larger than the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ def widen(
     factor: Annotated[int, typer.Option(help="How many times as wide; a power of two keeps weights exact.")] = 4,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a copy of a model and its adapters that is wider and says the same.
+    """Write a copy of a model and its adapters that is wider and computes the same.
 
-    Same text, same acceptance, factor² times the weights: a measuring instrument for models that fit no cache.
+    It writes the same text, accepts the same drafts and has factor² times the weights: a measuring instrument for
+    models that do not fit into a processor's cache.
     """
     from vivace.checkpoint.widen import widen_checkpoint, without_twin
     from vivace.methods.composition import twins

@@ -1,8 +1,8 @@
-"""One row of a prompt file, and reading and writing such files.
+"""The rows of prompt files, and reading and writing such files.
 
 A row is ``{"prompt": str}`` or ``{"messages": [{"role": str, "content": str}, ...]}``, with optional
-``"reference"`` (a string, or a list where several answers are right) and ``"task"`` (which metrics apply).
-Other keys are left alone, unless one looks like a misspelling of these.
+``"reference"`` (a string, or a list if several answers are right) and ``"task"`` (which metrics apply).
+Other keys are ignored, unless one looks like a misspelling of these.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ PACKAGED: Mapping[str, str] = {
     "e2e": "100 meaning representations to describe",
     "sql": "100 questions to answer in SQL",
 }
-"""Prompt sets that come with the package, and what is in them."""
+"""Prompt sets that come with the package, with a description of each."""
 
 _KEYS = ("prompt", "messages", "reference", "task")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and, where known, the answers that would be right."""
+    """A prompt and, if known, the answers that are right."""
 
     request: str | list[Message]
-    """Text, or a conversation: what ``engine.generate`` takes."""
+    """A text or a conversation, as ``engine.generate`` takes it."""
     references: tuple[str, ...] = ()
+    """Right answers."""
     task: str | None = None
+    """Name of the task, which determines the metrics."""
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """Rows of a prompt file (JSONL, plain or ``.gz``), in order.
+    """Return the rows of a prompt file (JSONL, plain or ``.gz``), in order.
 
     Raises:
-        NotFoundError: no such file.
+        NotFoundError: there is no such file.
         ConfigError: a row is not a prompt; the message names file, line and what is wrong with it.
-        CorruptError: the file cannot be read as text, or holds no row.
+        CorruptError: the file cannot be read as text, or has no rows.
     """
     source = Path(path)
     if not source.is_file():
@@ -72,7 +74,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 
 
 def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> int:
-    """Write a prompt file whole, or leave what was there.
+    """Write a prompt file completely, or leave the previous one as it was.
 
     A single reference is written as a string, several as a list.
 
@@ -88,13 +90,13 @@ def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> int:
 
 
 def packaged_prompts(name: str) -> list[Prompt]:
-    """Prompts of a set that comes with the package.
+    """Return the prompts of a set that comes with the package.
 
     Args:
-        name: A key of `PACKAGED`.
+        name: a key of `PACKAGED`.
 
     Raises:
-        ConfigError: no such set.
+        ConfigError: there is no such set.
     """
     if name not in PACKAGED:
         raise ConfigError(f"no packaged prompt set {name!r}{nearest(name, PACKAGED)}")
@@ -102,6 +104,7 @@ def packaged_prompts(name: str) -> list[Prompt]:
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as a JSON object."""
     row: dict[str, Any] = {"prompt" if isinstance(prompt.request, str) else "messages": prompt.request}
     if prompt.references:
         row["reference"] = prompt.references[0] if len(prompt.references) == 1 else list(prompt.references)
@@ -111,6 +114,11 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 
 def _parse(line: str) -> Prompt:
+    """Read one line of a prompt file.
+
+    Raises:
+        ValueError: it is not a prompt.
+    """
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -128,6 +136,7 @@ def _parse(line: str) -> Prompt:
 
 
 def _request(row: dict[str, Any]) -> str | list[Message]:
+    """Return the prompt or the messages of a row, checked."""
     if ("prompt" in row) == ("messages" in row):
         found = "both" if "prompt" in row else "neither"
         raise ValueError(f'expected "prompt" or "messages", found {found}')
@@ -149,6 +158,7 @@ def _request(row: dict[str, Any]) -> str | list[Message]:
 
 
 def _references(value: Any) -> tuple[str, ...]:
+    """Return the reference answers of a row, checked."""
     references = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(references, list) or not all(isinstance(item, str) for item in references):
         raise ValueError(f'"reference" is a string or a list of strings, found {_kind(value)}')
@@ -156,7 +166,7 @@ def _references(value: Any) -> tuple[str, ...]:
 
 
 def _kind(value: Any) -> str:
-    """A value's type in JSON's words."""
+    """Describe the type of a value in the terms of JSON."""
     if isinstance(value, dict):
         return f"an object with {', '.join(map(repr, value)) or 'no keys'}"
     if isinstance(value, list):
