@@ -1,6 +1,4 @@
-"""Loading a checkpoint into an engine that answers prompts: the interface for Python.
-
-In four lines:
+"""Loading a checkpoint into an engine that answers prompts: the interface for Python, in four lines.
 
     engine = vivace.load("path/or/hub-id")
     result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
@@ -50,7 +48,6 @@ DEFAULT_NEW_TOKENS = 256
 
 EXACT_ROWS = 64
 """Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
-
 
 _SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
 """Options that have no effect on greedy decoding."""
