@@ -430,13 +430,7 @@ class Answer:
     """Turns the tokens of one request into text, and holds back what may become a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, method: str) -> None:
-        """Start an answer without tokens.
-
-        Args:
-            tokenizer: turns tokens into text.
-            request: the request that the tokens answer.
-            method: name of the method that was asked for.
-        """
+        """Start an answer without tokens; ``method`` is the name that was asked for."""
         self._request = request
         self._method = method
         self._stops = request.stop.stop_strings
