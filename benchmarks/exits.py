@@ -27,7 +27,7 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.objective import RouterTraining, Trails, trails_of
 from vivace.prompts import Prompt, load_prompts
-from vivace.train.data import Rows, collate, grouped, pairs_of
+from vivace.train.data import Rows, pairs_of
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)
 KINDS = ("arla", "linear", "mlp", "gap", "cosine")
@@ -45,7 +45,7 @@ def weights_of(engine: Engine, folder: Path) -> DynamicWeights:
 def batches_of(engine: Engine, prompts: list[Prompt]) -> list[Any]:
     """Rows with their first reference, padded together."""
     pairs = pairs_of([replace(prompt, references=prompt.references[:1]) for prompt in prompts])
-    return [collate(group) for group in grouped(Rows(engine.tokenizer, 256).encode(pairs), 2048)]
+    return Rows(engine.tokenizer, 256).batches(pairs, 2048)
 
 
 def routers(engine: Engine, weights: DynamicWeights, learn: list[Prompt], held: list[Prompt]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Recipes: what to train and how, as YAML files their dataclasses, and the trainer that follows them.
+"""Training recipes: YAML files, their dataclasses, and the trainers that follow them.
 
-Above the engine, because a training regenerates answers with the decoder as it decodes and times what came of it.
+The package lies above the engine, because a trainer generates answers with the decoder as it decodes, and times the
+result of the training.
 """

@@ -1,4 +1,4 @@
-"""Exits by confidence (``methods/confidence``) calibrated on a model as it is, the learned measure trained."""
+"""Recipe for early exits by confidence (CALM, LITE): thresholds for a model as it is, and a learned measure if any."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from vivace.methods.confidence.drafter import (
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)
-"""Stated agreements that thresholds are found for."""
+"""Agreement targets: shares of tokens equal to the full model's, for each of which thresholds are calibrated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceRecipe(FrozenRecipe):
-    """Which measure, at which gates."""
+    """How to calibrate, and where it is learned train, a measure of confidence at the exit layers."""
 
     kind: Literal["calm", "lite"]
     adapter: ConfidenceConfig = field(default_factory=ConfidenceConfig)
     missing: Missing = "propagate"
-    """What stands for the entries above an exit: ``deferred``, ``propagate`` or ``mask``."""
+    """What later tokens read where an early exit left no keys and values: ``deferred``, ``propagate`` or ``mask``."""
     tokens_per_batch: int = 2048
 
     def begin(self, context: TrainContext) -> ConfidenceTraining:
-        """A measure that has learnt nothing; only ``learned`` has something to learn."""
+        """Make an untrained measure; only the measure ``learned`` has weights to train."""
         return ConfidenceTraining(self, context)
 
 
 class ConfidenceTraining(Trainable):
-    """A measure of confidence in training, and thresholds for any measure."""
+    """Trains a measure of confidence if it has weights, and calibrates its thresholds."""
 
     def __init__(self, recipe: ConfidenceRecipe, context: TrainContext) -> None:
         super().__init__(context)
@@ -45,7 +45,7 @@ class ConfidenceTraining(Trainable):
         self.objective = ConfidenceObjective(self.weights) if recipe.adapter.measure == "learned" else None
 
     def finish(self) -> TrainedAdapter:
-        """Thresholds found on the held-back rows."""
+        """Return the weights with thresholds that were calibrated on the held-back rows."""
         model = self.context.engine.model
         self.weights.to(model.dtype)  # thresholds belong to the weights as they are stored
         told = confidence_scores(model, self.weights, self.context.batches(self.context.held_back))

@@ -1,4 +1,4 @@
-"""How to train a whole decoder: from scratch with its tokenizer, or a full fine-tune of a base, in stages."""
+"""Recipe for training all weights of a decoder in stages: from scratch with its tokenizer, or from a base."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from vivace.train.variation import VariationConfig
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training at one depth."""
+    """A part of the training with a budget of its own, during which the number of layers is constant."""
 
     loop: LoopConfig
+    """Budget and schedule of the stage."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     depth: int | None = None
-    """Layers; None is all of the shape's."""
+    """Number of layers; None means all of the shape's."""
     places: tuple[int, ...] = ()
-    """Where the layers of the stage before stand among them; empty when the depth stays."""
+    """Indices that the layers of the previous stage get among this stage's; empty where the depth is the same."""
     invent: float | None = None
-    """Share of pairs with invented values; None is the recipe's."""
+    """Share of pairs with invented values; None means the recipe's."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Share of a task's rows (by their "task") drawn each epoch; 1 for those not named."""
+    """Share of the rows of a task (by their "task") that is drawn in each epoch; 1 for tasks that are not named."""
 
     def __post_init__(self) -> None:
         if any(not 0 <= share <= 1 for share in self.shares.values()):
@@ -41,55 +42,55 @@ class Stage:
 
 @dataclass(frozen=True)
 class WholeRecipe(ABC):
-    """How to train all weights of a decoder: a ``DecoderRecipe``, or a recipe that has one as ``decoder``."""
+    """How to train all weights of a decoder: a ``DecoderRecipe``, or a recipe that contains one as ``decoder``."""
 
     @abstractmethod
     def decoder_recipe(self) -> DecoderRecipe:
-        """Return what says how: data, stages and rates."""
+        """Return the data, stages and learning rates of the training."""
 
     @abstractmethod
     def objective(self, model: Decoder) -> NextToken:
-        """Make what is lowered.
+        """Make the objective for a decoder.
 
         Raises:
-            ConfigError: it does not fit the model.
+            ConfigError: the recipe does not fit the decoder.
         """
 
     def finish(  # noqa: B027 - most recipes leave nothing but the checkpoint
         self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report
     ) -> None:
-        """Write what lies beside the finished checkpoint.
+        """Write whatever belongs beside the finished checkpoint, such as an adapter.
 
         Args:
-            objective: as the last stage left it.
+            objective: the objective of the last stage after its training.
             out: folder of the checkpoint.
-            prompts: all rows.
-            report: hears about it.
+            prompts: all rows of the training data.
+            report: receives progress.
         """
 
 
 @dataclass(frozen=True)
 class DecoderRecipe(WholeRecipe):
-    """How to train a whole decoder."""
+    """How to train all weights of a decoder for next-token prediction."""
 
     kind: Literal["decoder"]
     stages: tuple[Stage, ...]
     shape: ShapeConfig | None = None
-    """Of a decoder from scratch; None trains the base that is given."""
+    """Shape of a decoder that is trained from scratch; None trains a base instead."""
     variation: VariationConfig = field(default_factory=VariationConfig)
     exercises: float = 0.0
-    """Copying exercises per real pair, in the first epoch of the first stage."""
+    """Number of copying exercises per real pair, in the first epoch of the first stage."""
     tokens_per_batch: int = 4096
     longest: int = 256
-    """Rows with more tokens are left out."""
+    """Largest number of tokens in a row; longer rows are left out."""
     held_back: int = 512
-    """Rows that choose the best weights."""
+    """Number of held-back rows, on which the best weights are selected."""
     recompute: bool = False
-    """Keep only what enters each layer: less memory, a third more time."""
+    """Whether to keep only the input of each layer for the backward pass: less memory, a third more time."""
     balance: float = 0.0
-    """Weight of the term that keeps experts of a mixture equally busy."""
+    """Weight of the load-balancing term of a mixture of experts (``BalancedNextToken``)."""
     sparsity: float = 0.0
-    """Weight of the term that leaves fewer neurons of a ReLU model active."""
+    """Weight of the term that makes activations of a ReLU model sparse (``SparseNextToken``)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -119,14 +120,14 @@ class DecoderRecipe(WholeRecipe):
             raise ConfigError(f"depths must grow to {self.shape.num_layers} layers, found {depths}")
 
     def decoder_recipe(self) -> DecoderRecipe:
-        """This recipe itself."""
+        """Return this recipe itself."""
         return self
 
     def objective(self, model: Decoder) -> NextToken:
-        """What is lowered.
+        """Make the objective: next-token cross-entropy with the term that the recipe adds, if any.
 
         Raises:
-            ConfigError: a term for another kind of model.
+            ConfigError: the term is for another kind of model.
         """
         if self.sparsity:
             if model.config.activation != "relu" or model.config.moe is not None:

@@ -1,4 +1,4 @@
-"""Training a small decoder that drafts for a frozen one: same tokenizer, taught by the model it will draft for."""
+"""Recipe for a small draft model with the tokenizer of a frozen decoder, which is its teacher."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ class DraftRecipe(FrozenRecipe):
 
     kind: Literal["draft"] = "draft"
     shape: ShapeConfig
-    """Its vocabulary is the base's, whatever this says."""
+    """Shape of the draft model; its vocabulary size and longest position are the base's, whatever is given here."""
     loss: DistillationLoss = field(default_factory=DistillationLoss)
     tokens_per_batch: int = 2048
 
     def begin(self, context: TrainContext) -> StudentTraining:
-        """A decoder that knows nothing yet."""
+        """Make an untrained draft model."""
         base, tokenizer = context.engine.model.config, context.engine.tokenizer
         shape = replace(self.shape, vocab_size=base.vocab_size, max_positions=base.max_positions)
-        spelled = tokenizer.pieces()
-        pieces = [spelled.get(index, "") for index in range(base.vocab_size)]
-        student = start_decoder(shape, shape.num_layers, pieces, self.seed).to(context.engine.model.dtype)
+        student = start_decoder(shape, shape.num_layers, tokenizer.pieces(), self.seed)
+        student = student.to(context.engine.model.dtype)
         return StudentTraining(context, shape, student, self.loss)
 
 
 class StudentTraining(Trainable):
-    """A draft model in training; what comes of it is a checkpoint of its own and no adapter."""
+    """Trains a draft model; the result is a checkpoint of its own, not an adapter."""
 
     def __init__(self, context: TrainContext, shape: ShapeConfig, student: Decoder, loss: DistillationLoss) -> None:
         super().__init__(context)
@@ -49,11 +48,11 @@ class StudentTraining(Trainable):
         self.depth = shape.num_layers
 
     def finish(self) -> TrainedAdapter:
-        """The weights; how far it drafts is said when it is used."""
+        """Return the weights; how many tokens to draft is chosen when decoding."""
         return TrainedAdapter(DraftModelConfig(), self.shape, self.student.state_dict())
 
     def save(self, out: Path, base: str) -> Saved:
-        """A checkpoint beside which the base's tokenizer lies."""
+        """Write a checkpoint with a copy of the base's tokenizer."""
         engine, config = self.context.engine, self.shape.hf_config()
         known = read_json(engine.folder / "config.json")
         config |= {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

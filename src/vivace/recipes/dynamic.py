@@ -1,4 +1,4 @@
-"""Training dynamic depth (``methods/dynamic``): gates, then the router that opens them, then thresholds."""
+"""Recipe for dynamic depth (``methods/dynamic``): exit layers, then the router that chooses one, then thresholds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from vivace.train.variation import Pair
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRecipe(FrozenRecipe):
-    """How to train gates and the router that opens them on a frozen base; the loop is the gates'."""
+    """How to train exit layers and their router on a frozen base; the loop and optimiser are those of the exit
+    layers.
+    """
 
     kind: Literal["dynamic"] = "dynamic"
     lesson: RouterTraining = field(default_factory=RouterTraining)
-    """Of the router, after the gates."""
+    """Settings of the router's training, which follows that of the exit layers."""
     adapter: DynamicConfig = field(default_factory=DynamicConfig)
     loss: GatesLoss = field(default_factory=GatesLoss)
     missing: Missing = "deferred"
-    """What stands for the entries above an exit when decoding: ``deferred``, ``propagate`` or ``mask``."""
+    """What later tokens read where an early exit left no keys and values: ``deferred``, ``propagate`` or ``mask``."""
     max_late: int = 8
-    """Tokens of a sequence that may wait for their upper layers."""
+    """Largest number of tokens of a sequence whose keys and values of the upper layers are pending (``deferred``)."""
     router_rows: int = 2000
-    """Further rows that only the router learns from."""
+    """Number of rows that only the router is trained on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,16 +40,16 @@ class DynamicRecipe(FrozenRecipe):
 
     @property
     def num_calibration(self) -> int:
-        """Count the router's rows: the gates are surer of what they have seen."""
+        """Number of rows for the router alone; on rows they were trained on, exits agree with the decoder too often."""
         return self.router_rows
 
     def begin(self, context: TrainContext) -> ExitTraining:
-        """Gates that are the slow stream, and a router that knows nothing."""
+        """Make exit layers that equal the layers of the base, and an untrained router."""
         return ExitTraining(self, context)
 
 
 class ExitTraining(Trainable):
-    """Gates in training, and what follows it."""
+    """Trains exit layers, then their router, and calibrates the thresholds."""
 
     def __init__(self, recipe: DynamicRecipe, context: TrainContext) -> None:
         super().__init__(context)
@@ -57,9 +59,9 @@ class ExitTraining(Trainable):
         self.depth = recipe.adapter.gates.layers[-1]
 
     def finish(self) -> TrainedAdapter:
-        """Train the router on the finished gates, then set the thresholds for every stated agreement."""
+        """Train the router on the finished exit layers, then calibrate thresholds for every agreement target."""
         model, weights, recipe = self.context.engine.model, self.weights, self.recipe
-        weights.gates.to(model.dtype)  # the router judges what will decode
+        weights.gates.to(model.dtype)  # the router is trained on the exits in the precision they decode in
         trails = self._trails(self.context.calibration)
         self.context.report.note(f"the router learns from {trails.num_positions} positions")
         fit_router(model, weights.router, trails, recipe.lesson, seed=recipe.seed)
@@ -68,13 +70,13 @@ class ExitTraining(Trainable):
         return TrainedAdapter(self._calibrated(), recipe.adapter, tensors)
 
     def _trails(self, pairs: Sequence[Pair]) -> Trails:
-        """What the router sees of some rows."""
+        """Return the inputs of the router, and its targets, for some pairs."""
         model, router = self.context.engine.model, self.recipe.adapter.router
         batches = self.context.batches(pairs)
         return Trails.join([trails_of(model, self.weights.gates, router, batch) for batch in batches])
 
     def _calibrated(self) -> DynamicPlan:
-        """Thresholds; says how many tokens would leave."""
+        """Calibrate the thresholds on the held-back rows and report the share of tokens that exit early."""
         model = self.context.engine.model
         scores = score_all(model, self.weights.router, self._trails(self.context.held_back))
         minimum_exit_share = self.recipe.adapter.gates.minimum_exit_share(model.config.num_layers)

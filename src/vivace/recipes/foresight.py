@@ -1,4 +1,4 @@
-"""The recipe that trains foresight (``storage/experts/foresight``), which predicts the experts of a mixture."""
+"""Recipe for foresight (``storage/experts/foresight``): predictors of the experts that a mixture will need."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ForesightRecipe(FrozenRecipe):
     adapter: ForesightConfig = field(default_factory=ForesightConfig)
     loss: ForesightLoss = field(default_factory=ForesightLoss)
     plan: ForesightPlan = field(default_factory=ForesightPlan)
-    """How decoding uses it, saved with the weights."""
+    """How decoding uses the predictions, saved with the weights."""
 
     def begin(self, context: TrainContext) -> ForesightTraining:
-        """Weights that were not trained."""
+        """Make untrained predictors."""
         return ForesightTraining(self, context)
 
 
 class ForesightTraining(Trainable):
-    """Foresight in training."""
+    """Trains foresight."""
 
     def __init__(self, recipe: ForesightRecipe, context: TrainContext) -> None:
         super().__init__(context)
@@ -38,5 +38,5 @@ class ForesightTraining(Trainable):
         self.depth = max(1, recipe.adapter.depth(model.num_layers))
 
     def finish(self) -> TrainedAdapter:
-        """The weights as they are."""
+        """Return the trained weights."""
         return TrainedAdapter(self.recipe.plan, self.recipe.adapter, self.foresight.tensors())

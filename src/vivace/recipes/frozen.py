@@ -1,4 +1,4 @@
-"""What every training beside a frozen decoder has: its recipe, the rows it learns from, and what it gives."""
+"""The parts that every training beside a frozen decoder has: the recipe, the data, the weights and the result."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ from vivace.prompts import Prompt
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, DecoderObjective, Rows, TokenBatch, collate, grouped, pairs_of, texts_of
+from vivace.train.data import Batches, DecoderObjective, Rows, TokenBatch, pairs_of, texts_of
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.variation import Pair
 
 NUM_MEASURED = 24
-"""Held-back prompts that what was trained is timed on."""
+"""Number of held-back prompts on which the result of a training is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenRecipe(ABC):
-    """How to train something beside a frozen decoder."""
+    """How to train the weights of a method beside a frozen decoder."""
 
     kind: str
+    """The method, or another word that ``vivace train`` knows."""
     loop: LoopConfig
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     tokens_per_batch: int = 4096
+    """Upper bound on the tokens of a batch, padding included."""
     longest: int = 512
-    """Rows with more tokens are left out."""
+    """Largest number of tokens in a row; longer rows are left out."""
     held_back: int = 256
-    """Rows that choose the best weights and time the result."""
+    """Number of held-back rows, on which the best weights are selected and the result is timed."""
     regenerate: int = 0
-    """Prompts whose answers the base writes anew first: it will draft for what it says itself."""
+    """Number of prompts whose answers the base generates before the training; they replace those of the data, because
+    what counts is how often a draft agrees with the base's own text."""
     seed: int = 0
+    """Seed of the order of the rows, of initial weights and of everything drawn while training."""
 
     def __post_init__(self) -> None:
         if self.held_back < 1 or self.regenerate < 0 or self.longest < 8:
@@ -56,37 +60,40 @@ class FrozenRecipe(ABC):
 
     @property
     def num_calibration(self) -> int:
-        """Count the rows that the loop does not see, for what is fitted after it."""
+        """Number of rows that the loop is not trained on, for what is fitted after it."""
         return 0
 
     @abstractmethod
     def begin(self, context: TrainContext) -> Trainable:
-        """Make what is trained, untrained; random numbers are drawn from torch's generator, which is seeded before."""
+        """Make the untrained weights and their objective, drawing from torch's generator, which the trainer has
+        seeded.
+        """
 
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """What the folder of an adapter gets."""
+    """The content of an adapter's folder."""
 
     plan: Any
-    """A dataclass: how to decode with it."""
+    """A dataclass that says how to decode with the weights."""
     config: Any
-    """A dataclass: what the weights are for."""
+    """A dataclass that describes the shape of the weights."""
     tensors: Mapping[str, Tensor]
+    """The weights by name."""
     note: str = ""
-    """What is told beside how many weights there are."""
+    """Text for the report, after the number of weights."""
 
     def write(self, folder: Path, kind: str, base: str, model: Engine) -> str:
         """Save the adapter in the decoder's precision.
 
         Args:
-            folder: where to.
-            kind: the method it is for.
-            base: ``base_hash`` of the decoder it belongs to.
+            folder: folder to write.
+            kind: method that the adapter is for.
+            base: ``base_hash`` of the decoder that the adapter belongs to.
             model: that decoder.
 
         Returns:
-            What was saved, in words.
+            A description of what was saved, for the report.
         """
         tensors = {name: value.to(model.model.dtype) for name, value in self.tensors.items()}
         save_adapter(folder, kind, base, asdict(self.plan), asdict(self.config), tensors)
@@ -96,37 +103,39 @@ class TrainedAdapter:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a training left on disk."""
+    """The result of a training on disk."""
 
     what: str
-    """For the report."""
+    """Description of what was saved, for the report."""
     method: str
-    """How to decode with it."""
+    """Name of the method that decodes with it."""
     load: Callable[[], Engine]
-    """Opens an engine that can."""
+    """Opens an engine that has this method."""
     note: str = ""
+    """Further text for the report."""
 
 
 class Trainable(ABC):
-    """A method in training."""
+    """Trains the weights of one method: its objective for the loop, and what is done after the loop."""
 
     objective: DecoderObjective | None
-    """What the loop lowers; None where there is nothing to learn, only something to calibrate."""
+    """The objective that the loop minimises; None where nothing is trained and thresholds are only calibrated."""
     depth: int = 1
-    """Layers of the base that gradients pass through, or as many as cost as much memory."""
+    """Number of layers of the base that gradients pass through, or whose memory the training needs, for the
+    estimate."""
 
     def __init__(self, context: TrainContext) -> None:
         self.context = context
 
     @abstractmethod
     def finish(self) -> TrainedAdapter:
-        """Return what was trained; called once, after the loop, with the best weights in place."""
+        """Return the trained weights; called once, after the loop, when the best weights have been restored."""
 
     def save(self, out: Path, base: str) -> Saved:
-        """Write what was trained: an adapter of the frozen decoder, unless this says otherwise.
+        """Write the trained weights as an adapter of the frozen decoder; subclasses may write something else.
 
         Args:
-            out: folder.
+            out: folder to write.
             base: ``base_hash`` of the frozen decoder.
         """
         engine, kind, trained = self.context.engine, self.context.recipe.kind, self.finish()
@@ -136,23 +145,23 @@ class Trainable(ABC):
 
 @dataclass(frozen=True)
 class TrainContext:
-    """What a training stands on: the frozen decoder and the rows."""
+    """The inputs of a training: the recipe, the frozen decoder and the divided rows."""
 
     recipe: FrozenRecipe
     engine: Engine
     train: Sequence[Pair]
     held_back: Sequence[Pair]
     calibration: Sequence[Pair]
-    """Rows that the loop never saw, for whoever asked for them (``FrozenRecipe.num_calibration``)."""
+    """Rows that the loop is not trained on, ``FrozenRecipe.num_calibration`` of them."""
     report: Report
 
     @staticmethod
     def of(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> TrainContext:
-        """Shuffle the rows and share them out.
+        """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
         Raises:
-            ConfigError: too few rows, or ``out`` is the base's own folder.
-            UnsupportedError: the base's weights are packed.
+            ConfigError: there are too few rows, or ``out`` is the base's own folder.
+            UnsupportedError: the base's weights are packed for native kernels.
         """
         if out.resolve() == engine.folder.resolve():
             raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
@@ -169,19 +178,18 @@ class TrainContext:
         return TrainContext(recipe, engine, pairs[first:], pairs[:last], pairs[last:first], report)
 
     def timed(self, saved: Saved) -> list[Run]:
-        """Time plain decoding and what was trained on held-back prompts, by the code and kernels that decode."""
+        """Time plain decoding and the trained method on held-back prompts, with the kernels that decode."""
         asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
         questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
         systems = [MethodSystem(name, ready, max_new_tokens=64) for name in ("plain", saved.method)]
         return summarise(run_benchmark(systems, questions, repeats=1), "plain")
 
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
-        """Return batches of some rows, each row once, in order of length."""
-        rows = Rows(self.engine.tokenizer, self.recipe.longest).encode(pairs)
-        return [collate(group) for group in grouped(rows, self.recipe.tokens_per_batch)]
+        """Return batches that hold each pair once, in order of length."""
+        return Rows(self.engine.tokenizer, self.recipe.longest).batches(pairs, self.recipe.tokens_per_batch)
 
     def data(self) -> DataSplit[TokenBatch]:
-        """Return endless batches of the rows to train on, and those held back."""
+        """Return endless batches of the rows to train on, and the held-back batches."""
         rows, recipe = Rows(self.engine.tokenizer, self.recipe.longest), self.recipe
         return DataSplit(
             Batches(lambda rng, number: self.train, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
@@ -189,22 +197,22 @@ class TrainContext:
         )
 
     def plan_text(self, base: str) -> str:
-        """Return what a resumed run must repeat."""
+        """Return a text of the recipe, base and number of rows, which a resumed run must have as well."""
         rows = len(self.held_back) + len(self.train) + len(self.calibration)
         return json.dumps({"recipe": asdict(self.recipe), "base": base, "rows": rows}, sort_keys=True)
 
     def require_memory(self, objective: DecoderObjective, depth: int) -> None:
-        """Say what training takes, and refuse what would not fit.
+        """Report the memory that the training needs.
 
         Raises:
-            CapacityError: not enough memory.
+            CapacityError: the training needs more memory than is free.
         """
         model = self.engine.model
         optimiser = Optimiser(objective.groups(), self.recipe.optimiser)
         weights = [*model.parameters(), *optimiser.params]
         part = replace(model.config, num_layers=depth)
         need = estimate_memory(part, weights, optimiser.params, optimiser.num_bytes(), self.recipe.tokens_per_batch)
-        if self.engine.storage is not None:  # what streams through is no parameter
+        if self.engine.storage is not None:  # weights that are streamed from files are no parameters
             plan = self.engine.storage.plan
             need = replace(need, weights=need.weights + plan.buffer_bytes + plan.pool_bytes)
         self.report.note(f"memory: {need}")

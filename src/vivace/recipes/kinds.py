@@ -1,4 +1,4 @@
-"""The recipe of every kind of training, by the word that recipes and ``vivace train`` use."""
+"""The recipe class of every kind of training, by the key ``kind`` of a recipe file."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
     )
     for kind in get_args(get_type_hints(recipe)["kind"])
 }
-"""Kinds whose recipe says more than a method's spec does, by the words that the recipe itself goes by."""
+"""Recipe classes by kind; methods that are not here are trained by the recipe that their spec describes."""
 
 
 def kinds() -> list[str]:
-    """List what a recipe can be for: models, or what a method needs."""
+    """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
     return list(dict.fromkeys(("decoder", "supervised", "shared", *methods)))
 
 
 def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe:
-    """Return the recipe that a file describes; a method whose spec says all has the common one.
+    """Build the recipe of the kind that the values of a recipe file name.
 
     Raises:
-        ConfigError: an unknown kind, or keys and values that it does not have.
+        ConfigError: the kind is unknown, or the recipe has no such keys or values.
     """
     kind = values.get("kind")
     if kind not in kinds():

@@ -1,4 +1,4 @@
-"""The recipe of a method whose spec says all that training it beside a frozen base takes."""
+"""The common recipe of methods whose ``MethodSpec`` describes everything that their training needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vivace.train.distillation import DistillationLoss
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRecipe(FrozenRecipe):
-    """What all of them have; the same data, loop and teacher for every method."""
+    """How to train the weights of such a method: with the same data, loop and teacher for every method."""
 
     adapter: Any
-    """Config of the weights."""
+    """Configuration of the weights."""
     loss: Any
     """Settings of the method's objective."""
     plan: Any
-    """Shape of the draft, saved with the weights."""
+    """How decoding drafts with the weights, saved with them."""
     tokens_per_batch: int = 2048
 
     def begin(self, context: TrainContext) -> MethodTraining:
-        """Make weights that have learnt nothing, in the model's own precision; the optimiser has masters."""
+        """Make untrained weights in the decoder's precision; the optimiser keeps float32 copies."""
         model = context.engine.model
         make = stored_of(self.kind).weights
         assert make is not None, f"{self.kind} has no weights"
@@ -34,7 +34,7 @@ class MethodRecipe(FrozenRecipe):
 
 
 def method_recipe(kind: str) -> type[MethodRecipe]:
-    """Return the recipe of a method from what its spec says of its files, each part with its default."""
+    """Make the recipe class of a method from its spec: the fields ``adapter``, ``loss`` and ``plan`` with defaults."""
     stored = stored_of(kind)
     loss = stored.loss or DistillationLoss
     fields: list[tuple[str, Any, Any]] = [
@@ -47,7 +47,7 @@ def method_recipe(kind: str) -> type[MethodRecipe]:
 
 
 class MethodTraining(Trainable):
-    """The weights of such a method in training."""
+    """Trains the weights of a method with the objective that its spec names."""
 
     def __init__(self, recipe: MethodRecipe, context: TrainContext, weights: Trained) -> None:
         super().__init__(context)
@@ -59,5 +59,5 @@ class MethodTraining(Trainable):
         self.depth = weights.depth
 
     def finish(self) -> TrainedAdapter:
-        """Return the weights, with the draft that the recipe gives."""
+        """Return the trained weights with the recipe's plan."""
         return TrainedAdapter(self.recipe.plan, self.recipe.adapter, self.weights.tensors())

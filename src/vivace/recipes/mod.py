@@ -1,4 +1,4 @@
-"""Training a Mixture-of-Depths of a base (``methods/mod/objective.py``): a checkpoint, and routers beside it."""
+"""Recipe that makes a base a Mixture-of-Depths (``methods/mod``): a fine-tuned checkpoint with routers beside it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from vivace.methods.mod.drafter import ModConfig
 from vivace.methods.mod.objective import ModObjective, thresholds_on
 from vivace.prompts import Prompt
 from vivace.recipes.decoder import DecoderRecipe, WholeRecipe
-from vivace.train.data import Rows, collate, grouped, pairs_of
+from vivace.train.data import Rows, pairs_of
 from vivace.train.next_token import NextToken
 from vivace.train.report import Report
 
 
 @dataclass(frozen=True)
 class ModRecipe(WholeRecipe):
-    """How to make a Mixture-of-Depths of a base."""
+    """How to fine-tune a base as a Mixture-of-Depths."""
 
     kind: Literal["mod"]
     decoder: DecoderRecipe
-    """As for any fine-tuning, in one stage."""
+    """How the weights are fine-tuned, in one stage."""
     adapter: ModConfig = field(default_factory=ModConfig)
     anneal_steps: int = 100
-    """Steps until the share of tokens has fallen to ``adapter.capacity``."""
+    """Number of steps over which the share of tokens that pass a routed layer falls to ``adapter.capacity``."""
     telling: float = 0.1
-    """Weight of what teaches a router to tell who is among the largest."""
+    """Weight of the loss that trains routers to decide for each token alone whether it is among the chosen."""
 
     def __post_init__(self) -> None:
         if self.anneal_steps < 0 or self.telling <= 0:
@@ -43,22 +43,22 @@ class ModRecipe(WholeRecipe):
             raise ConfigError(f"mod trains in one stage, found {len(self.decoder.stages)}")
 
     def decoder_recipe(self) -> DecoderRecipe:
-        """How the decoder is fine-tuned."""
+        """Return how the decoder is fine-tuned."""
         return self.decoder
 
     def objective(self, model: Decoder) -> ModObjective:
-        """What is lowered, with routers that change nothing."""
+        """Make the objective with untrained routers."""
         return ModObjective(model, self.adapter, anneal_steps=self.anneal_steps, telling=self.telling)
 
     def finish(self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report) -> None:
-        """Find the routers' thresholds on the held-back rows and save both in ``<out>/adapters/mod``."""
+        """Calibrate the routers' thresholds on the held-back rows and save both to ``<out>/adapters/mod``."""
         assert isinstance(objective, ModObjective)
         engine = load(out, kernels="torch")
         pairs = pairs_of(prompts)
         random.Random(self.decoder.seed).shuffle(pairs)
-        rows = Rows(engine.tokenizer, self.decoder.longest).encode(pairs[: self.decoder.held_back])
+        rows = Rows(engine.tokenizer, self.decoder.longest)
+        batches = rows.batches(pairs[: self.decoder.held_back], self.decoder.tokens_per_batch)
         routers = objective.routers.to(engine.model.dtype)  # thresholds belong to the weights as they are stored
-        batches = [collate(group) for group in grouped(rows, self.decoder.tokens_per_batch)]
         plan = thresholds_on(engine.model, routers, batches)
         folder = out / "adapters" / "mod"
         save_adapter(folder, "mod", base_hash(out), asdict(plan), asdict(self.adapter), routers.tensors())

@@ -1,4 +1,4 @@
-"""Training the accelerated residual of one gate (``methods/multirate``)."""
+"""Recipe for an accelerated residual, which drafts from an exit layer (``methods/multirate``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vivace.methods.multirate.residual import Accelerator
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 PROBED = 8
-"""Held-back batches in which layers that copy are looked for."""
+"""Number of held-back batches in which layers that copy from the text are searched for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class MultirateRecipe(FrozenRecipe):
     kind: Literal["multirate"] = "multirate"
     adapter: MultirateConfig = field(default_factory=MultirateConfig)
     find_reach: int = 0
-    """Layers to find for ``adapter.reach`` where it names none: those that copy; 0 leaves it empty."""
+    """Number of layers that copy from the text to find for ``adapter.reach`` where it is empty; 0 leaves it empty."""
     loss: MultirateLoss = field(default_factory=MultirateLoss)
     plan: DraftPlan = field(default_factory=DraftPlan)
-    """Shape of the draft, saved with the weights."""
+    """Shape of the draft that decoding makes, saved with the weights."""
 
     def begin(self, context: TrainContext) -> AcceleratorTraining:
-        """An accelerator that is the slow stream; its deep layers are found here unless they are named."""
+        """Make an accelerator that changes nothing yet; find the deep layers it reads unless the recipe names them."""
         model, config = context.engine.model, self.adapter
         if self.find_reach and not config.reach:
             found = copying_layers(
@@ -44,7 +44,7 @@ class MultirateRecipe(FrozenRecipe):
 
 
 class AcceleratorTraining(Trainable):
-    """An accelerator in training."""
+    """Trains an accelerator."""
 
     def __init__(self, recipe: MultirateRecipe, context: TrainContext, accelerator: Accelerator) -> None:
         super().__init__(context)
@@ -54,5 +54,5 @@ class AcceleratorTraining(Trainable):
         self.depth = accelerator.config.gate
 
     def finish(self) -> TrainedAdapter:
-        """The weights, with the draft that the recipe gives."""
+        """Return the trained weights with the recipe's plan."""
         return TrainedAdapter(self.recipe.plan, self.accelerator.config, self.accelerator.tensors())

@@ -1,4 +1,4 @@
-"""Training speculative streams (``multistream/``)."""
+"""Recipe for speculative streams (``methods/multistream``)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class MultistreamRecipe(FrozenRecipe):
     adapter: MultistreamConfig = field(default_factory=MultistreamConfig)
     loss: MultistreamLoss = field(default_factory=MultistreamLoss)
     plan: StreamPlan = field(default_factory=StreamPlan)
-    """Shape of the draft, saved with the weights."""
+    """Shape of the draft that decoding makes, saved with the weights."""
     start: str | None = None
-    """Folder of streams whose weights training goes on from, such as those that learnt other text first. They may be
-    inserted higher up, and know no feedback: what they lack begins untrained."""
+    """Folder of trained streams to start from, such as streams that were trained on other text. They may be inserted
+    at a higher layer or have no feedback; weights that they lack start untrained."""
     tokens_per_batch: int = 2048
 
     def __post_init__(self) -> None:
@@ -34,10 +34,10 @@ class MultistreamRecipe(FrozenRecipe):
         self.plan.check_fits(self.adapter)
 
     def begin(self, context: TrainContext) -> StreamTraining:
-        """Streams that have learnt nothing, or those of ``start``.
+        """Make untrained streams, or load those of ``start``.
 
         Raises:
-            CheckpointError: ``start`` is no adapter of this base, or has other shapes.
+            CheckpointError: ``start`` is no adapter of this base, or its shapes do not fit.
         """
         model = context.engine.model.config
         streams = Streams(self.adapter, model)
@@ -56,7 +56,7 @@ class MultistreamRecipe(FrozenRecipe):
 
 
 class StreamTraining(Trainable):
-    """Streams in training."""
+    """Trains speculative streams."""
 
     def __init__(self, plan: StreamPlan, objective: MultistreamObjective, context: TrainContext) -> None:
         super().__init__(context)
@@ -67,7 +67,7 @@ class StreamTraining(Trainable):
         self.depth = (context.engine.model.config.num_layers - config.insertion) * config.streams
 
     def finish(self) -> TrainedAdapter:
-        """The weights, with the draft that the recipe gives."""
+        """Return the trained weights with the recipe's plan, and the pruner's threshold in the note if there is one."""
         config, model = self.streams.config, self.context.engine.model
         width, vocab_size = model.config.width, model.config.vocab_size
         own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, vocab_size)

@@ -1,4 +1,4 @@
-"""Recipes as files: YAML or JSON, by path or by the name of one that comes with the package, with changes on top."""
+"""Reads recipe files (YAML or JSON), by path or by name for those of the package, and applies changes to them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import yaml
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 
 RECIPES = Path(__file__).parent
-"""Recipes that come with the package, by name."""
+"""Folder of the recipes that come with the package."""
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:
-    """A recipe as a mapping.
+    """Read a recipe file into a mapping.
 
     Args:
         name: a YAML or JSON file, or the name of a recipe that comes with the package.
 
     Raises:
-        NotFoundError: no such file or name.
-        CorruptError: it is not YAML or JSON, or not a mapping.
+        NotFoundError: there is no such file or name.
+        CorruptError: the file is not YAML or JSON, or does not hold a mapping.
     """
     path = RECIPES / f"{name}.yaml" if (RECIPES / f"{name}.yaml").is_file() else Path(name)
     try:
@@ -44,10 +44,10 @@ def read_recipe(name: str | Path) -> dict[str, Any]:
 
 
 def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """A recipe with ``section.key=value`` changes, values read as YAML.
+    """Return a copy of a recipe with ``section.key=value`` changes applied; values are read as YAML.
 
     Raises:
-        ConfigError: a change that is not of this form, or goes through something that is no section.
+        ConfigError: a change has another form, or names a value as if it were a section.
     """
     changed = copy.deepcopy(dict(values))
     for change in changes:

@@ -1,4 +1,4 @@
-"""The base's own answers as training text: acceptance on what the model really says is what counts."""
+"""Generates the base's own answers as training text, since drafts have to agree with the text that the base writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def placed(engine: Engine) -> dict[str, Any]:
 
 
 def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
-    """The base with the kernels that decode fastest here; its own, for learning, are PyTorch's."""
+    """Open the same decoder with the kernels that decode fastest; while training it runs on PyTorch's."""
     stored = engine.storage
     return load(
         engine.folder,
@@ -30,13 +30,16 @@ def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) ->
 
 
 def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None]) -> list[Pair]:
-    """The base's own greedy answers, appended to a file so that a killed run keeps what it has.
+    """Generate greedy answers, appending them to a file so that a killed run continues after the last one.
 
     Args:
         engine: the base.
-        prompts: texts, in a fixed order.
-        path: one JSON line per answer; a last line that was cut off is written again.
-        note: told how far it is.
+        prompts: texts, in an order that is the same in every run.
+        path: file with one JSON line per answer; an incomplete last line is written again.
+        note: receives a line of progress after every batch.
+
+    Returns:
+        Pairs of prompt and answer, without the prompts whose answer did not end within the length limit.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     done = _complete_lines(path)
@@ -59,7 +62,7 @@ def _answers(engine: Engine, prompts: Sequence[str]) -> list[str]:
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file whose writer may have been killed; an unfinished last line is cut off."""
+    """Return the rows of a file whose writer may have been killed, cutting off an incomplete last line."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

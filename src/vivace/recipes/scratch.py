@@ -1,19 +1,19 @@
-"""A decoder that knows nothing yet, and one that is made deeper without forgetting.
+"""Initial weights of a decoder, and more layers for a trained one without a change of its function.
 
-Matrices start small and normal, the two that write to the residual at zero: every layer starts as the
-identity (as in Goyal et al. 2017, arXiv:1706.02677, for residual blocks). **Ours**: embeddings start from
-how pieces are spelled, so that ``The``, `` The`` and ``THE`` are near each other before the first step;
-copying a name needs that first.
+Matrices are initialised from a normal distribution of small variance, except the two of each layer that write to the
+residual, which are zero: every layer starts as the identity (as in Goyal et al. 2017, arXiv:1706.02677, for residual
+blocks). **Ours**: initial embeddings depend on the spelling of the tokens, so that ``The``, `` The`` and ``THE`` are
+near each other before the first step, which a model needs in order to copy names.
 
-Growing in depth (progressive stacking, Gong et al. 2019): most of what a small model learns first needs few
-layers, and a third of the layers costs a third of the time. The layers between start as the identity, so
-the function is the same before and after.
+Growing in depth (progressive stacking, Gong et al. 2019): most of what a small model learns first needs few layers, and
+a third of the layers costs a third of the time. Layers that are added between start as the identity, so the function is
+the same before and after.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ _OWN_SHARE = 0.25
 
 @dataclass(frozen=True)
 class ShapeConfig:
-    """A Llama decoder with tied embeddings."""
+    """Shape of a Llama decoder with tied embeddings."""
 
     num_layers: int
     width: int
@@ -53,7 +53,7 @@ class ShapeConfig:
                 raise ConfigError(f"shape.{name} must be positive, found {value}")
 
     def hf_config(self) -> dict[str, Any]:
-        """The ``config.json`` of this decoder; ids as ``checkpoint/bpe.py`` gives them."""
+        """Return the ``config.json`` of this decoder, with the special tokens' ids that ``checkpoint/bpe.py`` gives."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -80,19 +80,20 @@ class ShapeConfig:
         }
 
 
-def start_decoder(shape: ShapeConfig, depth: int, pieces: Sequence[str], seed: int) -> Decoder:
-    """A new decoder.
+def start_decoder(shape: ShapeConfig, depth: int, pieces: Mapping[int, str], seed: int) -> Decoder:
+    """Make a decoder with initial weights.
 
     Args:
-        shape: of the finished decoder.
-        depth: layers for now, at most those of the shape.
-        pieces: the vocabulary as the tokenizer spells it, by id.
-        seed: of everything drawn.
+        shape: shape of the finished decoder.
+        depth: number of layers it has at first, at most those of the shape.
+        pieces: spelling of each token by id, as ``Tokenizer.pieces`` returns it; ids without one are allowed.
+        seed: seed of the weights.
     """
+    spelled = [pieces.get(index, "") for index in range(shape.vocab_size)]
     generator = torch.Generator().manual_seed(seed)
     model = Decoder(at_depth(translate(shape.hf_config()), depth))
     with torch.no_grad():
-        model.embedding.copy_(spelled_embeddings(pieces, shape.vocab_size, shape.width, generator))
+        model.embedding.copy_(spelled_embeddings(spelled, shape.width, generator))
         _ones(model.final_norm)
         for layer in model.layers:
             assert isinstance(layer, Layer)
@@ -102,16 +103,16 @@ def start_decoder(shape: ShapeConfig, depth: int, pieces: Sequence[str], seed: i
 
 @torch.no_grad()
 def deepen(model: Decoder, depth: int, places: Sequence[int], seed: int) -> Decoder:
-    """The same function with more layers.
+    """Return a decoder with more layers that computes the same function.
 
     Args:
-        model: of the depth ``len(places)``.
-        depth: layers to have.
-        places: rising numbers that the layers get among them.
-        seed: of the new layers' first halves; their second halves are zero.
+        model: decoder with ``len(places)`` layers.
+        depth: number of layers of the new decoder.
+        places: rising indices that the layers of ``model`` get in the new decoder.
+        seed: seed of the new layers' matrices that read the residual; those that write to it are zero.
 
     Raises:
-        ConfigError: the places do not fit.
+        ConfigError: the places are not as many as the layers, do not rise, or lie outside ``depth``.
     """
     count = model.config.num_layers
     if len(places) != count or sorted(set(places)) != list(places) or not (places and places[0] >= 0):
@@ -133,12 +134,12 @@ def deepen(model: Decoder, depth: int, places: Sequence[int], seed: int) -> Deco
 
 
 def at_depth(config: ModelConfig, depth: int) -> ModelConfig:
-    """The configuration with another number of layers."""
+    """Return the configuration with another number of layers."""
     return replace(config, num_layers=depth)
 
 
-def spelled_embeddings(pieces: Sequence[str], vocab_size: int, width: int, generator: torch.Generator) -> Tensor:
-    """Embeddings (V, E) in which pieces of the same letters are near each other; standard deviation 0.05."""
+def spelled_embeddings(pieces: Sequence[str], width: int, generator: torch.Generator) -> Tensor:
+    """Return embeddings (V, E) in which tokens of the same letters are near each other; standard deviation 0.05."""
     known: dict[tuple[str, str], Tensor] = {}
 
     def vector(kind: str, name: str) -> Tensor:
@@ -146,7 +147,7 @@ def spelled_embeddings(pieces: Sequence[str], vocab_size: int, width: int, gener
             known[kind, name] = torch.randn(width, generator=generator)
         return known[kind, name]
 
-    rows = torch.randn(vocab_size, width, generator=generator) * _OWN_SHARE
+    rows = torch.randn(len(pieces), width, generator=generator) * _OWN_SHARE
     for index, piece in enumerate(pieces):
         prefix, letters, case = spelling(piece)
         rows[index] += vector("letters", letters)
@@ -155,7 +156,7 @@ def spelled_embeddings(pieces: Sequence[str], vocab_size: int, width: int, gener
 
 
 def _start(layer: Layer, generator: torch.Generator) -> None:
-    """Norms at one, reading matrices normal, writing matrices zero."""
+    """Set norms to one, matrices that read the residual to normal numbers, those that write to it to zero."""
     feed = layer.feed_forward
     assert isinstance(feed, FeedForward)
     for reading in (layer.qkv.weight, feed.up.weight):

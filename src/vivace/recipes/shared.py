@@ -1,4 +1,4 @@
-"""Training the shared mode of speculative streams: another model, and the streams that draft for it."""
+"""Recipe for the shared mode of speculative streams: a fine-tuned model together with streams that draft for it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from vivace.recipes.regenerate import placed
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRecipe(FrozenRecipe):
-    """How to train a model and its streams together, by low-rank terms on the model."""
+    """How to train a model and its streams together, the model by low-rank deltas on its projections."""
 
     kind: Literal["shared"] = "shared"
     adapter: MultistreamConfig = field(default_factory=lambda: MultistreamConfig(rank=0, bottleneck=0))
     rank: int = 32
-    """Of the terms on every projection of the model."""
+    """Rank of the deltas on every projection of the model."""
     loss: SharedLoss = field(default_factory=SharedLoss)
     plan: StreamPlan = field(default_factory=StreamPlan)
-    """Shape of the draft, saved with the streams."""
+    """Shape of the draft that decoding makes, saved with the streams."""
     tokens_per_batch: int = 2048
 
     def __post_init__(self) -> None:
@@ -35,14 +35,14 @@ class SharedRecipe(FrozenRecipe):
         self.plan.check_fits(self.adapter)
 
     def begin(self, context: TrainContext) -> SharedTraining:
-        """Deltas and streams that have learnt nothing, on weights that may be written."""
+        """Make untrained deltas and streams, and copy the model's weights so that they can be changed."""
         for parameter in context.engine.model.parameters():
-            parameter.data = parameter.data.clone()  # what was loaded is a view of the base's file, and merging writes
+            parameter.data = parameter.data.clone()  # a loaded weight is a view of the file; merging writes
         return SharedTraining(self, SharedStreams(self.adapter, context.engine.model.config, self.rank), context)
 
 
 class SharedTraining(StreamTraining):
-    """A model and its streams in training; what comes of it is a checkpoint with streams beside it."""
+    """Trains a model and its streams; the result is a checkpoint with streams beside it."""
 
     def __init__(self, recipe: SharedRecipe, streams: SharedStreams, context: TrainContext) -> None:
         super().__init__(recipe.plan, SharedObjective(streams, recipe.loss), context)
@@ -52,7 +52,8 @@ class SharedTraining(StreamTraining):
     def save(self, out: Path, base: str) -> Saved:
         """Write the merged model with the base's tokenizer, and its streams.
 
-        Call it once: it merges, and reads the pruner's threshold off the model that came of it.
+        This may be called only once, since it merges the deltas into the model; the pruner's threshold is calibrated on
+        the merged model.
         """
         engine = self.context.engine
         self.shared.merge(engine.model)

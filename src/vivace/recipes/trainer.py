@@ -1,4 +1,4 @@
-"""The trainer of everything beside a frozen decoder: rows, memory, loop, saving and timing, whatever the recipe is."""
+"""The trainer of every method beside a frozen decoder: it divides the rows, trains, saves and times the result."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from vivace.train.report import Report
 def train_beside(
     recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
 ) -> list[Run]:
-    """Train, save and time what a recipe describes.
+    """Train the weights of a method, save them and time decoding with them.
 
     Args:
         recipe: what to train and how.
-        engine: the frozen decoder, with torch's kernels.
-        prompts: rows with references (those that are regenerated need none).
-        out: folder of the result; a run that was killed there goes on. Snapshots, regenerated answers and whatever
-            else it needs for that are in ``<out>/run``.
-        report: hears about it.
+        engine: the frozen decoder, on PyTorch's kernels.
+        prompts: rows with references (rows that are regenerated need none).
+        out: folder of the result; a run that was killed is continued there. Snapshots and regenerated answers are kept
+            in ``<out>/run``.
+        report: receives progress.
 
     Returns:
-        Plain decoding and the new method on held-back prompts.
+        Timings of plain decoding and of the new method on held-back prompts.
 
     Raises:
-        ConfigError: too few rows, a recipe that does not fit the base, or ``out`` is the base's own folder.
-        CapacityError: not enough memory.
-        UnsupportedError: the base's weights are packed.
+        ConfigError: there are too few rows, the recipe does not fit the base, or ``out`` is the base's own folder.
+        CapacityError: the training needs more memory than is free.
+        UnsupportedError: the base's weights are packed for native kernels.
     """
     context = TrainContext.of(recipe, engine, prompts, out, report)
     torch.manual_seed(recipe.seed)

@@ -1,7 +1,6 @@
-"""Training a whole model so that a rival works on it: LayerSkip, LITE (and CALM), SkipDecode.
+"""Recipe that fine-tunes all weights for decoding with fewer layers: LayerSkip, LITE (and CALM), SkipDecode.
 
-What is lowered stands elsewhere (``train/supervised.py``, ``methods/skipdecode``). What comes out is an
-ordinary checkpoint.
+The objectives are defined in ``train/supervised.py`` and ``methods/skipdecode``. The result is an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -18,24 +17,25 @@ from vivace.train.supervised import SupervisedObjective, Supervision
 
 @dataclass(frozen=True)
 class SupervisedRecipe(WholeRecipe):
-    """How to train a whole model for a rival."""
+    """How to fine-tune all weights of a base for one of these methods."""
 
     kind: Literal["layerskip", "supervised", "skipdecode"]
     decoder: DecoderRecipe
-    """As for any fine-tuning."""
+    """How the weights are fine-tuned."""
     supervision: Supervision = field(default_factory=Supervision)
+    """Exit losses of ``layerskip`` and ``supervised``."""
     schedule: SkipPlan = field(default_factory=SkipPlan)
-    """Of ``skipdecode``."""
+    """Number of layers by position, of ``skipdecode``."""
 
     def decoder_recipe(self) -> DecoderRecipe:
-        """How the decoder is fine-tuned."""
+        """Return how the decoder is fine-tuned."""
         return self.decoder
 
     def objective(self, model: Decoder) -> NextToken:
-        """What is lowered.
+        """Make the objective of the method.
 
         Raises:
-            ConfigError: a layer or a schedule that is not inside the model.
+            ConfigError: an exit layer or the schedule does not fit the model.
         """
         if self.kind == "skipdecode":
             return SkipObjective(model, self.schedule)

@@ -1,7 +1,7 @@
-"""The trainer of whole decoders: from prompt files to a checkpoint, in stages that may add layers.
+"""The trainer of all weights of a decoder, in stages that may add layers, to a Hugging Face checkpoint.
 
-A run lives in ``<out>/run``: the tokenizer first, then a folder of snapshots per stage. The finished checkpoint in
-``<out>`` is what plain transformers reads.
+While it runs, ``<out>/run`` holds the tokenizer (of a decoder from scratch) and a folder of snapshots per stage. The
+finished checkpoint in ``<out>`` can be read by transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vivace.recipes.decoder import DecoderRecipe, Stage, WholeRecipe
 from vivace.recipes.scratch import deepen, start_decoder
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
-from vivace.train.data import Batches, Rows, TokenBatch, collate, grouped, pairs_of
+from vivace.train.data import Batches, Rows, pairs_of
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.next_token import NextToken
@@ -47,16 +47,16 @@ def train_whole(
     Args:
         recipe: what to train and how.
         prompts: rows with references.
-        out: folder of the checkpoint; a run that was killed there goes on.
-        report: hears about it.
-        base: checkpoint to fine-tune, when the recipe has no shape.
+        out: folder of the checkpoint; a run that was killed is continued there.
+        report: receives progress.
+        base: checkpoint to fine-tune, where the recipe has no shape.
 
     Returns:
-        How the last stage ended.
+        The end of the last stage.
 
     Raises:
-        ConfigError: too few rows, neither or both of a shape and a base, or ``out`` is the base.
-        CapacityError: not enough memory.
+        ConfigError: there are too few rows, neither or both of a shape and a base, or ``out`` is the base.
+        CapacityError: the training needs more memory than is free.
         MismatchError: ``out`` holds a run with another recipe or data.
     """
     decoder = recipe.decoder_recipe()
@@ -66,14 +66,15 @@ def train_whole(
         raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
     pairs, tasks = _pairs(decoder, prompts)
     tokenizer, source = _tokenizer(decoder, pairs, out, base)
-    held_back = _held_back(decoder, tokenizer, pairs)
+    rows = Rows(tokenizer, decoder.longest)
+    held_back = rows.batches(pairs[: decoder.held_back], decoder.tokens_per_batch)
     plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
     model = _first_model(decoder, tokenizer, base)
     for number, stage in enumerate(decoder.stages):
         if stage.places:
             depth = stage.depth or (decoder.shape.num_layers if decoder.shape else model.config.num_layers)
             model = deepen(model, depth, stage.places, decoder.seed + number)
-        batches = _batches(decoder, tokenizer, pairs[decoder.held_back :], tasks, number)
+        batches = _batches(decoder, rows, pairs[decoder.held_back :], tasks, number)
         config = TrainConfig(stage.loop, stage.optimiser, decoder.seed + number, plan)
         objective = recipe.objective(model)
         _check_memory(decoder, model, objective, stage, report)
@@ -87,7 +88,7 @@ def train_whole(
 
 
 def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair], dict[Pair, str]]:
-    """All rows in a drawn order, those to be held back first, and the task that each belongs to."""
+    """Return all pairs in a random order, of which the first will be held back, and the task of each pair."""
     pairs = pairs_of(prompts)
     tasks = dict(zip(pairs, (prompt.task or "" for prompt in prompts for _ in prompt.references), strict=True))
     _require_tasks(recipe, set(tasks.values()))
@@ -102,7 +103,9 @@ def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair]
 def _tokenizer(
     recipe: DecoderRecipe, pairs: Sequence[Pair], out: Path, base: str | Path | None
 ) -> tuple[Tokenizer, Path]:
-    """The base's tokenizer, or one learnt from the pairs (once: a resumed run finds it), and its folder."""
+    """Return the base's tokenizer or one trained on the pairs (only once, so that a resumed run has it), and its
+    folder.
+    """
     if base is not None:
         return load_tokenizer(base), resolve(base)
     assert recipe.shape is not None
@@ -119,27 +122,21 @@ def _first_model(recipe: DecoderRecipe, tokenizer: Tokenizer, base: str | Path |
     if recipe.shape is None:
         assert base is not None
         return _own(load_decoder(base))
-    spelled = tokenizer.pieces()
-    pieces = [spelled.get(index, "") for index in range(recipe.shape.vocab_size)]
     depth = recipe.stages[0].depth or recipe.shape.num_layers
-    return start_decoder(recipe.shape, depth, pieces, recipe.seed).to(torch.bfloat16)
+    return start_decoder(recipe.shape, depth, tokenizer.pieces(), recipe.seed).to(torch.bfloat16)
 
 
 def _own(model: Decoder) -> Decoder:
-    """Parameters in memory of their own: loaded ones are views of the checkpoint's file."""
+    """Copy the parameters, which are views of the checkpoint's file, so that they can be changed."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model.requires_grad_(True)
 
 
-def _held_back(recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[TokenBatch]:
-    rows = Rows(tokenizer, recipe.longest).encode(pairs[: recipe.held_back])
-    return [collate(group) for group in grouped(rows, recipe.tokens_per_batch)]
-
-
 def _batches(
-    recipe: DecoderRecipe, tokenizer: Tokenizer, pairs: Sequence[Pair], tasks: Mapping[Pair, str], number: int
+    recipe: DecoderRecipe, rows: Rows, pairs: Sequence[Pair], tasks: Mapping[Pair, str], number: int
 ) -> Batches:
+    """Return the batches of a stage: some of its tasks' pairs, varied anew in each epoch, and copying exercises."""
     stage = recipe.stages[number]
     config = recipe.variation if stage.invent is None else replace(recipe.variation, invent=stage.invent)
     variation = Variation(config, pairs)
@@ -151,12 +148,11 @@ def _batches(
             drawn += copying_exercises(pairs, recipe.exercises, variation, rng)
         return drawn
 
-    rows = Rows(tokenizer, recipe.longest)
     return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed + number)
 
 
 def _require_tasks(recipe: DecoderRecipe, tasks: set[str]) -> None:
-    """Refuse a share of a task that no row belongs to."""
+    """Refuse a stage that names a task of which there are no rows."""
     for stage in recipe.stages:
         for name in stage.shares:
             if name not in tasks:
@@ -172,7 +168,7 @@ def _check_memory(recipe: DecoderRecipe, model: Decoder, objective: NextToken, s
 
 
 def _save(model: Decoder, recipe: DecoderRecipe, source: Path, out: Path) -> None:
-    """Weights, configuration and the files beside them, all or nothing."""
+    """Write weights, configuration and tokenizer, either all of them or nothing."""
     config: dict[str, Any] = read_json(source / "config.json")
     with staged(out) as folder:
         write_decoder(model, folder, config)

@@ -1,6 +1,7 @@
-"""Training: one loop for any model and any batches; data, optimiser, resume and reports around it.
+"""Training: one loop for any model and any kind of batch, with its data, optimiser, snapshots and reports.
 
-What is trained is an ``Objective``: all weights of a decoder, or weights of a method beside a frozen one.
+An ``Objective`` owns the parameters that are trained and computes their loss: all weights of a decoder, or the weights
+of a decoding method beside a frozen decoder.
 """
 
 from vivace.train.batches import BatchSource, Countable, DataSplit, Place

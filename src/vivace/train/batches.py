@@ -1,7 +1,7 @@
-"""What the loop asks of training data, whatever it is made of: batches that can be had from any place on.
+"""The interface between the training loop and its data: endless batches that can be started at any place.
 
-The loop reads two numbers of a batch and hands it on to the objective, which knows what is in it. So tokens, frames of
-sound and noised images train alike.
+The loop reads two numbers of a batch (``num_elements`` and ``weight``) and passes the batch to the objective, which
+alone depends on its content. The same loop can therefore train on tokens, audio frames or noised images.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Countable(Protocol):
-    """A batch as the loop sees it."""
+    """The two numbers of a batch that the training loop reads."""
 
     @property
     def num_elements(self) -> int:
-        """How much the batch holds, padding included; the speed that is reported counts these."""
+        """Number of elements in the batch, padding included; reported speeds count these."""
         ...
 
     @property
     def weight(self) -> int:
-        """How much the mean over this batch counts in the mean over several, such as its scored tokens."""
+        """Weight of this batch's mean loss in a mean over several batches, such as its number of scored tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where training stands in its data."""
+    """A position in the training data: the next batch to be read."""
 
     epoch: int = 0
     index: int = 0
-    """Of the next batch in the epoch."""
+    """Index of the next batch within the epoch."""
 
 
 B = TypeVar("B", bound=Countable)
@@ -39,19 +39,19 @@ BOut = TypeVar("BOut", bound=Countable, covariant=True)
 
 
 class BatchSource(Protocol[BOut]):
-    """Batches without end; the same place always gives the same batch, which is what makes a resumed run exact."""
+    """Endless batches; the same place always gives the same batch, so a resumed run sees what a killed one would."""
 
     def start_at(self, place: Place) -> Iterator[tuple[Place, BOut]]:
-        """Yield the batches from a place on, each with the place after it."""
+        """Yield the batches from ``place`` on, each together with the place that follows it."""
         ...
 
 
 @dataclass(frozen=True)
 class DataSplit(Generic[B]):
-    """Batches that are trained on, and batches that only measure."""
+    """Batches to train on, and held-back batches that are only evaluated."""
 
     train: BatchSource[B]
     held_back: Sequence[B] = ()
-    """The parameters with the smallest mean loss over these are kept; empty keeps the last ones."""
+    """Batches that select the best parameters by their mean loss; without any, the last parameters are kept."""
     unit: str = "tokens"
-    """What ``num_elements`` counts, as a plural for reports."""
+    """Plural noun for what ``num_elements`` counts, used in reports."""

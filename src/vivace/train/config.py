@@ -1,4 +1,4 @@
-"""How long to train, how fast, and what to keep."""
+"""Settings of a training run: its budget, learning-rate schedule, snapshots and evaluations."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from vivace.train.optim import OptimiserConfig
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """One stretch of training, by steps or by the clock."""
+    """Settings of the loop, whose budget is given either in optimiser steps or in minutes."""
 
     steps: int | None = None
-    """Optimiser steps; a run by steps resumes to the same bits."""
+    """Budget in optimiser steps; a run with this kind of budget resumes to the same bits."""
     minutes: float | None = None
-    """Wall-clock budget instead; time before an interruption counts."""
+    """Budget in minutes of wall-clock time instead, including the time before an interruption."""
     warmup_steps: int = 100
     hold: float = 0.4
-    """Share of the budget at full rate; then it falls in a straight line to zero."""
+    """Share of the budget during which the learning rate stays at its full value; it then falls linearly to zero."""
     accumulate: int = 1
-    """Batches per optimiser step."""
+    """Number of batches whose gradients are averaged in one optimiser step."""
     clip: float | None = None
-    """Largest global gradient norm."""
+    """Largest global gradient norm; larger gradients are scaled down to it. None does not clip."""
     autocast: bool = False
-    """bfloat16 arithmetic on weights of another dtype."""
+    """Whether operations run in bfloat16 although the weights have another dtype (``torch.autocast``)."""
     snapshot_s: float = 240.0
-    """Seconds between snapshots; 0 takes one after every step."""
+    """Seconds between snapshots; 0 writes one after every step."""
     evaluate_steps: int = 500
-    """Steps between passes over the held-back rows."""
+    """Optimiser steps between evaluations on the held-back batches."""
     report_steps: int = 20
+    """Optimiser steps between lines of the report."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
@@ -53,14 +54,14 @@ class LoopConfig:
             raise ConfigError(f"{self.warmup_steps} warm-up steps do not fit into {self.steps}; lower warmup_steps")
 
     def spent(self, step: int, elapsed_s: float) -> float:
-        """Share of the budget used before this step, 0 to 1."""
+        """Return the share of the budget that was used before this step, 0 to 1."""
         if self.steps is not None:
             return min(1.0, step / self.steps)
         assert self.minutes is not None
         return min(1.0, elapsed_s / (60 * self.minutes))
 
     def factor(self, step: int, spent: float) -> float:
-        """Learning-rate factor of a step, 0 to 1: warm-up, full rate, straight down."""
+        """Return the learning-rate factor of a step, 0 to 1: linear warm-up, full rate, linear decay to zero."""
         warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         fall = 1.0 if spent <= self.hold else (1.0 - spent) / (1.0 - self.hold)
         return min(warm, fall)
@@ -68,10 +69,10 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a run is asked to do, besides its data."""
+    """All settings of a training run except its data."""
 
     loop: LoopConfig
     optimiser: OptimiserConfig
     seed: int = 0
     plan: str = ""
-    """Text that a resumed run must repeat: recipe, base and data."""
+    """Text that describes the recipe, base and data; a resumed run must have the same."""

@@ -1,9 +1,10 @@
-"""Prompt files -> batches of token rows: chat template, what is scored, rows of like length together.
+"""Batches of token rows, made from pairs of a prompt and an answer.
 
-A row is a prompt through the chat template, an answer and the end-of-text token; only the answer and that
-token are scored. Batches hold about ``tokens_per_batch`` tokens, padding included, of rows that are padded
-to the same multiple of 8. Everything about epoch n is drawn from (seed, n), so a place in training is two
-numbers and a resumed run sees the batches the killed one would have seen.
+A row consists of the prompt (in the chat template, where the tokenizer has one), the answer and the end-of-text token;
+only the answer and that last token are scored. A batch holds about ``tokens_per_batch`` tokens, padding included, and
+its rows are padded to the same multiple of 8. All random choices of epoch n come from a generator seeded with (seed,
+n), so two numbers, the epoch and the batch, describe a place in training, and a resumed run sees the batches that the
+killed one would have seen.
 """
 
 from __future__ import annotations
@@ -30,51 +31,51 @@ _GRID = 8  # row lengths are multiples of this, so that few shapes occur
 
 @dataclass(frozen=True)
 class Row:
-    """One training example as tokens."""
+    """A training example as token ids."""
 
     tokens: tuple[int, ...]
     num_prompt: int
-    """Tokens of the prompt, template included; what follows is scored."""
+    """Number of prompt tokens, chat template included; the tokens after them are scored."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Rows of tokens of one length, padded on the right."""
+    """Rows of tokens that are padded on the right to a common length T."""
 
     tokens: Tensor
-    """(B, T) int64."""
+    """(B, T) int64 token ids."""
     scored: Tensor
-    """(B, T) bool: the token here is to be predicted from those before it (an answer's token)."""
+    """(B, T) bool: True where the token is to be predicted from those before it (tokens of an answer)."""
 
     @property
     def num_elements(self) -> int:
-        """Count the tokens, padding included."""
+        """Number of tokens, padding included."""
         return self.tokens.numel()
 
     @property
     def weight(self) -> int:
-        """Count the scored tokens."""
+        """Number of scored tokens."""
         return int(self.scored.sum())
 
     @property
     def predicting(self) -> Tensor:
-        """Packed rows (b * T + t) whose next token is scored, (n,)."""
+        """Packed rows b * T + t whose next token is scored, (n,)."""
         return F.pad(self.scored[:, 1:], (0, 1)).reshape(-1).nonzero()[:, 0]
 
     @property
     def targets(self) -> Tensor:
-        """The tokens those rows predict, (n,)."""
+        """The tokens that follow the rows of ``predicting``, (n,)."""
         return self.tokens.reshape(-1)[self.predicting + 1]
 
 
 DecoderObjective = Objective[Decoder, TokenBatch]
-"""An objective that calls a decoder on rows of tokens."""
+"""An objective whose model is a decoder and whose batches are rows of tokens."""
 Draw = Callable[[random.Random, int], Sequence[Pair]]
-"""Pairs of an epoch, given its generator and number."""
+"""A function that returns the pairs of an epoch, given a generator seeded for that epoch and the epoch's number."""
 
 
 def pairs_of(prompts: Sequence[Prompt]) -> list[Pair]:
-    """One pair per reference.
+    """Return one pair of prompt and answer for each reference.
 
     Raises:
         ConfigError: no prompt has a reference, or one is a conversation (not trained on yet).
@@ -87,7 +88,7 @@ def pairs_of(prompts: Sequence[Prompt]) -> list[Pair]:
 
 
 def texts_of(prompts: Sequence[Prompt]) -> list[str]:
-    """The prompts themselves, in order.
+    """Return the text of each prompt, in order.
 
     Raises:
         ConfigError: one is a conversation (not trained on yet).
@@ -99,13 +100,13 @@ def texts_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 class Rows:
-    """Pairs as tokens of one tokenizer, at most ``longest`` of them."""
+    """Encodes pairs as rows of at most ``longest`` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
-        """Prepare.
+        """Set the tokenizer and the length limit.
 
         Raises:
-            ConfigError: the tokenizer has no end-of-text token to stop at.
+            ConfigError: the tokenizer has no end-of-text token, which every row ends with.
         """
         if not tokenizer.eos_ids:
             raise ConfigError("the tokenizer has no end-of-text token, so a model could not learn to stop")
@@ -114,10 +115,10 @@ class Rows:
         self._longest = longest
 
     def encode(self, pairs: Sequence[Pair]) -> list[Row]:
-        """Tokens of each pair, in order; pairs longer than the limit are left out.
+        """Encode pairs in order, leaving out those that are longer than the limit.
 
         Raises:
-            CapacityError: none is short enough.
+            CapacityError: all pairs are longer than the limit.
         """
         tokenizer = self._tokenizer
         given = [self._template(prompt) for prompt, _ in pairs]
@@ -130,6 +131,10 @@ class Rows:
             raise CapacityError(f"the shortest of {len(rows)} rows has {shortest} tokens, the limit is {self._longest}")
         return kept
 
+    def batches(self, pairs: Sequence[Pair], tokens_per_batch: int) -> list[TokenBatch]:
+        """Return batches that hold each pair once, in order of length, at most ``tokens_per_batch`` tokens each."""
+        return [collate(group) for group in grouped(self.encode(pairs), tokens_per_batch)]
+
     def _template(self, prompt: str) -> str:
         if not self._tokenizer.has_template:
             return prompt
@@ -137,19 +142,19 @@ class Rows:
 
 
 class Batches:
-    """The batches of every epoch, from any place on."""
+    """The batches of every epoch (a ``BatchSource``)."""
 
     def __init__(self, draw: Draw, rows: Rows, *, tokens_per_batch: int, seed: int = 0) -> None:
-        """Prepare.
+        """Set where the batches come from and how large they are.
 
         Args:
-            draw: pairs of an epoch.
-            rows: makes tokens of them.
+            draw: returns the pairs of an epoch.
+            rows: encodes the pairs.
             tokens_per_batch: upper bound on B * T; a longer row is a batch of its own.
-            seed: of everything drawn.
+            seed: seed of every random choice.
 
         Raises:
-            ConfigError: no room for a token.
+            ConfigError: ``tokens_per_batch`` is smaller than the shortest padded row.
         """
         if tokens_per_batch < _GRID:
             raise ConfigError(f"tokens_per_batch must be at least {_GRID}, found {tokens_per_batch}")
@@ -159,7 +164,7 @@ class Batches:
         self._seed = seed
 
     def start_at(self, place: Place) -> Iterator[tuple[Place, TokenBatch]]:
-        """Batches without end, each with the place after it."""
+        """Yield endless batches from ``place`` on, each together with the place that follows it."""
         epoch, first = place.epoch, place.index
         while True:
             groups = self.epoch(epoch)
@@ -168,14 +173,20 @@ class Batches:
             epoch, first = epoch + 1, 0
 
     def epoch(self, number: int) -> list[list[Row]]:
-        """Rows of each batch of an epoch, in order."""
+        """Return the rows of each batch of an epoch, in the order in which they are trained on."""
         rng = random.Random(f"{self._seed}/{number}")
         rows = self._rows.encode(self._draw(rng, number))
         return grouped(rows, self._tokens, rng)
 
 
 def grouped(rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | None = None) -> list[list[Row]]:
-    """Rows of like length together, shuffled within a length and then batch by batch; in order without ``rng``."""
+    """Divide rows into batches of the same padded length.
+
+    Args:
+        rows: encoded examples.
+        tokens_per_batch: upper bound on the tokens of a batch, padding included.
+        rng: shuffles rows within a length, then the batches; None keeps the rows in order of length.
+    """
     by_length: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_length[_padded(len(row.tokens))].append(row)
@@ -192,7 +203,7 @@ def grouped(rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | Non
 
 
 def collate(rows: Sequence[Row]) -> TokenBatch:
-    """One batch, padded on the right with token 0, which is never scored there nor read from there."""
+    """Make a batch of rows, padded on the right with token 0; padding is neither scored nor read by other tokens."""
     length = _padded(max(len(row.tokens) for row in rows))
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     scored = torch.zeros(len(rows), length, dtype=torch.bool)

@@ -1,14 +1,16 @@
-"""Learning from a frozen decoder: its pass over a batch, the head in parts, and the losses of a guess.
+"""Distillation from a frozen decoder: its forward pass, the head applied in parts, and the losses of a guess.
 
-A method beside a frozen decoder learns to say what the whole decoder would say. With z the frozen decoder's logits, z'
-those of the guess and x the token that follows, a guess is compared by
+A method beside a frozen decoder is trained to predict the tokens that the whole decoder predicts. Let z be the logits
+of the frozen decoder, z' those of the guess and x the token that follows in the text. The loss of a guess is
 
     a_kd tau^2 KL(softmax(z / tau) || softmax(z' / tau)) + a_ce CE(z', x)                  (``DistillationLoss``)
-    + a_al (1 - cos(p, h))   where the residual p is to arrive where the residual h is     (``AlignedLoss``)
+    + a_al (1 - cos(p, h))   for a residual p that should equal the residual h             (``AlignedLoss``)
 
-Distillation is Hinton et al. 2015, arXiv:1503.02531. Logits of all positions are never held at once: the head runs on
-copies of the residuals that are cut from the graph (``Cut``), some rows at a time; every part leaves its gradient in
-the copies, and one last part sends what gathered there down the trunk.
+Source: Hinton et al. 2015, arXiv:1503.02531.
+
+The logits of all positions together would need too much memory, (B * T, V). The head therefore runs on copies of the
+residuals that are detached from the graph (``Cut``), some rows at a time. Backpropagating each part leaves its gradient
+in the copies; a last part passes the collected gradient on to the layers below.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from vivace.train.objective import Part, Parts
 
 @dataclass(frozen=True)
 class FrozenPass:
-    """One pass of the frozen decoder over whole texts, without gradients."""
+    """Residuals of one forward pass of the frozen decoder over whole texts, without gradients."""
 
     step: Step
-    """The dense call; it keeps the keys and values of every layer."""
+    """The dense call, whose memory holds the keys and values of every layer."""
     residuals: Mapping[int, Tensor]
-    """(B * T, E) below each layer that was asked for; always of 0, the embeddings, and of L, the top."""
+    """Residuals (B * T, E) by depth: the number of layers they passed. Depths 0 (embeddings) and L are always there."""
     attended: Mapping[int, Tensor]
-    """(n, E) behind the attention half of the layers that were asked for, at some rows."""
+    """Residuals (n, E) after the attention half of a layer, by the layer's index, at the rows that were asked for."""
 
     @staticmethod
     @torch.no_grad()
@@ -50,14 +52,14 @@ class FrozenPass:
         attended: Collection[int] = (),
         rows: Tensor | None = None,
     ) -> FrozenPass:
-        """Run it.
+        """Run the decoder and keep the residuals that are asked for.
 
         Args:
-            model: the decoder.
-            tokens: (B, T).
-            depths: layers below which the residuals are kept.
-            attended: layers between whose halves they are kept.
-            rows: (n,) rows that are kept there; None keeps all.
+            model: the frozen decoder.
+            tokens: (B, T) token ids.
+            depths: depths whose residuals are kept.
+            attended: indices of layers whose residuals are kept between attention and feed-forward.
+            rows: (n,) rows whose ``attended`` residuals are kept; None keeps all.
         """
         step, count = Step.dense(*tokens.shape), model.config.num_layers
         h = model.embed(tokens.reshape(-1), step)
@@ -78,31 +80,32 @@ class FrozenPass:
 
     @property
     def embedded(self) -> Tensor:
-        """What enters the first layer, (B * T, E)."""
+        """The input of the first layer, (B * T, E)."""
         return self.residuals[0]
 
     @property
     def final(self) -> Tensor:
-        """What leaves the last layer, before the final norm, (B * T, E)."""
+        """The output of the last layer before the final norm, (B * T, E)."""
         return self.residuals[max(self.residuals)]
 
     @torch.no_grad()
     def logits(self, model: Decoder, rows: Tensor) -> Tensor:
-        """Return what the frozen decoder says at some rows (n,), (n, V) float32."""
+        """Return the frozen decoder's logits at the given rows, (n,) -> (n, V) float32."""
         return model.head(self.final[rows])
 
 
 class Cut:
-    """Copies of tensors that are cut from the graph and gather the gradients of several parts."""
+    """Copies of tensors that are detached from the graph and collect the gradients of several parts of a loss."""
 
     def __init__(self, *wholes: Tensor) -> None:
         self.wholes = wholes
         self.copies = tuple(whole.detach().requires_grad_(torch.is_grad_enabled()) for whole in wholes)
 
     def rest(self) -> Parts:
-        """Yield the part that sends what gathered in the copies to what they were cut from; nothing without gradients.
+        """Yield one part whose backward pass sends the collected gradients on to the original tensors.
 
-        Copies that no part read pass nothing on.
+        Its value means nothing; only its gradient does. Nothing is yielded while gradients are disabled. Copies that no
+        part used have no gradient and are left out.
         """
         if not torch.is_grad_enabled():
             return
@@ -113,18 +116,18 @@ class Cut:
 
 
 def slices(count: int, rows: int) -> Iterator[slice]:
-    """Yield slices of at most ``rows`` out of ``count`` rows, at least one."""
+    """Yield consecutive slices of at most ``rows`` out of ``count`` rows; an empty one where ``count`` is 0."""
     for first in range(0, max(1, count), rows):
         yield slice(first, first + rows)
 
 
 def head_in_parts(top: Tensor, rows: int, part_of: Callable[[Tensor, slice], Part]) -> Parts:
-    """Yield a loss in parts of ``rows`` positions, then what they send down the trunk.
+    """Yield a loss in parts of ``rows`` positions each, then the part that passes their gradients on to ``top``.
 
     Args:
-        top: (n, E) with gradients.
-        rows: positions at once.
-        part_of: the loss of some rows of a copy of ``top`` that is cut from the graph, given those and their slice.
+        top: (n, E) residuals with gradients.
+        rows: positions whose logits are held at once.
+        part_of: returns the loss of some positions, given their residuals (detached from the graph) and their slice.
     """
     cut = Cut(top)
     for part in slices(len(top), rows):
@@ -140,25 +143,26 @@ def divergence(guess: Tensor, truth: Tensor, temperature: float = 1.0) -> Tensor
 
 
 class Compared(NamedTuple):
-    """Guesses beside what the frozen decoder says, summed over rows."""
+    """The comparison of guesses with the frozen decoder, summed over rows; each field has shape ()."""
 
     loss: Tensor
+    """The weighted loss that is trained on."""
     divergence: Tensor
-    """The KL term without its weights."""
+    """The KL divergence without its weight."""
     agreed: Tensor
-    """How many guesses have the frozen decoder's likeliest token as their own."""
+    """Number of guesses whose likeliest token is the frozen decoder's."""
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Weights of the terms by which guesses learn."""
+    """Weights of the terms of the distillation loss (module docstring)."""
 
     distillation: float = 1.0
-    """a_kd."""
+    """a_kd, the weight of the KL divergence."""
     cross_entropy: float = 0.1
-    """a_ce."""
+    """a_ce, the weight of the cross-entropy with the text."""
     rows: int = field(default=1024, kw_only=True)
-    """Positions whose logits are held at once; the loss is summed in parts of this many."""
+    """Number of positions whose logits are held at once; the loss is summed over parts of this size."""
 
     def __post_init__(self) -> None:
         if min(self.distillation, self.cross_entropy) < 0:
@@ -167,12 +171,12 @@ class DistillationLoss:
             raise ConfigError(f"rows must be at least 1, found {self.rows}")
 
     def of(self, guess: Tensor, truth: Tensor, targets: Tensor, temperature: float = 1.0) -> Compared:
-        """Compare guesses with the frozen decoder.
+        """Compare the logits of guesses with those of the frozen decoder.
 
         Args:
             guess: (n, V) logits z' with gradients.
-            truth: (n, V) logits z.
-            targets: (n,) tokens x.
+            truth: (n, V) logits z of the frozen decoder.
+            targets: (n,) tokens x that follow in the text.
             temperature: tau.
         """
         kl = divergence(guess, truth, temperature)
@@ -183,12 +187,12 @@ class DistillationLoss:
 
 @dataclass(frozen=True)
 class AlignedLoss(DistillationLoss):
-    """The same for residuals that have a place to arrive at."""
+    """The distillation loss with a cosine term, for guesses whose residual should equal a residual of the decoder."""
 
     alignment: float = 0.1
-    """a_al."""
+    """a_al, the weight of the cosine term."""
     temperature: float = 1.0
-    """tau."""
+    """tau, by which logits are divided before the KL divergence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,17 +204,17 @@ class AlignedLoss(DistillationLoss):
     def of_residuals(
         self, model: Decoder, p: Tensor, truth: Tensor, aim: Tensor, targets: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compare residuals with the frozen decoder.
+        """Compare the residuals of guesses with those of the frozen decoder.
 
         Args:
-            model: whose head reads them.
-            p: (n, E) with gradients.
-            truth: (n, V) logits z.
-            aim: (n, E) residuals h.
-            targets: (n,) tokens x.
+            model: decoder whose head turns the residuals into logits.
+            p: (n, E) residuals of the guesses, with gradients.
+            truth: (n, V) logits z of the frozen decoder.
+            aim: (n, E) residuals h that ``p`` should equal.
+            targets: (n,) tokens x that follow in the text.
 
         Returns:
-            The summed loss, and sums for reports: "kl", "away" (1 - cos) and "agreement".
+            The loss summed over rows, and sums for reports: "kl", "away" (1 - cos) and "agreement".
         """
         compared = self.of(model.head(p), truth, targets, self.temperature)
         away = (1 - F.cosine_similarity(p.float(), aim.float(), dim=-1)).sum()
@@ -221,14 +225,14 @@ class AlignedLoss(DistillationLoss):
 def guess_losses(
     loss: DistillationLoss, model: Decoder, speaker: Decoder, frozen: FrozenPass, batch: TokenBatch, top: Tensor
 ) -> Parts:
-    """Yield the loss of one guess at every position, in parts.
+    """Yield the loss of one guess at every scored position, in parts.
 
     Args:
-        loss: its weights.
-        model: the frozen decoder ...
-        speaker: ... and the one whose head reads the guesses.
-        frozen: its pass over the batch.
-        batch: what is learnt from.
+        loss: weights of the terms.
+        model: the frozen decoder.
+        speaker: the decoder whose head turns the guesses into logits.
+        frozen: the frozen decoder's pass over the batch.
+        batch: the tokens, and which of them are scored.
         top: (B * T, E) residuals of the guesses, with gradients.
     """
     rows, targets = batch.predicting, batch.targets

@@ -1,8 +1,9 @@
-"""The training loop: batches in, parameters of an objective out; it knows no model, no data and no method by name.
+"""The training loop, which depends on no particular model, data or method.
 
-One step: the gradients of ``accumulate`` batches, each part of the objective backed through at once; clip;
-update; tell the objective. Now and then a reading, a pass over held-back batches (the best parameters are
-kept), a snapshot. Killed at any moment, a run continues from its last snapshot with the same steps.
+One step computes the gradients of ``accumulate`` batches (each part of the loss is backpropagated before the next is
+computed), clips them, updates the parameters and calls ``Objective.updated``. At intervals the loop reports means,
+evaluates the held-back batches and keeps the best parameters, and writes a snapshot. A run that was killed continues
+from its last snapshot with the same steps.
 """
 
 from __future__ import annotations
@@ -34,33 +35,33 @@ BEST = "best.pt"
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended; the objective's parameters are the best ones."""
+    """The end of a run; by then the objective holds the best parameters."""
 
     progress: Progress
     held_back: Mapping[str, float]
-    """Metrics of the last pass over the held-back batches."""
+    """Mean loss and metrics of the last evaluation on the held-back batches."""
 
 
 def fit(
     model: M, objective: Objective[M, B], data: DataSplit[B], config: TrainConfig, *, folder: Path, report: Report
 ) -> TrainResult:
-    """Train an objective, or continue where a killed run left off.
+    """Train the parameters of an objective, or continue a run that was killed.
 
     Args:
-        model: handed to the objective and to nobody else; may be frozen.
-        objective: owns what is trained.
-        data: batches, and the held-back ones that choose the best parameters.
-        config: budget, rates, seed.
-        folder: of snapshots.
-        report: hears about it.
+        model: passed to the objective's ``losses`` and used nowhere else; it may be frozen.
+        objective: owns the parameters and computes the loss.
+        data: batches to train on, and held-back ones that select the best parameters.
+        config: budget, learning rates and seed.
+        folder: where snapshots are written.
+        report: receives progress.
 
     Returns:
-        Where it ended. With held-back batches, the parameters are those of the best pass.
+        The progress at the end. With held-back batches, the parameters are those with the smallest loss on them.
 
     Raises:
-        ConfigError: nothing to train.
+        ConfigError: the objective has no parameters.
         MismatchError: the folder holds a run with another plan.
-        UsageError: the loss stopped being a number.
+        UsageError: the loss is infinite or not a number.
     """
     run = _Run(model, objective, data, config, folder, report)
     run.resume()
@@ -70,6 +71,8 @@ def fit(
 
 
 class _Run(Generic[M, B]):
+    """The state of one call of ``fit``."""
+
     def __init__(
         self,
         model: M,
@@ -93,7 +96,7 @@ class _Run(Generic[M, B]):
         self.began = self.saved = time.monotonic()
 
     def resume(self) -> None:
-        """Take up a snapshot, if there is one."""
+        """Continue from the folder's snapshot if there is one."""
         found = load_snapshot(self.folder, self.optimiser, self.objective, self.config.plan)
         if found is not None:
             self.progress = found
@@ -102,11 +105,11 @@ class _Run(Generic[M, B]):
         self.began = time.monotonic() - self.progress.elapsed_s
 
     def spent(self) -> float:
-        """Share of the budget used."""
+        """Return the share of the budget that has been used."""
         return self.config.loop.spent(self.progress.step, time.monotonic() - self.began)
 
     def step(self) -> None:
-        """One update, and what follows from its number and the clock."""
+        """Update the parameters once; report, evaluate and write a snapshot where one is due."""
         loop = self.config.loop
         spent = self.spent()
         factor = loop.factor(self.progress.step, spent)
@@ -130,7 +133,7 @@ class _Run(Generic[M, B]):
             self._save()
 
     def finish(self) -> TrainResult:
-        """A last look at the held-back batches, the best parameters, a last snapshot."""
+        """Evaluate once more, write the last snapshot and restore the best parameters."""
         if self.data.held_back and self.progress.step % self.config.loop.evaluate_steps:
             self._evaluate()
         self._save()
@@ -139,7 +142,7 @@ class _Run(Generic[M, B]):
         return TrainResult(self.progress, self.held_back)
 
     def _learn(self, batch: B) -> None:
-        """Gradients of one batch."""
+        """Add the gradients of one batch to those at hand."""
         metrics: defaultdict[str, float] = defaultdict(float)
         with self._arithmetic(), any_order():
             for loss, seen in self.objective.losses(self.model, batch):
@@ -153,7 +156,7 @@ class _Run(Generic[M, B]):
         self.progress = replace(self.progress, num_tokens=self.progress.num_tokens + batch.num_elements)
 
     def _arithmetic(self) -> torch.autocast:
-        device = self.optimiser.params[0].device  # gradients of these are made where they are
+        device = self.optimiser.params[0].device  # the loss is computed where the trained parameters are
         return torch.autocast(device.type, torch.bfloat16, enabled=self.config.loop.autocast)
 
     def _tell(self, spent: float, factor: float) -> None:
@@ -166,7 +169,7 @@ class _Run(Generic[M, B]):
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Mean loss and metrics over the held-back batches, each by its weight."""
+        """Compute the mean loss and metrics over the held-back batches, each batch counted by its weight."""
         sums: defaultdict[str, float] = defaultdict(float)
         count = 0
         torch.manual_seed(self.config.seed)
@@ -202,7 +205,7 @@ class _Run(Generic[M, B]):
 
 
 class _Window:
-    """Means and speed since the last reading."""
+    """Sums of metrics and elements since the last report."""
 
     def __init__(self) -> None:
         self._clock: Callable[[], float] = time.monotonic
@@ -228,5 +231,5 @@ class _Window:
 
 
 def _seed_of(seed: int, step: int, micro: int) -> int:
-    """One draw per batch that depends on nothing that came before it."""
+    """Return a seed for one batch that depends on its place in the run alone, so that a resumed run draws the same."""
     return (seed * 1_000_003 + step) * 4099 + micro

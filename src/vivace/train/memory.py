@@ -1,4 +1,4 @@
-"""What a training run will hold in memory, said before it starts and compared with what there is."""
+"""An estimate of the memory that a training run needs, compared with the free memory before the run starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vivace.units import format_bytes
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by purpose; activations are an upper estimate of what the backward pass keeps."""
+    """Bytes by purpose; ``activations`` is an upper estimate of what is kept for the backward pass."""
 
     weights: int
     gradients: int
@@ -25,7 +25,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all purposes in bytes."""
         return self.weights + self.gradients + self.optimiser + self.activations
 
     def __str__(self) -> str:
@@ -43,15 +43,15 @@ def estimate_memory(
     *,
     recompute: bool = False,
 ) -> MemoryEstimate:
-    """Count a run's memory.
+    """Estimate the memory of a training run.
 
     Args:
-        config: of the model.
-        weights: all of them.
-        trained: those that get gradients.
+        config: configuration of the model, with as many layers as gradients pass through.
+        weights: all weights in memory.
+        trained: weights that get gradients.
         optimiser_bytes: ``Optimiser.num_bytes()``.
         tokens_per_batch: B * T.
-        recompute: layers keep only their input.
+        recompute: whether each layer keeps only its input and computes the rest again in the backward pass.
     """
     width = max((p.element_size() for p in weights), default=4)
     kept = config.width if recompute else _kept_per_token(config)
@@ -65,10 +65,10 @@ def estimate_memory(
 
 
 def require_memory(estimate: MemoryEstimate, device: torch.device) -> None:
-    """Refuse a run that cannot fit.
+    """Refuse a run that does not fit into the free memory of a device.
 
     Raises:
-        CapacityError: it needs more than is free; names both numbers.
+        CapacityError: the run needs more than is free; the message has both numbers.
     """
     free = _free_bytes(device)
     if free is not None and estimate.total > free:
@@ -79,7 +79,7 @@ def require_memory(estimate: MemoryEstimate, device: torch.device) -> None:
 
 
 def _kept_per_token(config: ModelConfig) -> int:
-    """Components one layer keeps of a token: norms, projections, rotation, attention, gate, product, residuals."""
+    """Return how many numbers a layer keeps of a token: norms, projections, rotation, attention, gate, residuals."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return 8 * config.width + 3 * heads + 5 * config.ffn_width * (2 if config.gated else 1)
 
@@ -94,7 +94,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _page_cache_bytes() -> int:
-    """What the kernel gives back when asked (Linux): file pages count as free."""
+    """Return the bytes of cached file pages, which Linux frees on demand; they count as free memory."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy on the scored tokens: from scratch, or a full fine-tune."""
+"""Next-token cross-entropy on the scored tokens, which trains all weights of a decoder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vivace.train.objective import Part, Parts
 
 
 def next_token_loss(model: Decoder, hidden: Tensor, targets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return cross-entropy and accuracy of some rows, each as its share of a mean over ``total`` rows.
+    """Return the cross-entropy and the accuracy of some rows, each divided by ``total``.
 
     Args:
-        model: whose head reads the rows.
-        hidden: (n, E) residuals at the top.
-        targets: (n,) the tokens that follow.
-        total: rows of the whole batch that are scored.
+        model: decoder whose head turns the rows into logits.
+        hidden: (n, E) residuals after the last layer.
+        targets: (n,) tokens that follow the rows.
+        total: number of scored rows in the whole batch, so that the parts of a batch add up to its mean.
     """
     logits = model.head(hidden)
     right = (logits.detach().argmax(-1) == targets).sum() / total
@@ -37,19 +37,22 @@ class NextToken(DecoderObjective):
     """Trains every parameter of a decoder."""
 
     def __init__(self, model: Decoder, *, rows: int = 1024, recompute: bool = False) -> None:
-        """Prepare.
+        """Set what is trained and how much is held in memory.
 
         Args:
-            model: what is trained.
-            rows: positions whose logits are held at once.
-            recompute: keep only what enters each layer and compute the rest again on the way back.
+            model: the decoder to train.
+            rows: number of positions whose logits are held at once.
+            recompute: keep only the input of each layer and compute the rest again in the backward pass.
         """
         self.model = model
         self.rows = rows
         self.recompute = recompute
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """Matrices of the layers, cut where several stand side by side, and everything else."""
+        """Return two groups: matrices of the layers for Muon, all other parameters for AdamW.
+
+        A matrix in which several projections are stacked (query, key, value; gate, up) is given with their heights.
+        """
         matrices: list[tuple[Tensor, tuple[int, ...]]] = []
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
@@ -67,7 +70,7 @@ class NextToken(DecoderObjective):
         ]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
-        """Cross-entropy in parts of ``rows`` positions, then the trunk with the gradient they left."""
+        """Yield the cross-entropy in parts of ``rows`` positions, then the part that trains the layers."""
         rows, targets = batch.predicting, batch.targets
         step = Step.dense(*batch.tokens.shape)
         top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
@@ -87,23 +90,23 @@ class NextToken(DecoderObjective):
 
 
 class NextTokenBeside(NextToken):
-    """``NextToken`` plus ``weight`` times a term that layers are asked for, averaged over those that have one."""
+    """``NextToken`` plus ``weight`` times the mean of a regularisation term over the layers that have one."""
 
     name: ClassVar[str]
-    """Of the term, in reports."""
+    """Name of the term in reports."""
 
     def __init__(self, model: Decoder, *, weight: float, rows: int = 1024) -> None:
-        """Prepare; other arguments as for ``NextToken``."""
+        """Set what is trained; ``weight`` is the factor on the term, the other arguments are those of ``NextToken``."""
         super().__init__(model, rows=rows)
         self.weight = weight
         self._terms: list[Tensor] = []
 
     def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """The term of a layer whose feed-forward half begins with ``u`` (T, E); None where it has none."""
+        """Return a layer's term, (), given its residual after attention ``u`` (T, E); None where the layer has none."""
         raise NotImplementedError
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
-        """As ``NextToken``, the term beside the last part."""
+        """Yield the parts of ``NextToken``, with the term added to the last, which trains the layers."""
         for loss, seen in super().losses(model, batch):
             if seen:
                 yield loss, seen
@@ -123,32 +126,34 @@ class NextTokenBeside(NextToken):
 
 
 class BalancedNextToken(NextTokenBeside):
-    """``NextToken`` for mixtures of experts, plus what keeps their experts equally busy.
+    """``NextToken`` for mixtures of experts, plus a load-balancing term that keeps the experts equally busy.
 
-    The term is ``X sum_e f_e P_e``, with f_e the share of choices that fell on expert e and P_e its mean probability
-    (Fedus et al. 2022, Switch Transformers, arXiv:2101.03961, equation 4); it is 1 when all are equally busy.
+    The term is ``X sum_e f_e P_e``, with f_e the share of routing choices that fell on expert e and P_e its mean
+    probability (Fedus et al. 2022, Switch Transformers, arXiv:2101.03961, equation 4). It is 1 when all experts are
+    equally busy.
     """
 
     name = "uneven"
 
     def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """Of layers with experts."""
+        """Return the load-balancing term, (), of a layer with experts; None for other layers."""
         if not isinstance(layer.feed_forward, MixtureOfExperts):
             return None
         return _unevenness(layer.route(u), layer.feed_forward.config.top_k)
 
 
 class SparseNextToken(NextTokenBeside):
-    """``NextToken`` for ReLU models, plus what leaves fewer neurons active.
+    """``NextToken`` for ReLU models, plus a sparsity term that leaves fewer neurons active.
 
-    The term is ``(sum_i a_i)^2 / (F sum_i a_i^2)`` of the F activations of a row, averaged over rows: 1 when all are
-    equally active, 1/F when one is, whatever their scale (Yang et al. 2020, DeepHoyer, arXiv:1908.09979, section 3).
+    The term is ``(sum_i a_i)^2 / (F sum_i a_i^2)`` of the F activations of a row, averaged over rows. Whatever the
+    scale of the activations, it is 1 when all are equal and 1/F when only one is not zero (Yang et al. 2020, DeepHoyer,
+    arXiv:1908.09979, section 3).
     """
 
     name = "hoyer"
 
     def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """Of every layer."""
+        """Return the sparsity term, (), of a layer's activations."""
         feed = layer.feed_forward
         assert isinstance(feed, FeedForward)
         inner = feed.up(u if layer.ffn_norm is None else layer.ffn_norm(u))
@@ -156,7 +161,7 @@ class SparseNextToken(NextTokenBeside):
 
 
 def _unevenness(logits: Tensor, top_k: int) -> Tensor:
-    """``X sum_e f_e P_e`` of router logits (T, X)."""
+    """Return ``X sum_e f_e P_e``, (), of router logits (T, X)."""
     probs = torch.softmax(logits.float(), -1)
     count = probs.shape[1]
     chosen = torch.bincount(probs.topk(top_k, -1)[1].reshape(-1), minlength=count)
@@ -164,14 +169,14 @@ def _unevenness(logits: Tensor, top_k: int) -> Tensor:
 
 
 def _hoyer(active: Tensor) -> Tensor:
-    """The mean over rows of ``(sum a)^2 / (F sum a^2)``, (T, F) of numbers >= 0 -> (); nothing at all counts as 0."""
+    """Return the mean over rows of ``(sum a)^2 / (F sum a^2)``, (T, F) -> (), for a >= 0; rows of zeros count 0."""
     active = active.float()
     squares = (active * active).sum(-1)
     return (active.sum(-1) ** 2 / (active.shape[-1] * squares.clamp(min=1e-12))).mean()
 
 
 def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Weight matrices of a layer, each with the heights of the projections stacked in it."""
+    """Return the weight matrices of a layer, each with the heights of the projections that are stacked in it."""
     c = layer.config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found = [(layer.qkv.weight, (queries, keys, keys)), (layer.o.weight, (c.width,))]

@@ -1,4 +1,4 @@
-"""The seam of training: something with parameters and a loss, for any model and any kind of batch."""
+"""The interface between the training loop and what is trained: parameters with a loss, for any model and batch."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 M = TypeVar("M")
-"""The model that is called: a decoder, an encoder with a decoder, a denoiser."""
+"""Type of the model that the loss calls, such as a decoder, an encoder-decoder or a denoiser."""
 B = TypeVar("B")
-"""What a batch is."""
+"""Type of a batch."""
 
 Part = tuple[Tensor, Mapping[str, float]]
 """A part of a loss, (), and metrics for reports; metrics of the same name are summed over a batch's parts."""
 Parts = Iterator[Part]
+"""The parts of a loss; their sum is the mean loss of a batch."""
 
 
 class Objective(ABC, Generic[M, B]):
-    """Something to train. It owns its parameters; the loop owns everything else.
+    """Parameters to train and the loss to train them by.
 
-    An objective that remembers more than its parameters also fills ``Stateful`` (``resume.py``).
+    An objective that has state besides its parameters also implements ``Stateful`` (``resume.py``).
     """
 
     @abstractmethod
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """Return the optimiser's groups, ``{"params": [...], "name": str, ...}`` as ``Optimiser`` describes them."""
+        """Return parameter groups ``{"params": [...], "name": str, ...}``, as ``Optimiser`` describes them."""
 
     @abstractmethod
     def losses(self, model: M, batch: B) -> Parts:
         """Yield the loss of a batch in parts that add up to its mean.
 
-        Each part is backed through before the next is asked for, so memory holds the graph of one part. Without
-        gradients the parts are only summed.
+        The loop backpropagates each part before it asks for the next, so memory holds the graph of one part at a time.
+        Under ``torch.no_grad`` the parts are only summed.
         """
 
     def updated(self) -> None:
-        """Hear that the optimiser took a step; for moving averages and schedules."""
+        """Called after every optimiser step, for moving averages and schedules."""

@@ -1,13 +1,13 @@
-"""Muon for matrices, AdamW for the rest, both on float32 masters of whatever dtype is trained.
+"""Muon for matrices and AdamW for all other parameters, both on float32 master copies of the trained weights.
 
-Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"): the momentum of a weight
-matrix is replaced by the nearest semi-orthogonal matrix, found by five Newton-Schulz steps
+Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") replaces the momentum of a weight
+matrix by the nearest semi-orthogonal matrix, found by five Newton-Schulz steps
 
     X <- a X + (b A + c A A) X,   A = X X^T,   (a, b, c) = (3.4445, -4.7750, 2.0315),
 
-so every direction learns at the same speed. **Where we differ**: matrices of one shape are orthogonalised
-as one batch, and projections that stand stacked in one weight (query, key, value; gate, up) are cut apart
-first, as each has its own scale.
+so that every direction learns at the same speed. **Where we differ**: matrices of one shape are orthogonalised as one
+batch, and projections that are stacked in one weight (query, key, value; gate, up) are separated first, since each has
+its own scale.
 
 AdamW: Loshchilov & Hutter 2019, arXiv:1711.05101.
 """
@@ -30,13 +30,13 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True)
 class OptimiserConfig:
-    """Rates at full speed; the loop's schedule scales them."""
+    """Settings of the optimiser; the loop's schedule multiplies the learning rates by a factor from 0 to 1."""
 
     muon_rate: float = 0.02
     adamw_rate: float = 3e-3
     momentum: float = 0.95
     momentum_steps: int = 300
-    """Updates over which Muon's momentum grows from 0.85."""
+    """Number of updates over which Muon's momentum grows linearly from 0.85 to ``momentum``."""
     betas: tuple[float, ...] = (0.9, 0.95)
     weight_decay: float = 0.0
     newton_schulz_steps: int = 5
@@ -50,7 +50,7 @@ class OptimiserConfig:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A projection inside a weight: rows start..stop-1, worked on lying down (no taller than wide)."""
+    """A projection inside a stacked weight: rows start..stop-1. It is orthogonalised transposed where it is tall."""
 
     weight: int
     start: int
@@ -60,16 +60,16 @@ class _Piece:
 class Optimiser:
     """Updates the parameters of an objective's groups.
 
-    A group is ``{"params": [...], "name": str}`` with optional ``"method"`` ("muon" or "adamw", the
-    default), ``"cuts"`` (heights of the projections stacked in each weight), ``"weight_decay"`` and
-    ``"rate"`` (a factor on the configured rate).
+    A group is ``{"params": [...], "name": str}`` with the optional keys ``"method"`` ("muon" or "adamw", the default),
+    ``"cuts"`` (for each weight the heights of the projections that are stacked in it), ``"weight_decay"`` and
+    ``"rate"`` (a factor on the configured learning rate).
     """
 
     def __init__(self, groups: Sequence[Mapping[str, object]], config: OptimiserConfig) -> None:
-        """Copy masters.
+        """Make float32 master copies and zero moments.
 
         Raises:
-            ConfigError: an unknown method, a parameter given twice, or nothing to train.
+            ConfigError: a method is unknown, a parameter is in two groups, or there are no parameters.
         """
         self.config = config
         self.num_updates = 0
@@ -82,7 +82,7 @@ class Optimiser:
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
-        """One step at ``factor`` times the configured rates, from the gradients at hand, which it clears."""
+        """Update the parameters at ``factor`` times the configured rates and clear their gradients."""
         self.num_updates += 1
         for part in self._parts:
             part.update(factor, self.num_updates)
@@ -91,14 +91,14 @@ class Optimiser:
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by ``factor``."""
         for p in self.params:
             if p.grad is not None:
                 p.grad.mul_(factor)
 
     @torch.no_grad()
     def clip(self, norm: float) -> float:
-        """Scale all gradients down to a global norm; returns the norm found."""
+        """Scale the gradients down to a global norm of at most ``norm``; return the norm before that."""
         grads = [p.grad for p in self.params if p.grad is not None]
         found = float(torch.stack([g.float().norm() for g in grads]).norm())
         if found > norm:
@@ -107,19 +107,19 @@ class Optimiser:
         return found
 
     def num_bytes(self) -> int:
-        """Held beside the parameters: masters and moments."""
+        """Return the bytes held besides the parameters: master copies and moments."""
         return sum(part.num_bytes() for part in self._parts)
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; plain tensors and numbers."""
+        """Return the state that a resumed run needs, as plain tensors and numbers."""
         return {"num_updates": self.num_updates, "parts": [part.state() for part in self._parts]}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take a state over, parameters included.
+        """Restore a state, including the values of the parameters.
 
         Raises:
-            MismatchError: it belongs to other parameters.
+            MismatchError: the state belongs to other parameters.
         """
         parts = state["parts"]
         if len(parts) != len(self._parts):
@@ -130,7 +130,7 @@ class Optimiser:
 
 
 class _Group:
-    """Parameters that are updated alike, their float32 masters and what the method remembers of each."""
+    """Parameters that are updated alike, their float32 master copies and the moments of each."""
 
     num_moments = 1
 
@@ -147,7 +147,7 @@ class _Group:
         raise NotImplementedError
 
     def write_back(self) -> None:
-        """Parameters are their masters, rounded."""
+        """Round the master copies into the parameters."""
         for p, master in zip(self.params, self.masters, strict=True):
             if p.data_ptr() != master.data_ptr():
                 p.copy_(master)
@@ -221,7 +221,7 @@ class _Muon(_Group):
         self.write_back()
 
     def _turn(self, pieces: Sequence[_Piece], wanted: Sequence[Tensor], rate: float) -> None:
-        """One batch of projections of the same lying shape."""
+        """Update projections that have one shape (with the smaller dimension first) as one batch."""
         cut = [wanted[piece.weight][piece.start : piece.stop] for piece in pieces]
         lying = torch.stack([c if c.shape[0] <= c.shape[1] else c.t() for c in cut])
         turned = orthogonalise(lying, self.config.newton_schulz_steps).float()
@@ -240,14 +240,14 @@ def _make(group: Mapping[str, object], config: OptimiserConfig) -> _Group:
 
 
 def orthogonalise(x: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz: matrices with the same singular vectors and singular values near 1.
+    """Return matrices with the same singular vectors and singular values near 1, by Newton-Schulz iterations.
 
     Args:
         x: (n, rows, columns), rows <= columns.
-        steps: iterations; five bring all but the smallest values into [0.7, 1.2].
+        steps: number of iterations; five bring all but the smallest singular values into [0.7, 1.2].
 
     Returns:
-        The same shape, bfloat16.
+        (n, rows, columns) bfloat16.
     """
     a, b, c = _COEFFICIENTS
     x = x.bfloat16()

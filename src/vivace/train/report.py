@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: lines for people, curves for TensorBoard."""
+"""Progress of a training run: lines of text, and curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from vivace.units import format_seconds
 
 @dataclass(frozen=True)
 class Reading:
-    """Means since the last reading."""
+    """Means over the steps since the last report."""
 
     step: int
+    """Number of optimiser steps so far."""
     spent: float
-    """Share of the budget, 0 to 1."""
+    """Share of the budget that is used, 0 to 1."""
     factor: float
-    """Of the learning rates."""
+    """Factor of the schedule on the learning rates, 0 to 1."""
     elements_per_s: float
+    """Batch elements, padding included, that were trained on per second."""
     eta_s: float
+    """Estimated seconds until the budget is used."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     unit: str = "tokens"
-    """What the elements of a batch are, as a plural."""
+    """Plural noun for the elements of a batch."""
 
     def __str__(self) -> str:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
@@ -35,46 +38,46 @@ class Reading:
 
 
 class Report(Protocol):
-    """Hears about a run."""
+    """Receives the progress of a run."""
 
     def note(self, text: str) -> None:
-        """A sentence: what begins, the memory it takes, where it resumed."""
+        """Receive a sentence, such as the memory that the run needs or the step it resumed from."""
         ...
 
     def reading(self, reading: Reading) -> None:
-        """Training went on."""
+        """Receive the means over the last steps."""
         ...
 
     def held_back(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
-        """A pass over the held-back rows."""
+        """Receive the result of an evaluation on the held-back batches."""
         ...
 
 
 class Lines:
-    """One line per event, to whatever prints."""
+    """Writes one line of text for each event."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
 
     def note(self, text: str) -> None:
-        """Print it."""
+        """Print the sentence."""
         self._show(text)
 
     def reading(self, reading: Reading) -> None:
-        """Print it."""
+        """Print the means over the last steps."""
         self._show(str(reading))
 
     def held_back(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Print it, marked when it is the best so far."""
+        """Print the result of an evaluation, marked when it is the best so far."""
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._show(f"step {step}  held back: {shown}{'  best so far' if is_best else ''}")
 
 
 class Curves:
-    """TensorBoard event files beside the lines of another report."""
+    """Writes TensorBoard event files and passes everything on to another report."""
 
     def __init__(self, folder: str | Path, lines: Report) -> None:
-        """Open a folder of events.
+        """Open a folder for event files.
 
         Raises:
             DependencyError: TensorBoard is not installed.
@@ -87,11 +90,11 @@ class Curves:
         self._lines = lines
 
     def note(self, text: str) -> None:
-        """Print only."""
+        """Pass the sentence on; it has no curve."""
         self._lines.note(text)
 
     def reading(self, reading: Reading) -> None:
-        """Add a point to each curve."""
+        """Add a point to each training curve."""
         self._lines.reading(reading)
         speed = {f"{reading.unit}_per_s": reading.elements_per_s}
         for name, value in {**reading.metrics, "rate": reading.factor, **speed}.items():
@@ -99,7 +102,7 @@ class Curves:
         self._writer.flush()
 
     def held_back(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Add a point to each curve."""
+        """Add a point to each evaluation curve."""
         self._lines.held_back(step, metrics, is_best)
         for name, value in metrics.items():
             self._writer.add_scalar(f"held_back/{name}", value, step)

@@ -1,7 +1,8 @@
-"""A snapshot is everything that the next step depends on; it is complete on disk or not there.
+"""Snapshots of a training run, which hold everything that the next step depends on.
 
-A run that was killed and resumed takes the same steps as one that was not: parameters and optimiser come
-back as they were, the data continues at its place, and every random draw is seeded by the step's number.
+A snapshot is on disk completely or not at all. A run that was killed and resumed makes the same steps as one that was
+not: parameters and optimiser state are restored, the data continues at its place, and every random draw is seeded by
+the number of its step.
 """
 
 from __future__ import annotations
@@ -25,42 +26,42 @@ _FORMAT = 1
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An objective that remembers something besides its parameters (moving averages, a generator)."""
+    """An objective that has state besides its parameters, such as moving averages or a generator."""
 
     def state(self) -> Mapping[str, Any]:
-        """Plain tensors and numbers."""
+        """Return the state as plain tensors and numbers."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take a state over."""
+        """Restore a state that ``state`` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """The progress of a run: its step, place in the data, elapsed time and best loss so far."""
 
     step: int = 0
     place: Place = field(default_factory=Place)
     elapsed_s: float = 0.0
     num_tokens: int = 0
-    """Elements of all batches so far, padding included; files call them tokens whatever they are."""
+    """Elements of all batches so far, padding included; snapshots use this name for every kind of element."""
     best_loss: float | None = None
     best_step: int = 0
 
 
 def save_snapshot(folder: Path, progress: Progress, optimiser: Mapping[str, Any], objective: object, plan: str) -> None:
-    """Write ``state.pt``.
+    """Write a snapshot to ``state.pt``.
 
     Args:
-        folder: of the run.
-        progress: where it stands.
+        folder: folder of the run.
+        progress: progress of the run.
         optimiser: ``Optimiser.state()``, which holds the trained parameters.
-        objective: its own state is kept when it is ``Stateful``.
-        plan: text that a resumed run must repeat.
+        objective: its own state is saved too if it is ``Stateful``.
+        plan: text that a resumed run must have as well.
 
     Raises:
-        CheckpointError: the disk is full; the snapshot before is as it was.
+        CheckpointError: writing failed, for instance because the disk is full; the previous snapshot is unharmed.
     """
     kept = dict(objective.state()) if isinstance(objective, Stateful) else None
     content = {
@@ -75,20 +76,20 @@ def save_snapshot(folder: Path, progress: Progress, optimiser: Mapping[str, Any]
 
 
 def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) -> Progress | None:
-    """Put a run back to its snapshot.
+    """Restore a run from its snapshot.
 
     Args:
-        folder: of the run.
-        optimiser: an ``Optimiser`` over the same parameters; they are restored through it.
-        objective: restored when it is ``Stateful``.
-        plan: what this run was asked to do.
+        folder: folder of the run.
+        optimiser: an ``Optimiser`` over the same parameters, which it restores.
+        objective: restored too if it is ``Stateful``.
+        plan: text that describes this run; it must be the snapshot's.
 
     Returns:
-        Where it stood, None when there is no snapshot.
+        The progress of the run, or None where there is no snapshot.
 
     Raises:
         MismatchError: the snapshot belongs to a run with another plan.
-        CorruptError: it cannot be read.
+        CorruptError: the snapshot cannot be read.
     """
     path = folder / STATE
     if not path.exists():
@@ -107,7 +108,7 @@ def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) ->
 
 
 def write_state(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and numbers to a file, whole or not at all; survives a power cut once it returns."""
+    """Write tensors and numbers to a file, completely or not at all; the file is on the disk when this returns."""
     try:
         with replacing(path) as partial, partial.open("wb") as file:
             torch.save(dict(content), file)
@@ -118,10 +119,10 @@ def write_state(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read what ``write_state`` wrote; never runs code of the file.
+    """Read a file that ``write_state`` wrote, without executing any code in it.
 
     Raises:
-        CorruptError: truncated, or written by something else.
+        CorruptError: the file is truncated, or is no training state.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,9 +1,9 @@
-"""Training a whole model so that some of its layers speak through the shared head: LayerSkip and LITE.
+"""Training all weights so that the shared head can predict from intermediate layers: LayerSkip and LITE.
 
-* LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710): layer l is dropped with a probability that grows as
-  ``p (2^{l / (L - 1)} - 1)``, and one layer a batch, drawn at random, speaks beside the top. The paper drops layers
-  sequence by sequence and rotates through the layers; here both are drawn for every batch.
-* LITE (Varshney et al. 2023, arXiv:2310.18581): some layers speak beside the top in every batch, nothing is dropped.
+* LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710): layer l is dropped with probability ``p (2^{l / (L - 1)} - 1)``,
+  and in each batch one random layer has an exit loss besides the loss of the last layer. The paper drops layers for
+  each sequence and rotates through the exits; here both are drawn for every batch.
+* LITE (Varshney et al. 2023, arXiv:2310.18581): the same exits have a loss in every batch, and no layer is dropped.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vivace.train.objective import Parts
 
 @dataclass(frozen=True)
 class Supervision:
-    """Which layers speak beside the top, and how loudly."""
+    """Which layers have an exit loss, and its weight."""
 
     layers: tuple[int, ...] = ()
-    """Layers below each exit; empty draws one for every batch."""
+    """Number of layers below each exit; when empty, one exit is drawn for every batch."""
     weight: float = 0.3
-    """Of each exit's loss, the top's being 1."""
+    """Weight of each exit's loss; the loss of the last layer has weight 1."""
     dropout: float = 0.0
-    """p: probability with which the topmost layer is dropped."""
+    """p, the probability with which the last layer is dropped."""
 
     def __post_init__(self) -> None:
         if self.weight < 0 or not 0 <= self.dropout < 1:
@@ -40,13 +40,13 @@ class Supervision:
 
 
 class SupervisedObjective(NextToken):
-    """``NextToken`` at some layers as well as at the top."""
+    """``NextToken`` with the same loss at some intermediate layers as well."""
 
     def __init__(self, model: Decoder, supervision: Supervision, *, rows: int = 1024) -> None:
-        """Prepare.
+        """Set what is trained; the arguments are those of ``NextToken`` and the exits.
 
         Raises:
-            ConfigError: a layer that is not inside the model.
+            ConfigError: an exit does not lie between two layers of the model.
         """
         super().__init__(model, rows=rows)
         count = model.config.num_layers
@@ -55,7 +55,7 @@ class SupervisedObjective(NextToken):
         self.supervision = supervision
 
     def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
-        """The top's loss and the exits', each in parts; the trunk last, with what all of them left."""
+        """Yield the losses of the exits and of the last layer, each in parts, then the part that trains the layers."""
         rows, targets, count = batch.predicting, batch.targets, model.config.num_layers
         residuals = {at: h[rows] for at, h in self._residuals(model, batch, self._exits(count)).items()}
         cut = Cut(*residuals.values())
@@ -71,7 +71,7 @@ class SupervisedObjective(NextToken):
         return self.supervision.layers or (int(torch.randint(1, num_layers, ())),)
 
     def _residuals(self, model: Decoder, batch: TokenBatch, exits: Sequence[int]) -> dict[int, Tensor]:
-        """Below the layers that speak and at the top; some layers are dropped while learning."""
+        """Return the residuals (B * T, E) at the exits and at the top; layers are dropped only under gradients."""
         step, count = Step.dense(*batch.tokens.shape), model.config.num_layers
         h = model.embed(batch.tokens.reshape(-1), step)
         found: dict[int, Tensor] = {}

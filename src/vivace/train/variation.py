@@ -1,13 +1,13 @@
-"""Other versions of a training pair: the same task with words the model has not seen.
+"""Data augmentation of training pairs: the same task with names and values that the model has not seen.
 
-A small model learns to *copy* names and values only if remembering them does not pay. Three changes, all
-found by regular expressions that the recipe gives, so this file knows no task:
+A small model learns to copy names and values from the prompt only if it cannot memorise them. There are three changes.
+The recipe gives regular expressions for the values they apply to, so nothing here depends on a task:
 
-* *respell*: a value of the answer that the prompt has in another case is written as the prompt writes it;
-* *invent*: a value that stands in both prompt and answer gets invented words in both;
-* *shuffle*: a list in the prompt, items apart by ", ", gets another order.
+* *respell*: a value of the answer that the prompt has in other letter case is spelled as in the prompt;
+* *invent*: a value that occurs in both prompt and answer is replaced in both by invented words;
+* *shuffle*: a list in the prompt, whose items are separated by ", ", is put into a random order.
 
-Everything is drawn from a generator that the caller seeds by epoch, so a resumed run sees the same pairs.
+All random choices come from a generator that the caller seeds for each epoch, so a resumed run sees the same pairs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _SYLLABLES = [
 
 @dataclass(frozen=True)
 class VariationConfig:
-    """Which values vary, and how often."""
+    """Which values are changed, and how often."""
 
     values: tuple[str, ...] = ()
-    """Expressions whose last group is a value: ``name\\[([^]]+)\\]``, ``= "([^"]+)"``."""
+    """Regular expressions whose last group is a value, such as ``name\\[([^]]+)\\]`` or ``= "([^"]+)"``."""
     respell: bool = False
-    """Write the answer's values as the prompt does."""
+    """Whether values of the answer are spelled as in the prompt."""
     invent: float = 0.0
-    """Share of pairs whose values get invented words."""
+    """Share of pairs whose values are replaced by invented words."""
     shuffle: str | None = None
-    """Expression whose last group is a list of the prompt; half of the pairs get another order."""
+    """Regular expression whose last group is a list in the prompt, which is shuffled in half of the pairs."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.invent <= 1:
@@ -56,14 +56,14 @@ class VariationConfig:
 
 
 class Variation:
-    """Draws other versions of pairs."""
+    """Changes pairs as a ``VariationConfig`` says."""
 
     def __init__(self, config: VariationConfig, pairs: Iterable[Pair]) -> None:
-        """Prepare.
+        """Compile the regular expressions and collect words to invent values from.
 
         Args:
             config: what to change.
-            pairs: where capitalised words are borrowed from.
+            pairs: pairs whose capitalised words are used as invented words.
         """
         self.config = config
         self._values = [re.compile(expression) for expression in config.values]
@@ -71,7 +71,7 @@ class Variation:
         self._bag = sorted({word for _, answer in pairs for word in _BORROWED.findall(answer)}) or ["Fen"]
 
     def respelled(self, pair: Pair) -> Pair:
-        """The pair with the answer's values as the prompt writes them; drawn from nothing."""
+        """Return the pair with the answer's values spelled as in the prompt; nothing is random here."""
         prompt, answer = pair
         lowered = prompt.lower()
         if not self.config.respell or len(lowered) != len(prompt):
@@ -83,7 +83,7 @@ class Variation:
         return prompt, answer
 
     def drawn(self, pair: Pair, rng: random.Random) -> Pair:
-        """Another version of a pair, or the pair itself."""
+        """Return a random variation of a pair, possibly the pair itself."""
         prompt, answer = pair
         if self._list is not None and rng.random() < 0.5:
             prompt = self._shuffled(prompt, rng)
@@ -96,7 +96,7 @@ class Variation:
         return prompt, answer
 
     def exercise(self, pair: Pair, rng: random.Random) -> Pair | None:
-        """The prompt with invented values, and those values as its answer; None when nothing can be copied."""
+        """Return the prompt with invented values and those values as its answer; None when it has no values."""
         prompt, answer = pair
         copied = []
         for value in self._found(prompt, answer):
@@ -108,12 +108,12 @@ class Variation:
         return (prompt, ", ".join(copied)) if copied else None
 
     def _found(self, *texts: str) -> list[str]:
-        """Values in the texts, each once, longest first so that a part of another comes later."""
+        """Return the distinct values in the texts, longest first, so that a part of another value comes after it."""
         found = {m[m.re.groups] for text in texts for values in self._values for m in values.finditer(text)}
         return sorted((value for value in found if value), key=lambda value: (-len(value), value))
 
     def _replaced(self, text: str, value: str, new: str) -> str:
-        """The text with a value replaced where an expression finds it, and nowhere else."""
+        """Return the text with a value replaced only where an expression finds it."""
 
         def swap(match: re.Match[str]) -> str:
             place = match.re.groups
@@ -137,7 +137,7 @@ class Variation:
         return prompt[:first] + ", ".join(items) + prompt[stop:]
 
     def _word_like(self, word: str, rng: random.Random) -> str:
-        """An invented word of the same kind: digits, capitals, capitalised or lower case."""
+        """Return an invented word of the same kind: digits, upper case, capitalised or lower case."""
         if word.isdigit():
             if len(word) == 1 or word[0] == "0":
                 return str(rng.randint(0, 9))
@@ -153,13 +153,13 @@ def _composed(rng: random.Random) -> str:
 
 
 def copying_exercises(pairs: Sequence[Pair], share: float, variation: Variation, rng: random.Random) -> list[Pair]:
-    """Pairs whose answer is nothing but the prompt's values: with some of them, copying is learnt sooner.
+    """Return pairs whose answer is only the prompt's values; trained on some of them, a model copies sooner.
 
     Args:
-        pairs: real pairs; their values are replaced by invented ones.
-        share: exercises per real pair.
+        pairs: real pairs, whose values are replaced by invented ones.
+        share: number of exercises per real pair.
         variation: finds the values and invents words.
-        rng: what to draw from.
+        rng: generator of the random choices.
     """
     drawn = rng.choices(pairs, k=int(len(pairs) * share)) if pairs else []
     return [exercise for pair in drawn if (exercise := variation.exercise(pair, rng)) is not None]

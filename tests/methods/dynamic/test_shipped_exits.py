@@ -18,7 +18,7 @@ from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.regenerate import regenerated
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
-from vivace.train.data import Rows, collate, grouped
+from vivace.train.data import Rows
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
 
@@ -47,8 +47,7 @@ def test_a_minute_brings_every_gate_nearer_than_the_slow_stream(tmp_path: Path) 
     weights.gates.to(engine.model.dtype)
     texts = [str(prompt.request) for prompt in packaged_prompts("e2e")[-12:]]
     pairs = regenerated(engine, texts, tmp_path / "other.jsonl", notes.append)
-    rows = Rows(engine.tokenizer, 256).encode(pairs)
-    slow, fast = velocities(engine.model, weights.gates, [collate(group) for group in grouped(rows, 512)])
+    slow, fast = velocities(engine.model, weights.gates, Rows(engine.tokenizer, 256).batches(pairs, 512))
     for depth, stream in zip(weights.gates.config.layers, fast, strict=True):
         assert stream.agreement[-1] > slow.agreement[depth - 1], (depth, notes)
         assert stream.cosine[-1] > slow.cosine[depth - 1], depth

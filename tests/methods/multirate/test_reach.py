@@ -34,7 +34,7 @@ from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.methods.multirate.reach import copying_layers
 from vivace.methods.multirate.residual import Accelerator, dual_forward
 from vivace.prompts import packaged_prompts
-from vivace.train.data import Rows, TokenBatch, collate, grouped
+from vivace.train.data import Rows, TokenBatch
 from vivace.train.distillation import FrozenPass
 
 Accelerators = Callable[..., Accelerator]
@@ -132,8 +132,7 @@ def test_layers_that_copy_are_found() -> None:
     engine = vivace.load(kernels="torch")
     asked = [str(prompt.request) for prompt in packaged_prompts("sql")[:12]]
     said = engine.generate(asked, method="plain", do_sample=False, max_new_tokens=32, logprobs=False)
-    rows = Rows(engine.tokenizer, 256).encode([(q, a.text) for q, a in zip(asked, said, strict=True)])
-    batches = [collate(group) for group in grouped(rows, 1024)]
+    batches = Rows(engine.tokenizer, 256).batches([(q, a.text) for q, a in zip(asked, said, strict=True)], 1024)
     found = copying_layers(engine.model, batches, gate=3, count=3)
     assert found == tuple(sorted(found))
     assert {13, 18} <= set(found)
