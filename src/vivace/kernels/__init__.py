@@ -1,5 +1,6 @@
-"""Hot operations on raw tensors: one signature each, chosen once, reported, never switched silently.
+"""The operations that decoding spends its time in, on raw tensors: in PyTorch and as compiled C++.
 
-``reference`` is plain PyTorch and always works; it is the oracle of every other body. ``native`` runs what
-``build`` compiled from ``native/`` for AVX2 or AVX-512; ``choice`` says which of them it is.
+``reference`` is plain PyTorch, runs everywhere and is what every other implementation is tested against. ``native``
+calls the library that ``build`` compiles from ``native/`` for AVX2, AVX-512 and AMX. ``choice`` chooses the
+implementation once for an engine and gives the reason; it never changes afterwards.
 """

@@ -1,8 +1,8 @@
-"""Compiles the native bodies: run by ``pip install``, and by hand as ``python -m vivace.kernels.build``.
+"""Compiles the native kernels: run by ``pip install``, and by hand as ``python -m vivace.kernels.build``.
 
-Standard library only, and no import of the package: the build hook loads this file by its path, where neither
-torch nor vivace is installed yet. Each body is one file with its own instruction-set flags, and nothing is
-tuned to the machine that compiles, so that a built package runs on another one.
+This file uses the standard library only and does not import the package, because the build hook loads it by its path
+where neither torch nor vivace is installed yet. The kernels of each instruction set are one source file with compiler
+flags of its own. Nothing is tuned to the machine that compiles, so a built package runs on another one.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ UNITS: dict[str, tuple[str, ...]] = {
     "body_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 MAY_LACK = {"body_amx.cpp": "amx"}
-"""Units that are empty without their flags, for compilers that lack those, and the kernels that are then missing."""
+"""Units that a compiler may be unable to build with their flags, and the kernels that are missing without them. Such a
+unit is compiled without its flags, which leaves it empty."""
 
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
-"""No contraction: two copies of an expression must not differ in their last bit."""
+"""``-ffp-contract=off`` keeps the compiler from fusing a product and a sum in one copy of an expression and not in
+another, which would give results that differ in their last bit."""
 
 
 class BuildError(Exception):
-    """The native bodies cannot be compiled here; says why in one sentence."""
+    """The native kernels cannot be compiled; the message is one sentence with the reason."""
 
 
 def fingerprint() -> str:
-    """Of the sources; a library carries the one it was made from."""
+    """Return a hash of the sources; a library contains the hash of those it was compiled from."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -54,10 +56,10 @@ def fingerprint() -> str:
 
 
 def compiler() -> str:
-    """The C++ compiler: ``$CXX`` as everywhere, else the usual names.
+    """Return the path of the C++ compiler: ``$CXX`` if it is set, otherwise one of the usual names.
 
     Raises:
-        BuildError: none, or not a machine there is a body for.
+        BuildError: there is no compiler, or there are no kernels for this kind of machine.
     """
     if platform.machine().lower() not in ("x86_64", "amd64") or os.name != "posix":
         raise BuildError(f"there is no native body for {platform.system()} on {platform.machine()} yet")
@@ -69,14 +71,14 @@ def compiler() -> str:
 
 
 def compile_library(target: Path = LIBRARY, extra: Sequence[str] = ()) -> Path:
-    """Compile and link; the library appears complete or not at all.
+    """Compile and link the library; the file is replaced only when it is complete.
 
     Args:
-        target: the file to write.
-        extra: further flags for compiling and linking (sanitizers).
+        target: file to write.
+        extra: further flags for compiling and linking, such as those of sanitizers.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: there is no compiler, or compiling failed.
     """
     tool = compiler()
     identity = f'-DVIVACE_SOURCES="{fingerprint()}"'

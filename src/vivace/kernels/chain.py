@@ -1,4 +1,4 @@
-"""A chain of drafts as ctypes sees it: ``Chain`` of ``native/abi.h``."""
+"""Structs of ``native/abi.h`` for drafting and verification in one native call, as ctypes describes them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Numbers = POINTER(c_int64)
 
 
 class CDeepRead(Structure):
-    """``DeepRead``."""
+    """Mirrors ``DeepRead``: a draft row's attention to the entries of a deep layer."""
 
     _fields_ = [("layer", c_int64), ("gain", c_void_p), ("query", CMatrix), ("output", CMatrix)]
 
 
 class CChain(Structure):
-    """``Chain``."""
+    """Mirrors ``Chain``: chains of draft tokens, one below the last token of each sequence."""
 
     _fields_ = [
         ("head", CMatrix),
@@ -35,7 +35,7 @@ class CChain(Structure):
 
 
 class CStreams(Structure):
-    """``Streams``."""
+    """Mirrors ``Streams``: draft rows that follow the last kept row through the upper layers."""
 
     _fields_ = [
         ("plan", POINTER(CPlan)),
@@ -49,7 +49,7 @@ class CStreams(Structure):
 
 
 class CSpeculation(Structure):
-    """``Speculation``."""
+    """Mirrors ``Speculation``: several steps of drafting and verification of one sequence."""
 
     _fields_ = [
         ("streams", POINTER(CStreams)),

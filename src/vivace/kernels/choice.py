@@ -1,4 +1,6 @@
-"""Which body runs the hot operations: asked for or chosen from what this processor has, and said either way."""
+"""Choice of the kernels: those that are asked for, or the best that this processor runs, in either case with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,32 @@ from vivace.kernels.native import NativeBody
 
 NAMES = ("auto", "torch", *BODIES)
 LACKING = {"amx": "processor, its system or the compiler that built the library"}
-"""What a body may lack beside the processor's instructions."""
+"""What kernels need besides the processor's instructions, for the message that they cannot run."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The body of the hot operations and why it is this one."""
+    """The kernels that were chosen, and the reason."""
 
     name: str
     """"torch", "avx2", "avx512" or "amx"."""
     reason: str
+    """Why these kernels were chosen."""
     body: NativeBody | None
-    """None for the torch reference."""
+    """The native kernels; None for PyTorch."""
 
 
 def choose(asked: str = "auto", *, features: Set[str] | None = None) -> Choice:
-    """Decide once.
+    """Choose the kernels.
 
     Args:
-        asked: "auto" takes the best that runs here, any other name exactly that one.
-        features: bodies the processor can run; None looks.
+        asked: "auto" chooses the best that run on this processor; any other name chooses exactly those.
+        features: kernels that the processor can run; None asks the processor.
 
     Raises:
-        ConfigError: no such name.
-        DependencyError: the native kernels are asked for and not built.
-        UnsupportedError: this processor lacks the instructions asked for.
+        ConfigError: there are no kernels of this name.
+        DependencyError: native kernels are asked for and are not built.
+        UnsupportedError: this processor lacks the instructions that the kernels need.
     """
     if asked not in NAMES:
         raise ConfigError(f"kernels must be auto, torch, avx2, avx512 or amx, found {asked!r}{nearest(asked, NAMES)}")

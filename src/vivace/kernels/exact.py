@@ -1,14 +1,16 @@
-"""Weights in twelve bits without loss (``exact12``): bfloat16 whose upper bytes are codes.
+"""bfloat16 weights in twelve bits without loss (``exact12``): the upper byte of each weight is replaced by a code.
 
-A bfloat16's upper byte is its sign and all of its exponent but the last bit. Weights spread over some powers of two, so
-nearly all of a matrix have one of sixteen upper bytes: both signs of sixteen neighbouring exponents. The lower byte
-stays, and four bits choose among the sixteen upper bytes that are the most frequent. A step, 4 x 32 weights, with any
-other is kept whole: one in a hundred of a normal distribution. Every weight comes back bit for bit, and products are
+The upper byte of a bfloat16 holds its sign and all bits of its exponent except the last. The weights of a matrix spread
+over a few powers of two, so nearly all of them have one of sixteen upper bytes: both signs of sixteen neighbouring
+exponents. The lower byte is stored as it is, and a code of four bits selects one of the sixteen upper bytes that are
+most frequent in the matrix. A step (4 x 32 weights) that contains any other upper byte is stored uncompressed; with
+normally distributed weights that is one step in a hundred. Every weight is restored bit for bit, and products are
 summed in the order of the dense formats.
 
-Exponents of trained weights were coded by variable lengths for transport (M. Hershcovitch et al., *ZipNN*, 2024,
-arXiv:2411.05239) and for GPUs (T. Zhang et al., *DFloat11*, 2025, arXiv:2504.11651), nearer to their entropy of about
-three bits. A fixed length costs a bit more, and one byte shuffle in registers undoes it.
+Related work codes the exponents of trained weights with variable length, for transport (M. Hershcovitch et al.,
+*ZipNN*, 2024, arXiv:2411.05239) and for GPUs (T. Zhang et al., *DFloat11*, 2025, arXiv:2504.11651), which comes nearer
+to their entropy of about three bits. **Where we differ**: codes of a fixed length take about one bit more, and one byte
+shuffle in a register decodes them.
 """
 
 from __future__ import annotations
@@ -24,68 +26,71 @@ from vivace.kernels.library import LANES
 from vivace.kernels.reference import linear
 
 CODES = 16
+"""Number of upper bytes that have a code."""
 WIDTH = 32
-"""Weights side by side in a tile of a step: a pair of inputs of sixteen outputs, or 32 inputs of one."""
+"""Weights in one tile of a step: two inputs of sixteen outputs, or 32 inputs of one output."""
 TILES = 4
+"""Tiles of a step."""
 PLANES = 3
-"""Of a group, each with half of a step's weights or all of its codes."""
+"""Parts of a group: the lower bytes of two tiles of every step, those of the other two, and the codes of all four."""
 PLANE_BYTES = TILES * WIDTH // 2
-"""Of a step."""
+"""Bytes of one step in a plane."""
 HEAD_BYTES = 64
-"""Of the upper bytes and the number of whole steps; what is kept of these follows (``ExactSide``, ``native/abi.h``)."""
+"""Bytes before the uncompressed steps in ``side``: the upper bytes and the number of these steps (``ExactSide`` in
+``native/abi.h``)."""
 BLOCK = 1 << 20
-"""Weights that are looked at together: what is held of them in more bytes stays small."""
+"""Weights that are packed at a time, which bounds the memory of wider intermediate values."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A matrix in twelve bits, as the native bodies read it."""
+    """A matrix in twelve bits, in the layout of the native kernels."""
 
     format: Literal["exact12", "exact12_rows"]
-    """Summed as tiles of sixteen outputs are, or as outputs whose weights lie in a row."""
+    """Which dense format's order of sums is kept: tiles of sixteen outputs, or row-major (``exact12_rows``)."""
     codes: Tensor
-    """(groups, 3, steps, 64) uint8: lower bytes of two tiles, of the other two, and codes of all."""
+    """(groups, 3, steps, 64) uint8: lower bytes of two tiles, of the other two tiles, and codes of all four."""
     side: Tensor
-    """uint8: upper bytes, the last tiles of whole steps, and which steps those are."""
+    """uint8: the sixteen upper bytes, the last tiles of uncompressed steps, and the indices of those steps."""
     out_width: int
     in_width: int
 
     @property
     def scales(self) -> Tensor:
-        """What belongs to the codes."""
+        """The bytes beside the codes, under the name that all formats have for them."""
         return self.side
 
     @property
     def nbytes(self) -> int:
-        """Of codes and what belongs to them."""
+        """Bytes of the codes and of ``side``."""
         return self.codes.nbytes + self.side.nbytes
 
     @property
     def num_whole(self) -> int:
-        """Steps that are kept as they were."""
+        """Number of steps that are stored uncompressed."""
         return int(self.side[CODES : CODES + 8].view(torch.int64))
 
     def dense(self) -> Tensor:
-        """(out, in) bfloat16: the weights."""
+        """Restore the weights, (out, in) bfloat16."""
         return self._weights(torch.arange(len(self.codes)))[: self.out_width, : self.in_width]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Some rows of ``dense``, (n,) -> (n, in)."""
+        """Restore some rows of the matrix, (n,) -> (n, in) bfloat16."""
         outputs = self._outputs
         each = torch.arange(len(index)) * outputs + index % outputs
         return self._weights(index // outputs)[each, : self.in_width]
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x W^T + b`` in x's dtype, (T, in) -> (T, out), a row's bits its own."""
+        """Return ``x W^T + b`` in x's dtype, (T, in) -> (T, out); a row's bits do not depend on other rows."""
         return linear(x, self.dense().to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @property
     def _outputs(self) -> int:
-        """Of a group."""
+        """Number of outputs of a group."""
         return TILES * (LANES if self.format == "exact12" else 1)
 
     def _weights(self, groups: Tensor) -> Tensor:
-        """(n,) -> (n * outputs, inputs) bfloat16."""
+        """Restore some groups, (n,) -> (n * outputs, inputs) bfloat16."""
         found = _join(self.codes[groups], self.side[:CODES])
         last, starts, places = self._whole()
         for at, group in enumerate(groups.tolist() if len(places) else ()):
@@ -97,7 +102,7 @@ class Exact:
         return _rows_of(found, self.format)
 
     def _whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Last tiles of whole steps, where each group's begin among them, and which steps they are."""
+        """Return the last tiles of uncompressed steps, where each group's start among them, and their step indices."""
         count, groups = self.num_whole, len(self.codes)
         stop = HEAD_BYTES + count * 2 * WIDTH
         places = self.side[stop:].view(torch.int32)
@@ -106,7 +111,7 @@ class Exact:
 
 
 def pack_exact(weight: Tensor, format: Literal["exact12", "exact12_rows"] = "exact12") -> Exact:
-    """Lay a bfloat16 matrix (out, in) in twelve bits, some outputs at a time."""
+    """Pack a bfloat16 matrix (out, in) into twelve bits per weight, some outputs at a time."""
     assert weight.dtype == torch.bfloat16
     out_width, in_width = weight.shape
     outputs, steps = (TILES * LANES, -(-in_width // 2)) if format == "exact12" else (TILES, -(-in_width // WIDTH))
@@ -135,7 +140,7 @@ def pack_exact(weight: Tensor, format: Literal["exact12", "exact12_rows"] = "exa
 
 
 def num_bytes(out_width: int, in_width: int) -> int:
-    """Of a matrix without whole steps, 4 x 32 weights in tiles."""
+    """Return the bytes of a matrix in the tiled layout, none of whose steps is stored uncompressed."""
     groups, steps = -(-out_width // (TILES * LANES)), -(-in_width // 2)
     return groups * PLANES * steps * PLANE_BYTES + HEAD_BYTES + (groups + 1) * 4
 
@@ -151,13 +156,13 @@ def _side(upper: Tensor, last: Tensor, is_whole: Tensor) -> Tensor:
 
 
 def _bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper bytes of bfloat16."""
+    """Split bfloat16 numbers into their lower and upper bytes."""
     lower, upper = weight.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return lower, upper
 
 
 def _steps_of(weight: Tensor, format: str) -> Tensor:
-    """(out, in) -> (groups, steps, 4, 32), zeros where it ends."""
+    """Arrange a matrix by steps, (out, in) -> (groups, steps, 4, 32), padded with zeros."""
     if format == "exact12":
         padded = F.pad(weight, (0, weight.shape[1] % 2, 0, -len(weight) % (TILES * LANES)))
         split = padded.view(-1, TILES, LANES, padded.shape[1] // 2, 2).permute(0, 3, 1, 2, 4)
@@ -167,7 +172,7 @@ def _steps_of(weight: Tensor, format: str) -> Tensor:
 
 
 def _rows_of(laid: Tensor, format: str) -> Tensor:
-    """``_steps_of`` undone, but for the zeros."""
+    """Arrange steps as rows, the inverse of ``_steps_of``, with its padding left in place."""
     if format == "exact12":
         split = laid.view(*laid.shape[:3], LANES, 2).permute(0, 2, 3, 1, 4)
         return split.reshape(len(laid) * TILES * LANES, -1)
@@ -175,14 +180,14 @@ def _rows_of(laid: Tensor, format: str) -> Tensor:
 
 
 def _planes(lower: Tensor, codes: Tensor) -> Tensor:
-    """Lower bytes and codes, (n, steps, 4, 32) each -> (n, 3, steps, 64)."""
+    """Pack lower bytes and codes into planes, (n, steps, 4, 32) each -> (n, 3, steps, 64)."""
     places = _interleave(codes)
     both = places[:, :, 0] | places[:, :, 1] << 4
     return torch.cat((_interleave(lower).transpose(1, 2), both[:, None]), 1)
 
 
 def _join(codes: Tensor, upper: Tensor) -> Tensor:
-    """``_planes`` undone, with upper bytes for codes: (n, 3, steps, 64) -> (n, steps, 4, 32) bfloat16."""
+    """Unpack planes, with upper bytes in the place of codes: (n, 3, steps, 64) -> (n, steps, 4, 32) bfloat16."""
     both = codes[:, 2]
     high = upper[torch.stack((both & 15, both >> 4), 1).int()]
     whole: Tensor = torch.stack((codes[:, :2], high), -1).unflatten(3, (4, 2, 8))  # (n, 2, steps, 4, 2, 8, 2)
@@ -190,5 +195,9 @@ def _join(codes: Tensor, upper: Tensor) -> Tensor:
 
 
 def _interleave(tiles: Tensor) -> Tensor:
-    """(n, steps, 4, 32) -> (n, steps, 2, 64): eight of one tile and eight of the next in turn."""
+    """Alternate eight bytes of one tile with eight of the next, (n, steps, 4, 32) -> (n, steps, 2, 64).
+
+    That is the order in which the native kernels' byte interleaving, which works on 128-bit lanes, restores 64 bytes of
+    weights of either tile.
+    """
     return tiles.view(*tiles.shape[:2], 2, 2, 4, 8).transpose(3, 4).reshape(*tiles.shape[:2], 2, -1)

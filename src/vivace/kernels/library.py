@@ -1,4 +1,4 @@
-"""The compiled bodies as ctypes sees them: structures of ``native/abi.h``, and the library itself."""
+"""The compiled library and its structs (``native/abi.h``), as ctypes describes them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from vivace.errors import DependencyError
 from vivace.kernels.build import LIBRARY, fingerprint
 
 FEATURES = {"avx2": 1, "avx512": 2, "amx": 4}
-"""Bit of ``vivace_features`` that says a body runs here; for amx it asks the system, once, for the tile registers."""
+"""Bits of the result of ``vivace_features``, by the kernels that can run. Its first call asks the system for the tile
+registers of AMX."""
 
 BODIES = {"avx2": 0, "avx512": 1, "amx": 3}
+"""Indices of the kernels in the library, from the slowest to the fastest."""
 AVX2_WITHOUT_VNNI = 2
-"""What "avx2" is on a processor without VNNI, to be tested on one that has it."""
+"""Index of the AVX2 kernels for processors without VNNI; the library chooses them itself, tests name them."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
 FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4, "exact12": 5, "exact12_rows": 6}
 LANES = 16
-"""Outputs of a tile of a packed matrix."""
+"""Number of outputs in a tile of a packed matrix: the float32 numbers of a 512-bit register."""
 
 
 class CMatrix(Structure):
-    """``Matrix``."""
+    """Mirrors ``Matrix``: weights in one of the layouts of ``FORMATS``."""
 
     _fields_ = [
         ("weight", c_void_p),
@@ -39,13 +41,13 @@ class CMatrix(Structure):
 
 
 class CLinear(Structure):
-    """``Linear``."""
+    """Mirrors ``Linear``: a projection of rows."""
 
     _fields_ = [("matrix", CMatrix), ("x", c_void_p), ("add", c_void_p), ("out", c_void_p), ("rows", c_int64)]
 
 
 class CGated(Structure):
-    """``Gated``."""
+    """Mirrors ``Gated``: gate and up projections of rows with their activation."""
 
     _fields_ = [
         ("gate", CMatrix),
@@ -58,7 +60,7 @@ class CGated(Structure):
 
 
 class CActivated(Structure):
-    """``Activated``."""
+    """Mirrors ``Activated``: the activation of a gated feed-forward."""
 
     _fields_ = [
         ("gate", c_void_p),
@@ -70,7 +72,7 @@ class CActivated(Structure):
 
 
 class CNeurons(Structure):
-    """``Neurons``."""
+    """Mirrors ``Neurons``: the contribution of some neurons of a gated feed-forward."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("gate", "up", "down", "x", "inner", "out")),
@@ -79,7 +81,7 @@ class CNeurons(Structure):
 
 
 class CNorm(Structure):
-    """``Norm``."""
+    """Mirrors ``Norm``: a root-mean-square norm of rows."""
 
     _fields_ = [
         ("x", c_void_p),
@@ -93,7 +95,7 @@ class CNorm(Structure):
 
 
 class CQuantised(Structure):
-    """``Quantised``."""
+    """Mirrors ``Quantised``: the quantization of a matrix to q4."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "table", "codes", "scales")),
@@ -103,7 +105,7 @@ class CQuantised(Structure):
 
 
 class CAttention(Structure):
-    """``Attention``."""
+    """Mirrors ``Attention``: queries of single rows and the entries they read."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("q", "keys", "values", "slot", "seen", "tail", "out", "sums")),
@@ -115,7 +117,7 @@ class CAttention(Structure):
 
 
 class CLayer(Structure):
-    """``Layer``."""
+    """Mirrors ``Layer``: the weights of a layer in a span."""
 
     _fields_ = [
         *((name, CMatrix) for name in ("qkv", "o", "gate", "up", "down")),
@@ -126,7 +128,7 @@ class CLayer(Structure):
 
 
 class CPlan(Structure):
-    """``Plan``."""
+    """Mirrors ``Plan``: the layers of a span and the sizes they share."""
 
     _fields_ = [
         ("layers", POINTER(CLayer)),
@@ -138,7 +140,7 @@ class CPlan(Structure):
 
 
 class CTerm(Structure):
-    """``Term``."""
+    """Mirrors ``Term``: low-rank deltas at one site of one layer."""
 
     _fields_ = [
         *((name, c_int64) for name in ("layer", "site", "rank", "in_width", "out_width")),
@@ -147,7 +149,7 @@ class CTerm(Structure):
 
 
 class CCall(Structure):
-    """``Call``."""
+    """Mirrors ``Call``: the rows that go through a span of layers."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("h", "out", "slot", "seen", "tail", "entry")),
@@ -160,7 +162,7 @@ class CCall(Structure):
 
 
 class CChoice(Structure):
-    """``Choice``."""
+    """Mirrors ``Choice``: the routing of rows to experts."""
 
     _fields_ = [
         ("router", CMatrix),
@@ -170,7 +172,7 @@ class CChoice(Structure):
 
 
 class CMix(Structure):
-    """``Mix``."""
+    """Mirrors ``Mix``: the weighted sum of experts' outputs."""
 
     _fields_ = [
         ("parts", POINTER(c_void_p)),
@@ -180,7 +182,7 @@ class CMix(Structure):
 
 
 class CRouters(Structure):
-    """``Routers``."""
+    """Mirrors ``Routers``: routers of several layers, applied to one row each."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("fast", "slow", "scale", "slow_scale", "weight", "out")),
@@ -189,21 +191,21 @@ class CRouters(Structure):
 
 
 class CExtent(Structure):
-    """``Extent``."""
+    """Mirrors ``Extent``: a part of a file and its place in memory."""
 
     _fields_ = [(name, c_int64) for name in ("offset", "place", "bytes")]
 
 
 class CEnded(Structure):
-    """``Ended``."""
+    """Mirrors ``Ended``: the end of a read, with its error number if it failed."""
 
     _fields_ = [(name, c_int64) for name in ("number", "error", "offset", "bytes")]
 
 
 ENDED = -1
-"""A read's error where the file is shorter."""
+"""Error of a read beyond the end of its file."""
 DAMAGED = -2
-"""And where a page is not as it was written."""
+"""Error of a read in which a page does not have its checksum."""
 
 SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_linear": (c_int64, c_int64, POINTER(CLinear)),
@@ -230,10 +232,11 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
 
 @cache
 def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """The compiled bodies.
+    """Load the compiled library and declare the types of its functions.
 
     Raises:
-        DependencyError: not built, built from other sources, or not loadable; says how to build them.
+        DependencyError: the library is not built, was built from other sources, or cannot be loaded; the message has
+            the command that builds it.
     """
     remedy = "install a C++ compiler and run: python -m vivace.kernels.build"
     if not path.is_file():
@@ -268,7 +271,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
 
 @cache
 def found_library() -> ctypes.CDLL | None:
-    """The same for those who do without; None where it cannot be opened."""
+    """Return the compiled library, or None where it cannot be loaded."""
     try:
         return open_library()
     except DependencyError:
@@ -276,6 +279,6 @@ def found_library() -> ctypes.CDLL | None:
 
 
 def runnable(library: ctypes.CDLL) -> frozenset[str]:
-    """Bodies whose instructions this processor and its system have."""
+    """Return the names of the kernels that this processor and its operating system can run."""
     bits = library.vivace_features()
     return frozenset(name for name, bit in FEATURES.items() if bits & bit)

@@ -1,16 +1,18 @@
-"""Weights in few bits: how they are rounded, how they lie, and what they multiply to.
+"""Quantized weights: how matrices are quantized, how they are laid out, and their products with rows.
 
-* ``int8``: whole numbers -127..127 times a scale for each output, the largest weight's share.
-* ``q4``: codes into 16 whole numbers (``TABLE``, denser around zero as weights are) times a bfloat16 scale for each
-  output and 64 inputs; the scale, of either sign, is the one of twelve tried that loses the least squared error.
-* ``lut4``: choices among sixteen bfloat16 entries for sixteen outputs, which no integer is made of (``palette.py``).
-* ``exact12``: bfloat16 in twelve bits, nothing rounded (``exact.py``).
+* ``int8``: integers -127..127 times a float32 scale for each output, which maps the largest weight to 127.
+* ``q4``: codes into a table of 16 integers (``TABLE``, denser around zero, where most weights are) times a bfloat16
+  scale for each output and 64 inputs. The scale, of either sign, is the one of twelve candidates with the smallest
+  squared error.
+* ``lut4``: codes into a codebook of sixteen bfloat16 numbers for each sixteen outputs (``palette.py``).
+* ``exact12``: bfloat16 in twelve bits, without loss (``exact.py``).
 
-For the first two a row of inputs becomes whole numbers -127..127 as well, with a scale for each 64 of them, so that one
-large input costs its own group its digits and no other. Products within a group are exact; groups are scaled and added
-in order in float32. ``multiply`` does this in PyTorch: the oracle of the native bodies, and what runs without them.
+For ``int8`` and ``q4`` the inputs are quantized too, to integers -127..127 with a scale for each group of 64, so that
+one large input costs precision in its own group only. Sums of products within a group are exact integers; groups are
+scaled and added in order in float32. ``multiply`` computes this in PyTorch: the native kernels are tested against it,
+and it runs where there are none.
 
-Their layouts are the native ones (``native/abi.h``): sixteen outputs side by side, four inputs each.
+The layouts are those of the native kernels (``native/abi.h``): sixteen outputs side by side, four inputs each.
 """
 
 from __future__ import annotations
@@ -33,26 +35,26 @@ from vivace.kernels.threads import num_threads
 
 Format = Literal["int8", "q4", "lut4", "exact12"]
 Weights = Literal["bf16", "int8", "q4", "lut4", "exact12"]
-"""What the matrices of a model are kept as; ``bf16`` leaves them as the checkpoint has them."""
+"""Formats that the matrices of a model can be kept in; ``bf16`` keeps them as they are in the checkpoint."""
 
 GROUP = 64
-"""Inputs that share a scale."""
+"""Number of neighbouring inputs that share a scale."""
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What q4's codes stand for; llama.cpp's IQ4_NL has the same sixteen numbers."""
+"""Integers that the codes of q4 stand for, the same as those of llama.cpp's IQ4_NL."""
 
 TINY = 1e-30
-"""A group without a larger number counts as zero."""
+"""A group whose numbers are all smaller than this is quantized to zero."""
 
 ROWS = 256
-"""Rows of a matrix that are rounded together: what is held in float32 stays small."""
+"""Rows of a matrix that are quantized at a time, which bounds the memory of float32 copies."""
 
 
 def check_weights(name: str) -> Weights:
-    """``name`` if it is one of ``Weights``.
+    """Return ``name`` if it is one of ``Weights``.
 
     Raises:
-        ConfigError: it is not; the nearest is named.
+        ConfigError: it is not; the message names the nearest.
     """
     names = get_args(Weights)
     if name not in names:
@@ -62,28 +64,28 @@ def check_weights(name: str) -> Weights:
 
 @dataclass(frozen=True)
 class LowBit:
-    """A matrix in few bits, as the native bodies read it."""
+    """A matrix in int8 or q4, in the layout of the native kernels."""
 
     format: Literal["int8", "q4"]
     codes: Tensor
-    """uint8: int8 (tiles, groups, 16, 16, 4), each 128 too large; q4 (tiles, groups, 8, 16, 4), two codes a byte."""
+    """uint8. int8: (tiles, groups, 16, 16, 4), integers plus 128. q4: (tiles, groups, 8, 16, 4), two codes a byte."""
     scales: Tensor
-    """int8: (tiles * 16,) float32; q4: (tiles, groups, 16) bfloat16."""
+    """int8: (tiles * 16,) float32. q4: (tiles, groups, 16) bfloat16."""
     out_width: int
     in_width: int
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     @property
     def groups(self) -> int:
-        """Of inputs."""
+        """Number of groups of inputs."""
         return self.codes.shape[1]
 
     def integers(self, tiles: Tensor | slice = slice(None)) -> Tensor:
-        """The whole numbers of some tiles, (n * 16, groups * 64) int8."""
+        """Return the integers of some tiles, (n * 16, groups * 64) int8."""
         codes = self.codes[tiles]
         if self.format == "int8":
             plain = (codes ^ 128).view(torch.int8).permute(0, 3, 1, 2, 4)
@@ -93,17 +95,17 @@ class LowBit:
         return plain.reshape(len(codes) * LANES, self.groups * GROUP)
 
     def factors(self, tiles: Tensor | slice = slice(None)) -> Tensor:
-        """The scales of some tiles, (n * 16, 1 or groups) float32."""
+        """Return the scales of some tiles, (n * 16, 1) for int8 or (n * 16, groups) for q4, float32."""
         if self.format == "int8":
             return self.scales.view(-1, LANES)[tiles].reshape(-1, 1)
         return self.scales[tiles].transpose(1, 2).reshape(-1, self.groups).float()
 
     def dense(self) -> Tensor:
-        """(out, in) float32: the weights that are meant."""
+        """Return the weights that the codes stand for, (out, in) float32."""
         return _scaled(self.integers(), self.factors())[: self.out_width, : self.in_width]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Some rows of ``dense``, (n,) -> (n, in)."""
+        """Return some rows of ``dense``, (n,) -> (n, in) float32."""
         tiles, lanes = index // LANES, index % LANES
         each = torch.arange(len(index), device=index.device) * LANES + lanes
         found = _scaled(self.integers(tiles)[each], self.factors(tiles)[each])
@@ -111,7 +113,7 @@ class LowBit:
 
 
 def size_of(out_width: int, in_width: int, format: Weights) -> int:
-    """Bytes of a matrix; of exact12 without the steps it keeps whole, which its weights decide."""
+    """Return the bytes of a matrix in a format; for exact12 without uncompressed steps, which depend on the weights."""
     tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "bf16":
         return out_width * in_width * 2
@@ -125,6 +127,7 @@ def size_of(out_width: int, in_width: int, format: Weights) -> int:
 
 
 def _scaled(integers: Tensor, factors: Tensor) -> Tensor:
+    """Multiply each group of integers (n, groups * 64) by its scale (n, 1 or groups)."""
     groups = integers.view(len(integers), -1, GROUP).float()
     return (groups * factors[:, :, None]).view(len(integers), -1)
 
@@ -134,14 +137,14 @@ def _table(device: torch.device) -> Tensor:
 
 
 Rounded = LowBit | Palette | Exact
-"""A matrix in few bits, whichever."""
+"""A matrix in any of the quantized or packed formats."""
 
 
 def quantise(weight: Tensor, format: Format) -> Rounded:
-    """Round a matrix (out, in), some rows at a time.
+    """Quantize a matrix (out, in), some rows at a time.
 
-    Four-bit scales are searched natively where there is a native library, in PyTorch elsewhere (slowly); the two
-    differ where two scales lose the same.
+    The scales of q4 are searched by native kernels where there are any and in PyTorch (slowly) elsewhere. The results
+    can differ where two candidate scales have the same error.
     """
     if format == "lut4":
         return palette.palettize(weight)
@@ -172,12 +175,13 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
 
 
 def _tile(codes: Tensor, *steps: int) -> Tensor:
-    """(n * 16, groups * 64) -> (n, groups, *steps, 16, 4)."""
+    """Arrange codes by tiles, (n * 16, groups * 64) -> (n, groups, *steps, 16, 4)."""
     split = codes.view(-1, LANES, codes.shape[1] // GROUP, *steps, 4)
     return split.permute(0, *range(2, split.dim() - 1), 1, split.dim() - 1)
 
 
 def _round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers (n, in), as bytes, and scales (n,) float32."""
     most = weight.float().abs().amax(1)
     scales = torch.where(most < TINY, 0.0, most / 127.0)
     inverse = torch.where(most < TINY, 0.0, torch.full_like(most, 127.0) / most)
@@ -185,7 +189,7 @@ def _round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (n, in) uint8 and scales (n, groups) bfloat16."""
+    """Return codes (n, in) uint8 and scales (n, groups) bfloat16."""
     weight = weight.bfloat16()
     library = found_library()
     if library is None or not (bodies := runnable(library)):
@@ -194,7 +198,7 @@ def _round_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def native_q4(library: ctypes.CDLL, body: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``search_q4`` by a native body; weight (n, in) bfloat16, in a multiple of 64."""
+    """Compute ``search_q4`` by native kernels, for a weight (n, in) bfloat16 whose width is a multiple of 64."""
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     scales = torch.empty(len(weight), weight.shape[1] // GROUP, dtype=torch.bfloat16)
     table = _table(weight.device)
@@ -205,11 +209,20 @@ def native_q4(library: ctypes.CDLL, body: int, weight: Tensor) -> tuple[Tensor, 
 
 
 RATIOS = (1.0, -1.0, 0.92, -0.92, 0.85, -0.85)
-"""Scales to begin with, in parts of the one that reaches the largest weight."""
+"""Initial candidates for a scale, relative to the one that maps the largest weight to the end of the table."""
 
 
 def search_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """For each group the scale that loses least: six to begin with, each once refitted to the codes it led to."""
+    """Find codes and, for each group, the scale with the smallest squared error.
+
+    The candidates are six initial scales, and each of them after one least-squares fit to the codes it gives.
+
+    Args:
+        weight: (n, in), the width a multiple of 64.
+
+    Returns:
+        Codes (n, in) uint8 and scales (n, groups) bfloat16.
+    """
     table = _table(weight.device).float()
     groups = weight.float().view(-1, GROUP)
     most = groups.abs().amax(1, keepdim=True)
@@ -231,7 +244,7 @@ def search_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (T, in) as whole numbers (T, groups, 64), in float32, and their scales (T, groups)."""
+    """Quantize rows (T, in) to integers (T, groups, 64), held as float32, with scales (T, groups)."""
     groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     most = groups.abs().amax(2)
     inverse = torch.where(most < TINY, 0.0, torch.full_like(most, 127.0) / most)
@@ -239,10 +252,10 @@ def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply(x: Tensor, weight: Rounded, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + b`` as the native bodies compute it, (T, in) -> (T, out) in x's dtype.
+    """Return ``x W^T + b`` as the native kernels compute it, (T, in) -> (T, out) in x's dtype.
 
-    Sums within a group are exact in float32. A group is added with one rounding, as a fused multiplication and
-    addition does: the product of its sum and its scale is exact in float64.
+    Sums within a group are exact in float32 (below 2^24). A group is added with a single rounding, as a fused
+    multiply-add does: the product of its sum and its scale is exact in float64.
     """
     if isinstance(weight, Palette | Exact):
         return weight.multiply(x, bias)

@@ -1,8 +1,9 @@
-"""A native body's operations on tensors: bfloat16 on a CPU, a row's bits the same whatever stands beside it.
+"""The native kernels as operations on bfloat16 tensors; the bits of a row never depend on other rows of a call.
 
-Every output is one chain of sums over the inputs in their order, so neither the number of rows nor the number
-of threads changes it. Rounding stands where ``reference`` has it: a projection is rounded before anything is
-added to it. Bodies differ from each other in bits; one is chosen once (``choice.py``).
+Every output is summed as one chain over the inputs in their order, so neither the number of rows nor the number of
+threads changes it. Results are rounded where ``reference`` rounds them: a projection is rounded before anything is
+added to it. The kernels of different instruction sets differ in the last bits; an engine uses one of them
+(``choice.py``).
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from vivace.kernels.low_bit import TABLE, Rounded
 from vivace.kernels.threads import num_threads
 
 MAX_GROUP = 128
-"""Query heads per key/value head that attention has room for."""
+"""Largest number of query heads per key/value head that the attention kernels have buffers for."""
 
 
 _Q4_TABLE = torch.tensor(TABLE, dtype=torch.int8)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """(out, in) -> (ceil(out / 16), ceil(in / 2), 16, 2), zeros where it ends.
+    """Arrange a matrix in tiles, (out, in) -> (ceil(out / 16), ceil(in / 2), 16, 2), padded with zeros.
 
-    Sixteen outputs lie side by side, two inputs each, as a bfloat16 dot product takes them.
+    A step of a tile has two inputs of each of sixteen outputs, the operand of one bfloat16 dot-product instruction.
     """
     out_width, in_width = weight.shape
     padded = F.pad(weight, (0, in_width % 2, 0, -out_width % LANES))
@@ -57,30 +58,31 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(tiles: Tensor) -> Tensor:
-    """``pack`` undone: (tiles, pairs, 16, 2) -> (16 tiles, 2 pairs), with whatever zeros it ended in."""
+    """Arrange tiles as rows, (tiles, pairs, 16, 2) -> (16 tiles, 2 pairs); the padding of ``pack`` is not removed."""
     return tiles.transpose(1, 2).reshape(-1, 2 * tiles.shape[1])
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights as a body reads them; whoever holds it keeps the tensors where they are."""
+    """A matrix in a layout of the native kernels; its tensors must not be moved while native calls use it."""
 
     weight: Tensor | Rounded
-    """Packed, row-major (out, in), or in few bits."""
+    """Tiles of ``pack``, a row-major matrix (out, in), or a quantized matrix."""
     bias: Tensor | None
+    """(out,) bfloat16, or None."""
     in_width: int
     out_width: int
 
     @property
     def format(self) -> str:
-        """How ``weight`` lies: in "tiles" if it went through ``pack``, "row_major", or a format of few bits."""
+        """Name of the layout of ``weight``: "tiles", "row_major", or a quantized format."""
         if not isinstance(self.weight, Tensor):
             return self.weight.format
         return "tiles" if self.weight.dim() == 4 else "row_major"
 
     @cached_property
     def struct(self) -> CMatrix:
-        """For the library."""
+        """The matrix as a struct of the native library."""
         bias = _address(self.bias)
         sizes = (self.in_width, self.out_width, FORMATS[self.format])
         if not isinstance(self.weight, Tensor):
@@ -93,7 +95,7 @@ class Matrix:
         return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None)
 
     def rows_of_weights(self) -> Tensor:
-        """The bfloat16 weights as (out, in); ``pack`` undone."""
+        """Return the weights as a row-major matrix (out, in) bfloat16."""
         if not isinstance(self.weight, Tensor):
             return self.weight.dense().bfloat16()
         if self.format == "row_major":
@@ -101,7 +103,7 @@ class Matrix:
         return unpack(self.weight)[: self.out_width, : self.in_width]
 
     def rows(self, x: Tensor) -> Tensor:
-        """Inputs (T, in) as the body wants them: packed matrices take an even number."""
+        """Return the inputs (T, in) contiguous and, for layouts that read them in pairs, padded to an even width."""
         assert x.dtype == torch.bfloat16
         assert x.shape[1] == self.in_width
         return F.pad(x, (0, 1)) if self.format in ("tiles", "lut4", "exact12") and self.in_width % 2 else x.contiguous()
@@ -109,23 +111,24 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Routers:
-    """Routers of n layers that are asked at once about ``fast * scale + slow * slow_scale``, one row each, in float32.
+    """Routers of n layers, applied at once to ``fast * scale + slow * slow_scale``, one row for each layer, in float32.
 
-    A norm before a router is a positive factor there, which changes no order, so it is left out.
+    The RMS norm before a router only divides its logits by a positive number, which does not change their order, so it
+    is left out.
     """
 
     scale: Tensor
-    """(n, 1, E)."""
+    """(n, 1, E) factors on the residual ``fast``."""
     slow_scale: Tensor
-    """(n, 1, E)."""
+    """(n, 1, E) factors on the residual ``slow``."""
     weight: Tensor
-    """(n, E, X)."""
+    """(n, E, X) router weights."""
     counts: tuple[int, ...]
-    """Experts that each router is asked for."""
+    """Number of experts to predict for each layer."""
 
     @cached_property
     def laid_out(self) -> tuple[CRouters, ctypes.Array[c_int64]]:
-        """The call but for its rows, made once, and where it writes."""
+        """The struct of a call without its two rows, made once, and the array that the call writes to."""
         num, width, experts = self.weight.shape
         most = max(self.counts)
         out = (c_int64 * (num * most))()
@@ -134,7 +137,7 @@ class Routers:
 
 
 class NativeBody:
-    """The operations compiled for one instruction set."""
+    """The kernels compiled for one instruction set."""
 
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
         self.name = name
@@ -142,7 +145,7 @@ class NativeBody:
         self._index = BODIES[name]
 
     def linear(self, matrix: Matrix, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """``[add +] (x W^T + b)``, (T, in) -> (T, out)."""
+        """Return ``[add +] (x W^T + b)``, (T, in) -> (T, out)."""
         x = matrix.rows(x)
         out = x.new_empty(x.shape[0], matrix.out_width)
         plus = None if add is None else add.contiguous()
@@ -151,7 +154,7 @@ class NativeBody:
         return out
 
     def gated(self, gate: Matrix, up: Matrix, x: Tensor, activation: str) -> Tensor:
-        """``act(gate(x)) * up(x)``, (T, E) -> (T, F)."""
+        """Return ``act(gate(x)) * up(x)``, (T, E) -> (T, F)."""
         x = gate.rows(x)
         out = x.new_empty(x.shape[0], gate.out_width)
         call = CGated(gate.struct, up.struct, x.data_ptr(), out.data_ptr(), x.shape[0], ACTIVATIONS[activation])
@@ -159,7 +162,7 @@ class NativeBody:
         return out
 
     def feed(self, parts: tuple[Matrix, Matrix, Matrix], x: Tensor, activation: str, add: Tensor | None) -> Tensor:
-        """``[add +] down(act(gate(x)) * up(x))``, (T, E) -> (T, E): the bits of ``gated`` and ``linear``."""
+        """Return ``[add +] down(act(gate(x)) * up(x))``, (T, E) -> (T, E), to the bits of ``gated`` and ``linear``."""
         gate, up, down = parts
         assert gate.out_width == up.out_width == down.in_width
         x = gate.rows(x)
@@ -171,7 +174,7 @@ class NativeBody:
         return out
 
     def activate(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        """``act(gate) * up``, the bits of ``gated`` when the projections are made apart."""
+        """Return ``act(gate) * up``, (T, F) each, to the bits that ``gated`` has."""
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
         call = CActivated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), ACTIVATIONS[activation])
@@ -179,13 +182,13 @@ class NativeBody:
         return out
 
     def add_neurons(self, parts: Mapping[str, Tensor], x: Tensor, out: Tensor, activation: str) -> None:
-        """``out += (act(x gate^T) * (x up^T)) down``.
+        """Add what n neurons of a gated feed-forward contribute: ``out += (act(x gate^T) * (x up^T)) down``.
 
         Args:
-            parts: "gate", "up" and "down", each (n, E) bfloat16, their rows equally far apart.
-            x: (T, E).
-            out: (T, E) float32.
-            activation: of the gate; where it is "relu" neurons that are zero take no further product.
+            parts: "gate", "up" and "down", each (n, E) bfloat16, all with the same distance between rows.
+            x: (T, E) inputs of the feed-forward.
+            out: (T, E) float32, added to in place.
+            activation: activation of the gate; with "relu", neurons whose activation is zero in every row are skipped.
         """
         gate, up, down = (parts[name] for name in ("gate", "up", "down"))
         stride = gate.stride(0)
@@ -201,7 +204,7 @@ class NativeBody:
         self._library.vivace_neurons(self._index, num_threads(), byref(call))
 
     def choose(self, router: Matrix, x: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """Shares and numbers of the experts that a router chooses for each row, both (T, top_k), likeliest first."""
+        """Return weights and indices of the experts chosen for each row, each (T, top_k), the likeliest first."""
         x = router.rows(x)
         chosen = torch.empty(len(x), top_k, dtype=torch.int64)
         weights = x.new_empty(len(x), top_k)
@@ -211,7 +214,7 @@ class NativeBody:
         return weights, chosen
 
     def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
-        """``[add +] sum_k weights[:, k] parts[k]`` of (T, E) each, rounded where PyTorch would."""
+        """Return ``[add +] sum_k weights[:, k] parts[k]``, (T, E), with the roundings that PyTorch has."""
         rows, width = parts[0].shape
         stride = parts[0].stride(0)
         assert all(part.stride() == (stride, 1) and part.dtype == torch.bfloat16 for part in parts)
@@ -223,7 +226,7 @@ class NativeBody:
         return out
 
     def likeliest(self, routers: Routers, fast: Tensor, slow: Tensor) -> list[list[int]]:
-        """The experts that each of some routers would choose for one row of two residuals, each (1, E) bfloat16."""
+        """Return the experts that each router would choose, given one row of both residuals, each (1, E) bfloat16."""
         assert fast.dtype == slow.dtype == torch.bfloat16
         fast, slow = fast.contiguous(), slow.contiguous()
         call, out = routers.laid_out
@@ -233,7 +236,7 @@ class NativeBody:
         return [out[place * most : place * most + count] for place, count in enumerate(routers.counts)]
 
     def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
-        """Index of the largest rounded output of each row, the smallest of equals, (T, in) -> (T,)."""
+        """Return the index of each row's largest rounded output, (T, in) -> (T,); ties go to the smallest index."""
         x = matrix.rows(x)
         tokens = torch.empty(x.shape[0], dtype=torch.int64)
         call = CLinear(matrix.struct, x.data_ptr(), None, None, x.shape[0])
@@ -241,14 +244,14 @@ class NativeBody:
         return tokens
 
     def rows(self, matrix: Matrix, tokens: Tensor) -> Tensor:
-        """Rows of an embedding in eight or twelve bits, (T,) -> (T, in)."""
+        """Return rows of an embedding that is stored in eight or twelve bits, (T,) -> (T, in)."""
         tokens = tokens.contiguous()
         out = torch.empty(len(tokens), matrix.in_width, dtype=torch.bfloat16)
         self._library.vivace_rows(byref(matrix.struct), tokens.data_ptr(), len(tokens), out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """As ``reference.rms_norm``."""
+        """Return the root-mean-square norm over the last dimension, as ``reference.rms_norm``."""
         x = x.contiguous()
         out = torch.empty_like(x)
         width = x.shape[-1]
@@ -268,17 +271,17 @@ class NativeBody:
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attention of single rows over the entries each of them sees, read where they lie.
+        """Return the attention of single rows to the entries that each of them reads, without gathering them first.
 
         Args:
-            q: (T, H, D).
+            q: (T, H, D) queries.
             stored: keys and values, each (slots, K, S, D).
-            slot: (T,) whose entries a row reads.
-            seen: (T,) it reads the first ``seen`` of them ...
-            tail: (T, A) ... then these, -1 padded.
-            window: only the last this many of what it reads.
+            slot: (T,) slot whose entries a row reads.
+            seen: (T,) number of entries from the beginning of the slot that a row reads first.
+            tail: (T, A) entries that a row reads after those, padded with -1; None for none.
+            window: a row reads only the last this many of its entries; None for all.
             scale: factor on q.k.
-            softcap: ``c * tanh(score / c)`` when set.
+            softcap: scores become ``c * tanh(score / c)`` when set.
 
         Returns:
             (T, H, D).
@@ -300,18 +303,18 @@ class NativeBody:
         return out
 
     def chain(self, plan: CPlan, call: CChain) -> int:
-        """Chains of drafts; returns how many rows were made."""
+        """Draft chains below the last token of each sequence; return the number of rows that were computed."""
         rows: int = self._library.vivace_chain(self._index, num_threads(), byref(plan), byref(call))
         return rows
 
     def speculate(self, drafting: CPlan, plan: CPlan, call: CChain, into: CSpeculation) -> int:
-        """Chains drafted by one plan and verified by another; returns how many steps were made."""
+        """Draft with one plan and verify with another, several times; return the number of steps that were made."""
         given = (byref(drafting), byref(plan), byref(call), byref(into))
         steps: int = self._library.vivace_speculate(self._index, num_threads(), *given)
         return steps
 
     def span(self, plan: CPlan, call: CCall) -> None:
-        """Layers ``call.start .. call.stop - 1`` of a plan; working space is taken here."""
+        """Run layers ``call.start .. call.stop - 1`` of a plan, with working space aligned to 64 bytes."""
         size = self._library.vivace_span_bytes(byref(plan), byref(call))
         space = torch.empty(size + 64, dtype=torch.uint8)
         call.space = space.data_ptr() + -space.data_ptr() % 64

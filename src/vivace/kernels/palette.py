@@ -1,9 +1,9 @@
-"""Weights as choices among sixteen numbers (``lut4``): for models that were made so, and where integers are not wanted.
+"""Weights as four-bit codes into a codebook of sixteen bfloat16 numbers (``lut4``), found by clustering.
 
-Sixteen outputs side by side, a tile of the native layout, share sixteen bfloat16 entries; a weight is the four-bit
-code of one of them. The entries are the means of clusters: Lloyd's algorithm on the tile's sorted weights, whose
-running sums give the means of all intervals at once. A tile that has no more than sixteen different weights keeps
-them, so a palettized model is stored without loss. Native products are those of bfloat16 tiles, bit for bit.
+The weights of sixteen neighbouring outputs (a tile of the native layout) share a codebook. Its entries are the means of
+clusters, found by Lloyd's algorithm on the sorted weights of the tile, whose running sums give the means of all
+intervals at once. A tile with at most sixteen different weights keeps exactly these, so a model that was palettised
+before is stored without loss. Inputs are not quantized: native products are those of bfloat16 tiles, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from vivace.kernels.library import LANES
 from vivace.kernels.reference import linear
 
 ENTRIES = 16
+"""Entries of a codebook, as many as a code of four bits selects from."""
 STEP = 8
 """Inputs whose codes of sixteen outputs fill 64 bytes."""
 
 SPREAD = 3**0.5
-"""Entries begin as quantiles of a normal distribution this much wider, where they nearly end if weights are normal."""
+"""Initial entries are quantiles of a normal distribution with this multiple of the weights' standard deviation, near
+the solution for normally distributed weights."""
 
 ROUNDS = 40
+"""Iterations of Lloyd's algorithm."""
 
 
 @dataclass(frozen=True)
 class Palette:
-    """A matrix of codes, as the native bodies read it."""
+    """A matrix of codes with its codebooks, in the layout of the native kernels."""
 
     codes: Tensor
-    """(tiles, steps, 16, 2, 2) uint8: by output, the parity of the input, and byte of a word of four codes."""
+    """(tiles, steps, 16, 2, 2) uint8: by output, parity of the input, and byte of a word of four codes."""
     entries: Tensor
-    """(tiles, 16) bfloat16, rising."""
+    """(tiles, 16) bfloat16 codebooks in rising order."""
     out_width: int
     in_width: int
 
@@ -46,29 +49,29 @@ class Palette:
 
     @property
     def scales(self) -> Tensor:
-        """What belongs to the codes."""
+        """The codebooks, under the name that all formats have for what is beside the codes."""
         return self.entries
 
     @property
     def nbytes(self) -> int:
-        """Of codes and entries."""
+        """Bytes of codes and codebooks."""
         return self.codes.nbytes + self.entries.nbytes
 
     def dense(self) -> Tensor:
-        """(out, in) float32: the weights that are meant."""
+        """Return the weights that the codes stand for, (out, in) float32."""
         return self._weights(torch.arange(len(self.codes), device=self.codes.device))[: self.out_width].float()
 
     def rows(self, index: Tensor) -> Tensor:
-        """Some rows of ``dense``, (n,) -> (n, in)."""
+        """Return some rows of ``dense``, (n,) -> (n, in) float32."""
         each = torch.arange(len(index), device=index.device) * LANES + index % LANES
         return self._weights(index // LANES)[each].float()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x W^T + b`` in x's dtype, (T, in) -> (T, out), a row's bits its own."""
+        """Return ``x W^T + b`` in x's dtype, (T, in) -> (T, out); a row's bits do not depend on other rows."""
         return linear(x, self.dense().to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _weights(self, tiles: Tensor) -> Tensor:
-        """(n,) -> (n * 16, in) bfloat16."""
+        """Return the weights of some tiles, (n,) -> (n * 16, in) bfloat16."""
         codes = self.codes[tiles]
         nibbles = torch.stack((codes & 15, codes >> 4), -1)  # (n, steps, 16, 2, 2, 2)
         codes = nibbles.flatten(-2).permute(0, 2, 1, 4, 3)  # (n, 16, steps, 4, 2): input = 8 step + 2 pair + parity
@@ -77,13 +80,13 @@ class Palette:
 
 
 def num_bytes(out_width: int, in_width: int) -> int:
-    """Of a matrix."""
+    """Return the bytes of codes and codebooks of a matrix."""
     tiles, steps = -(-out_width // LANES), -(-in_width // STEP)
     return tiles * (steps * 4 * LANES + ENTRIES * 2)
 
 
 def palettize(weight: Tensor) -> Palette:
-    """Choose entries and codes for a matrix (out, in), tile after tile."""
+    """Find codebooks and codes for a matrix (out, in), some tiles at a time."""
     out_width, in_width = weight.shape
     tiles = -(-out_width // LANES)
     codes = torch.zeros(tiles, -(-in_width // STEP), LANES, 2, 2, dtype=torch.uint8)
@@ -99,7 +102,7 @@ def palettize(weight: Tensor) -> Palette:
 
 
 def cluster(values: Tensor) -> Tensor:
-    """Sixteen rising entries for each row of numbers, (n, count) -> (n, 16) bfloat16.
+    """Return sixteen rising entries for each row of numbers, (n, count) -> (n, 16) bfloat16.
 
     Source: S. Lloyd, Least squares quantization in PCM, 1982.
     """
@@ -115,12 +118,12 @@ def cluster(values: Tensor) -> Tensor:
 
 
 def nearest(values: Tensor, entries: Tensor) -> Tensor:
-    """Codes of the nearest entries, (n, count) and (n, 16) rising -> (n, count) uint8."""
+    """Return the codes of the nearest entries, (n, count) and (n, 16) rising -> (n, count) uint8."""
     return torch.searchsorted(_middles(entries.float()), values).to(torch.uint8)
 
 
 def _means(ordered: Tensor) -> Tensor:
-    """Of the clusters of rising numbers, (n, count) -> (n, 16) float32; a cluster without numbers keeps its entry."""
+    """Return cluster means of rising numbers, (n, count) -> (n, 16) float32; empty clusters keep their entry."""
     sums = F.pad(ordered.double().cumsum(1), (1, 0))
     mean, spread = ordered.mean(1, keepdim=True), ordered.std(1, keepdim=True, unbiased=False) * SPREAD
     places = (torch.arange(ENTRIES) + 0.5) / ENTRIES
@@ -134,11 +137,15 @@ def _means(ordered: Tensor) -> Tensor:
 
 
 def _middles(entries: Tensor) -> Tensor:
+    """Return the midpoints between neighbouring entries, (n, 16) -> (n, 15)."""
     return ((entries[:, 1:] + entries[:, :-1]) / 2).contiguous()
 
 
 def _tile(codes: Tensor) -> Tensor:
-    """(rows, in) -> (n, steps, 16, 2, 2): of an output and parity, the codes of four pairs of inputs in a word."""
+    """Arrange codes by tiles, (rows, in) -> (n, steps, 16, 2, 2).
+
+    A word of 16 bits holds, for one output and one parity of the input, the codes of four pairs of inputs.
+    """
     padded = F.pad(codes, (0, -codes.shape[1] % STEP, 0, -len(codes) % LANES))
     split = padded.view(-1, LANES, padded.shape[1] // STEP, 4, 2).permute(0, 2, 1, 4, 3)  # (n, steps, 16, 2, 4)
     return split[..., 0::2] | split[..., 1::2] << 4

@@ -1,21 +1,21 @@
-"""The torch bodies of the hot operations, and the rules that make decoding bit-stable on a CPU.
+"""The operations in PyTorch, arranged so that the bits of a row do not depend on the other rows of a call.
 
-A decoded row must get the same bits alone, beside fifteen others, or as a node of a draft: greedy
-speculative decoding is then lossless by construction (``decode/verify.py``). PyTorch gives that only where
-it is asked for:
+A row must have the same bits alone, beside fifteen others, or as a node of a draft tree: greedy speculative decoding is
+then lossless by construction (``decode/verify.py``). PyTorch promises nothing of the kind. On CPUs it holds under these
+rules:
 
-* ``linear`` in bfloat16 sums a row in the same order for any number of rows once the product is large enough,
-  and for two and more where there are over 1024 inputs. Rows are padded to that. On processors with AMX more
-  than 32 rows are summed another way: they go in blocks of 32. In float32 which counts agree is another matter
-  on every processor: all go in blocks of exactly sixteen.
-* ``attend_rows`` treats every row as a batch element of its own, over keys padded to a multiple of 64:
-  what is computed for a row then depends on the row and its visible entries alone (bfloat16). float32 runs
-  row by row over exactly the visible entries.
+* ``linear`` in bfloat16: PyTorch sums a row in the same order for any number of rows, provided that the product is
+  large enough and, with more than 1024 inputs, that there are at least two rows. Fewer rows are therefore padded. On
+  processors with AMX more than 32 rows are summed in another order, so rows are multiplied in blocks of 32. In float32
+  the numbers of rows that agree differ from processor to processor, so rows are multiplied in blocks of exactly
+  sixteen.
+* ``attend_rows`` in bfloat16 makes every row a batch element of its own, over keys padded to a multiple of 64; its
+  result then depends only on the row and the entries it reads. In float32 each row is computed by itself, over exactly
+  the entries it reads.
+* ``pointwise`` evaluates functions such as exponentials on whole vectors in one thread, because PyTorch computes the
+  last few numbers of each thread's share with another implementation.
 
-* ``pointwise`` evaluates exponentials and their like on whole vectors in one thread: torch gives the last few
-  numbers of a thread's share to another implementation.
-
-``tests/kernels/test_row_invariance.py`` holds these rules on the machine at hand.
+``tests/kernels/test_row_invariance.py`` checks these rules on the machine at hand.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KEY_BLOCK = 64
-"""Entries are read in blocks of this many, so that a longer neighbour does not regroup a row's sums."""
+"""Entries are read in blocks of this many, so that a longer neighbour does not change how a row's sums are grouped."""
 
 WIDE = 1024
-"""With more inputs than this a single bfloat16 row is summed another way."""
+"""With more inputs than this, a single bfloat16 row is summed in another order than several."""
 
 AMX_ROWS = 32
-"""With more bfloat16 rows than this a processor with AMX multiplies in tiles, whose sums have another order."""
+"""With more bfloat16 rows than this, a processor with AMX multiplies in tiles, which sum in another order."""
 
 FLOAT_ROWS = 16
-"""Rows of every float32 product."""
+"""Number of rows of every float32 product."""
 
 SHORT = 512
-"""Rows up to which attention that is differentiated holds all its scores."""
+"""Number of rows up to which attention with gradients keeps all of its scores."""
 
 SMALL_PRODUCT = 16**3
-"""So are bfloat16 products with rows x in x out no larger than this."""
+"""bfloat16 products with rows x in x out at most this are summed in another order than larger ones."""
 
 SMALL_INPUT = 64
-"""And, on some processors, those with rows x in below this."""
+"""On some processors, so are bfloat16 products with rows x in below this."""
 
 _ANY_ORDER: ContextVar[bool] = ContextVar("any_order", default=False)
 
 
 @contextmanager
 def any_order() -> Iterator[None]:
-    """Within it, products may sum rows in any order: training needs speed, not a row's bits alone."""
+    """Let products sum rows in any order within this context: training needs speed, not reproducible rows."""
     token = _ANY_ORDER.set(True)
     try:
         yield
@@ -66,12 +66,12 @@ def any_order() -> Iterator[None]:
 
 
 def _is_free(x: Tensor) -> bool:
-    """Whether nobody asks for a row's bits alone: on other devices, under gradients, within ``any_order``."""
+    """Whether rows may be summed in any order: on other devices than CPUs, under gradients, within ``any_order``."""
     return x.device.type != "cpu" or torch.is_grad_enabled() or _ANY_ORDER.get()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` with each row's bits independent of the others.
+    """Return ``x @ weight.T + bias``; on a CPU the bits of a row do not depend on the other rows.
 
     Args:
         x: (T, in).
@@ -95,7 +95,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _block(weight: Tensor) -> int:
-    """Rows that go in one product at most."""
+    """Return the largest number of rows of one product with this matrix."""
     if weight.dtype == torch.float32:
         return FLOAT_ROWS
     return AMX_ROWS if weight.dtype == torch.bfloat16 and _has_amx() else sys.maxsize
@@ -107,7 +107,7 @@ def _has_amx() -> bool:
 
 
 def _invariant_rows(rows: int, weight: Tensor) -> int:
-    """How many rows a product with this matrix takes for each to have the bits it has among many."""
+    """Return the number of rows to pad to, so that each row has the bits that it has among many."""
     if weight.dtype == torch.float32:
         return FLOAT_ROWS
     if weight.dtype == torch.bfloat16:
@@ -117,26 +117,26 @@ def _invariant_rows(rows: int, weight: Tensor) -> int:
 
 
 VECTOR = 64
-"""Numbers torch evaluates together, over all instruction sets and dtypes."""
+"""Largest number of elements that PyTorch evaluates together, over all instruction sets and dtypes."""
 
 GRAIN = 16384
-"""Up to this many numbers torch never splits a pointwise operation between threads."""
+"""Number of elements up to which PyTorch never divides a pointwise operation among threads."""
 
 
 def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each number, with each row's bits independent of the others.
+    """Apply a function to every element; on a CPU the bits of a row do not depend on the other rows.
 
     Args:
-        function: such as ``F.silu``; exact ones (``F.relu``) need no such care.
-        x: (..., n), rows are its last dimension.
+        function: an elementwise function such as ``F.silu``. Functions without rounding (``F.relu``) do not need this.
+        x: (..., n), whose last dimension is a row.
 
     Returns:
-        As x.
+        The same shape as x.
     """
     width = x.shape[-1]
     if _is_free(x) or x.numel() == width:
         return function(x)
-    x = x.contiguous()  # strided numbers take yet another path
+    x = x.contiguous()  # PyTorch has a third implementation for strided tensors
     is_even = width % VECTOR == 0
     if is_even and x.numel() <= GRAIN:
         return function(x)
@@ -145,7 +145,7 @@ def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 (Zhang & Sennrich 2019)."""
+    """Return the root-mean-square norm over the last dimension, computed in float32 (Zhang & Sennrich 2019)."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if offset:
@@ -154,12 +154,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads (Su et al. 2021), halves paired as Hugging Face checkpoints expect.
+    """Apply the rotary embedding to heads (Su et al. 2021), component i paired with i + width / 2 as by Hugging Face.
 
     Args:
         x: (T, heads, D).
-        cos: (T, 1, width), width <= D rotated components.
-        sin: the same, its first half negated, so that ``x * cos + swap_halves(x) * sin`` rotates.
+        cos: (T, 1, width), for the first width <= D components of a head.
+        sin: (T, 1, width), its first half negated, so that ``x * cos + swap_halves(x) * sin`` is the rotation.
     """
     width = cos.shape[-1]
     if width == x.shape[-1]:
@@ -171,15 +171,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of single rows, each over its own entries.
+    """Return the attention of single rows, each to its own entries.
 
     Args:
-        q: (T, H, D).
+        q: (T, H, D) queries.
         keys: (T, K, S, D), or (1, K, S, D) shared by all rows.
-        values: as keys.
-        visible: additive mask (T, S), 0 or -inf, in q's dtype; None when all S entries are seen by all rows.
+        values: like keys.
+        visible: additive mask (T, S), 0 or -inf, in q's dtype; None when every row reads all S entries.
         scale: factor on q.k.
-        softcap: ``c * tanh(score / c)`` when set (Gemma 2).
+        softcap: scores become ``c * tanh(score / c)`` when set (Gemma 2).
 
     Returns:
         (T, H, D).
@@ -211,13 +211,13 @@ def _one_row(
 def attend_chunk(
     q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of many neighbouring rows of one slot (prefill) or of a dense batch (training).
+    """Return the attention of neighbouring rows of one slot (prefill) or of a dense batch (training).
 
     Args:
-        q: (B, T, H, D).
+        q: (B, T, H, D) queries.
         keys: (B, K, S, D).
-        values: as keys.
-        visible: additive mask broadcastable to (B, 1, T, S); None means causal with S == T.
+        values: like keys.
+        visible: additive mask that broadcasts to (B, 1, T, S); None means causal attention with S == T.
         scale: factor on q.k.
         softcap: as in ``attend_rows``.
 
@@ -241,7 +241,7 @@ def attend_chunk(
 
 
 def _attend_learning(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Attention written out, (B, H, T, D): its backward pass takes half the time of the fused one's on a CPU."""
+    """Compute attention (B, H, T, D) step by step: its backward pass takes half the time of the fused one on a CPU."""
     batch, heads, rows, width = q.shape
     kv_heads, entries = keys.shape[1], keys.shape[2]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads * rows, width)

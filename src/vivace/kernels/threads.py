@@ -1,8 +1,8 @@
-"""One set of threads at a time: PyTorch's are put aside where native kernels do the work.
+"""Limits PyTorch to one thread while native kernels decode, so that only one set of threads is busy.
 
-After every operation that PyTorch splits, its threads spin for a while on the cores that the native pool needs next,
-and what is left to PyTorch between native calls is too small to be worth splitting. The number it may use is OpenMP's,
-kept for each thread of Python, so others are not touched.
+After every operation that PyTorch divides among threads, those threads spin for a while on the cores that the native
+kernels need next; and the operations that PyTorch computes between native calls are too small to gain from threads. The
+limit is OpenMP's, which is kept separately for each Python thread, so other threads are not affected.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class _Setting(Protocol):
 
 class _Aside(local):
     count: int | None = None
-    """Threads that native kernels still use while PyTorch has one."""
+    """Number of threads that native kernels use while PyTorch is limited to one; None while it is not."""
 
 
 _aside = _Aside()
 
 
 def num_threads() -> int:
-    """Threads for native kernels, called from here."""
+    """Return the number of threads for a native call from this Python thread."""
     return torch.get_num_threads() if _aside.count is None else _aside.count
 
 
 @contextmanager
 def one_pytorch_thread() -> Iterator[None]:
-    """PyTorch's operations run on the calling thread; native kernels use as many as before."""
+    """Run PyTorch's operations on the calling thread within this context; native kernels use as many as before."""
     limit, count = _omp(), torch.get_num_threads()
     if limit is None or count == 1:
         yield
@@ -52,7 +52,7 @@ def one_pytorch_thread() -> Iterator[None]:
 
 @cache
 def _omp() -> _Setting | None:
-    """OpenMP's own setting, where the process has one."""
+    """Return OpenMP's function that sets the number of threads, or None where the process has no OpenMP."""
     try:
         return cast("_Setting", ctypes.CDLL(None).omp_set_num_threads)
     except (AttributeError, OSError, TypeError):
