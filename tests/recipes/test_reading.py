@@ -46,7 +46,7 @@ def test_every_recipe_that_ships_can_be_followed(path: Path) -> None:
 
 def test_every_kind_has_a_recipe_that_ships() -> None:
     assert {read_recipe(path)["kind"] for path in RECIPES.glob("*.yaml")} == set(kinds.kinds())
-    assert set(kinds.RECIPES) == set(kinds.kinds())
+    assert set(kinds.RECIPES) < set(kinds.kinds())  # the spec of the other methods describes theirs
 
 
 @pytest.mark.parametrize("kind", ["medussa", None, ["medusa"]])

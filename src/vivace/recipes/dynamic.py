@@ -17,9 +17,7 @@ from vivace.train.variation import Pair
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRecipe(FrozenRecipe):
-    """How to train exit layers and their router on a frozen base; the loop and optimiser are those of the exit
-    layers.
-    """
+    """How to train exit layers, then their router, on a frozen base; loop and optimiser are the exit layers'."""
 
     kind: Literal["dynamic"] = "dynamic"
     lesson: RouterTraining = field(default_factory=RouterTraining)
