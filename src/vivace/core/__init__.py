@@ -1,6 +1,6 @@
-"""The transformer: one decoder whose layers are called one at a time, or as a span.
+"""The transformer: one decoder whose layers are run one at a time or several in one call (a span).
 
-Shape letters, used without explanation everywhere else:
+Shape letters that are used without explanation everywhere else:
 
     B  batch (slots in a call)     T  rows (tokens) in this call     S  entries (tokens) in the cache
     L  layers                      H  query heads                    K  key/value heads
@@ -8,6 +8,7 @@ Shape letters, used without explanation everywhere else:
     V  vocabulary                  N  draft tokens                   C  codebook entries
     R  ranks                       X  experts                        A  longest path of a draft tree
 
-Words: a *row* is a vector going up in this call, a *slot* a sequence's place in the cache, an *entry* a
-stored position of a slot, a *node* a token of a draft. Rows of all slots are packed, ``(T, E)``.
+Terms: a *row* is the residual of one token in this call; a *slot* is the place of one sequence in the cache; an *entry*
+is a stored position of a slot, with its keys and values in every layer; a *node* is a token of a draft. The rows of all
+slots of a call are packed into one tensor, ``(T, E)``.
 """

@@ -1,11 +1,11 @@
-"""Attention of a call's rows over what is stored, on the path the call was built for.
+"""Attention of a call's rows to stored keys and values, on the path that the call was built for.
 
 * dense: a whole batch over its own rows (training, scoring);
 * chunk: neighbouring prompt positions of a slot (prefill);
-* rows: everything else, each row by itself, so that its bits depend on nothing but its own entries.
+* rows: everything else, each row by itself, so that its bits depend only on the row and the entries it reads.
 
-Which one runs is a property of the call, never of its size, so a request gets the same numbers whatever
-else is running.
+The path is a property of the call and never depends on its size, so a request gets the same numbers whatever else is
+running.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vivace.kernels import reference as kernels
 
 
 class Attention:
-    """Reads stored entries for the queries of a layer."""
+    """Computes the attention of a layer's queries to stored entries."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         self.layer = layer
@@ -28,7 +28,7 @@ class Attention:
         self.window = config.window(layer)
 
     def __call__(self, q: Tensor, step: Step) -> Tensor:
-        """(T, H, D) -> (T, H, D)."""
+        """Return the attention of queries (T, H, D) to the entries that their rows read, (T, H, D)."""
         keys, values = step.memory.stored(self.layer)
         if step.grid is not None:
             return self._dense(q, keys, values, step)
@@ -40,7 +40,7 @@ class Attention:
         assert step.grid is not None
         batch, length = step.grid
         visible = step.visible_dense(self.window, q.dtype)
-        streams = [  # writing rows first, then each set of readers behind them
+        streams = [  # the writing rows, then each set of rows that read what they stored
             kernels.attend_chunk(
                 rows.view(batch, length, *q.shape[1:]), keys, values, visible, scale=self.scale, softcap=self.softcap
             )
@@ -71,7 +71,7 @@ class Attention:
 
     @staticmethod
     def _gather(stored: Tensor, step: Step) -> Tensor:
-        """(T, K, S, D): each row's entries in its own order."""
+        """Return each row's entries in the order in which it reads them, (T, K, S, D)."""
         if step.order is None:
             return stored[step.slot, :, : step.num_visible]
         return stored[step.slot[:, None], :, step.order].transpose(1, 2)

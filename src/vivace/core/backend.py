@@ -1,8 +1,9 @@
-"""What executes a decoder: the seam behind which kernels of one kind of machine stand.
+"""The interface between the decoder and the kernels that execute it on one kind of machine.
 
-A backend is given to the decoder's constructor. While the weights are read it puts modules of its own in the places of
-the decoder's, part by part, so that a loader can let go of each; afterwards it may offer to run several layers
-(``span``) or several steps (``chain``) in one call. Layers one by one always give the same bits.
+A backend is given to the decoder's constructor. While the weights are read it replaces modules of the decoder by
+modules of its own, part by part, so that a loader can free each part's weights as they were stored. Afterwards it may
+offer to run several layers (``span``) or several decoding steps (``chain``) in one call, with the same bits as one by
+one.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Lays out the weights of one decoder and runs it; every decoder has a backend of its own."""
+    """Lays out the weights of one decoder for its kernels and runs them; every decoder has its own backend."""
 
     span: Span | None
-    """Executes several layers at once; None before ``finish`` and where layers only run one by one."""
+    """Runs several layers in one call; None before ``finish`` and where layers only run one by one."""
     chain: Chain | None
-    """Drafts and verifies several tokens at once; None as for ``span``."""
+    """Drafts and verifies several tokens in one call; None before ``finish`` and where that is not possible."""
     rows_up_to: int
-    """Prompt chunks that end at or before this position go up as rows, later ones as chunks: by the place in the text
-    and nothing else, so that a prompt gives the same bits whatever else is running."""
+    """Prompt chunks that end at or before this position are computed as single rows, later ones as chunks. The choice
+    depends only on the place in the text, so that a prompt gives the same bits whatever else is running."""
 
     def pack_ends(self, decoder: Decoder) -> None:
-        """Take over the embedding, the final norm and the head, whose weights have been read.
+        """Lay out the embedding, the final norm and the head, whose weights have been read.
 
         Raises:
             UnsupportedError: this backend cannot run a decoder of this kind.
@@ -39,42 +40,42 @@ class Backend(Protocol):
         ...
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
-        """Take over one layer, whose weights have been read."""
+        """Lay out one layer, whose weights have been read."""
         ...
 
     def finish(self, decoder: Decoder) -> None:
-        """Prepare whatever spans parts, once all of them have been taken over."""
+        """Prepare ``span`` and ``chain`` after all parts have been laid out."""
         ...
 
     def projection(self, weight: Tensor) -> nn.Module:
-        """A module that multiplies by a matrix (out, in) that is not the model's own, on the kernels of its layers."""
+        """Make a module that multiplies by a matrix (out, in) of a method, on the same kernels as the layers."""
         ...
 
     def sibling(self) -> Backend:
-        """A backend of the same kind for another decoder, such as the one layer of a feature drafter."""
+        """Make a backend of the same kind for another decoder, such as the one layer of a feature drafter."""
         ...
 
 
 class TorchBackend:
-    """PyTorch's kernels on the modules as they are built: the default, and the only backend that can be trained."""
+    """Runs the decoder's modules with PyTorch: the default, and the only backend that allows training."""
 
     span: Span | None = None
     chain: Chain | None = None
     rows_up_to = 0
 
     def pack_ends(self, decoder: Decoder) -> None:
-        """Leave the ends as they are."""
+        """Leave the embedding, the final norm and the head as they are."""
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
         """Leave the layer as it is."""
 
     def finish(self, decoder: Decoder) -> None:
-        """Nothing spans parts here."""
+        """Prepare nothing, since layers only run one by one."""
 
     def projection(self, weight: Tensor) -> nn.Module:
-        """A linear layer without bias over this very matrix (out, in)."""
+        """Make a linear layer without bias that shares the matrix (out, in)."""
         return Linear.of(weight)
 
     def sibling(self) -> Backend:
-        """PyTorch for the other decoder too."""
+        """Make a PyTorch backend for another decoder."""
         return TorchBackend()

@@ -1,8 +1,9 @@
-"""Branches below many positions of a text at once, for training: ``Step.branched`` without a cache, with gradients.
+"""Chains of rows below many positions of a text at once, for training: ``Step.branched`` with gradients and no cache.
 
-A branch is a chain of rows that hangs from a position: it reads the text up to there and itself, and no other branch.
-Its attention is one softmax over the text's keys and its own. Scores of the two parts stand side by side, so the
-block-diagonal part is (count, count) a position and no mask over all pairs of rows is made.
+A branch is a chain of rows that continues the text after one position. Its rows read the text up to that position and
+the earlier rows of the same branch, and no other branch. Attention is one softmax over the text's keys and the branch's
+own. The scores of the two parts are computed separately and concatenated, so that the part within branches takes
+(count, count) numbers for each position instead of a mask over all pairs of rows.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from vivace.core.step import Step
 
 @dataclass(frozen=True)
 class Places:
-    """Positions that carry a branch: (B, P) and which of them are not padding, n in all."""
+    """Positions of a batch that have a branch."""
 
     position: Tensor
+    """(B, P) positions, padded."""
     real: Tensor
+    """(B, P) bool: False where ``position`` is padding; n of them are True."""
 
 
 def places_of(scored: Tensor, rows: int) -> Iterator[Places]:
-    """Positions whose next token is scored, from the left in every text, at most about ``rows`` at a time."""
+    """Yield the positions whose next token is scored, from left to right in every text, about ``rows`` at a time."""
     predicting = F.pad(scored[:, 1:], (0, 1))
     order = predicting.int().argsort(dim=1, descending=True, stable=True)
     longest = int(predicting.sum(1).max())
@@ -41,20 +44,20 @@ def places_of(scored: Tensor, rows: int) -> Iterator[Places]:
 
 @dataclass(frozen=True)
 class Heard:
-    """Whose law each row of the branches shall give: row j = 1..count of a position t stands at t + j."""
+    """Which rows of branches are trained: row j = 1..count of a position t predicts the token at t + j + 1."""
 
     scored: Tensor
-    """(n, count) bool: the token after it is one to learn."""
+    """(n, count) bool: whether the token after the row is scored; m are."""
     text: Tensor
-    """(m,) batch element of the rows that are scored, row by row."""
+    """(m,) batch element of each scored row, in the order of ``scored``."""
     position: Tensor
-    """(m,) where they stand."""
+    """(m,) position of each scored row in its text, t + j."""
     level: Tensor
-    """(m,) j - 1."""
+    """(m,) place of each scored row in its branch, j - 1."""
 
     @staticmethod
     def of(places: Places, count: int, scored: Tensor) -> Heard:
-        """For branches of ``count`` rows in a batch whose tokens are ``scored`` (B, T)."""
+        """Find the scored rows of branches with ``count`` rows in a batch whose scored tokens are ``scored`` (B, T)."""
         length = scored.shape[1]
         text = places.real.nonzero()[:, :1].expand(-1, count)
         position = places.position[places.real][:, None] + torch.arange(1, count + 1)
@@ -64,13 +67,16 @@ class Heard:
         return Heard(learnt, text[learnt], position[learnt], level[learnt])
 
     def agreement(self, guess: Tensor, truth: Tensor, total: int, name: str) -> dict[str, float]:
-        """Share of ``total`` positions at which each row names the model's choice, and guesses a chain of them keeps.
+        """Return, for reports, how often each row's guess is the model's choice, and the mean accepted length.
 
         Args:
-            guess: (m, V) of the rows that are scored.
-            truth: (m, V) the model's.
-            total: positions of the batch.
-            name: what a row is called.
+            guess: (m, V) logits of the scored rows.
+            truth: (m, V) logits of the model.
+            total: number of positions of the batch, by which sums are divided.
+            name: name of a row in reports, followed by its number j.
+
+        Returns:
+            The share of positions for each row, and under "kept" the mean number of guesses before the first wrong one.
         """
         right = torch.zeros(self.scored.shape)
         right[self.scored] = (guess.argmax(-1) == truth.argmax(-1)).float()
@@ -79,7 +85,7 @@ class Heard:
 
 
 def branch_call(places: Places, count: int, terms: Callable[[Tensor], LowRankDeltas]) -> Step:
-    """The call of branches of ``count`` rows, all of which carry the terms that are given for ``which`` (T,)."""
+    """Make the call of branches of ``count`` rows, with the low-rank deltas that ``terms`` returns for (T,)."""
     stands = (places.position[places.real][:, None] + torch.arange(1, count + 1)).reshape(-1)
     rows = len(stands)
     which = torch.zeros(rows, dtype=torch.int64)
@@ -87,18 +93,18 @@ def branch_call(places: Places, count: int, terms: Callable[[Tensor], LowRankDel
 
 
 def run_branches(model: Decoder, h: Tensor, call: Step, text: Step, places: Places, start: int = 0) -> Tensor:
-    """Branches through layers start..L-1.
+    """Run branches through layers start..L-1.
 
     Args:
         model: the frozen decoder.
         h: (n * count, E) rows entering layer ``start``, branch by branch.
-        call: theirs, from ``branch_call``.
-        text: the dense call that holds the text's keys and values.
-        places: where they hang.
+        call: the call of these rows, from ``branch_call``.
+        text: the dense call whose memory holds the text's keys and values.
+        places: positions that the branches continue.
         start: first layer.
 
     Returns:
-        (n, count, E) before the final norm.
+        Residuals (n, count, E) before the final norm.
     """
     config, own = model.config, call.memory
     position, real = places.position, places.real
@@ -109,7 +115,7 @@ def run_branches(model: Decoder, h: Tensor, call: Step, text: Step, places: Plac
     masks = {window: branch_mask(position, count, text.grid[1], window) for window in windows}
 
     def spread(heads: Tensor) -> Tensor:
-        """(n * count, heads, D) -> (B, P, count, heads, D), zeros where nothing is real."""
+        """Arrange rows by position, (n * count, heads, D) -> (B, P, count, heads, D), zeros at padding."""
         wide = heads.new_zeros(*real.shape, count, *heads.shape[1:])
         wide[real] = heads.view(-1, count, *heads.shape[1:])
         return wide
@@ -126,40 +132,40 @@ def run_branches(model: Decoder, h: Tensor, call: Step, text: Step, places: Plac
 
 
 class _OwnRows:
-    """Fills ``Memory`` for one layer's projections: keeps what branches would store, for themselves alone."""
+    """A ``Memory`` that keeps the branches' own keys and values of one layer."""
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values (n, K, D)."""
+        """Keep the keys and values (n, K, D) of a layer."""
         self.keys, self.values = keys, values
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What was put last."""
+        """Return the keys and values that were put last."""
         return self.keys, self.values
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values of branches as a layer projects them."""
+    """Queries, keys and values of branches in one layer."""
 
     q: Tensor
-    """(B, P, count, H, D)"""
+    """(B, P, count, H, D) queries."""
     k: Tensor
-    """(B, P, count, K, D)"""
+    """(B, P, count, K, D) keys."""
     v: Tensor
-    """As k."""
+    """(B, P, count, K, D) values."""
 
 
 def attend_branches(
     own: Heads, main: tuple[Tensor, Tensor], mask: Tensor, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of branches to the text and to their own rows.
+    """Return the attention of branches to the text and to their own rows.
 
     Args:
-        own: of P positions in each batch element.
+        own: queries, keys and values of the branches at P positions in each batch element.
         main: keys and values of the text, each (B, K, T, D).
-        mask: what ``branch_mask`` gives.
+        mask: additive mask from ``branch_mask``.
         scale: factor on q.k.
-        softcap: ``c * tanh(score / c)`` when set.
+        softcap: scores become ``c * tanh(score / c)`` when set.
 
     Returns:
         (B, P, count, H, D).
@@ -182,16 +188,16 @@ def attend_branches(
 
 
 def branch_mask(position: Tensor, count: int, length: int, window: int | None) -> Tensor:
-    """The text's keys ``<= position`` and rows of the branch up to the one that reads.
+    """Return the mask by which a row reads the text up to its branch's position, and its branch up to itself.
 
     Args:
-        position: (B, P) of the rows that branches hang from.
-        count: rows of each.
-        length: T.
-        window: a row reads only the last this many tokens before it, itself included.
+        position: (B, P) positions that the branches continue.
+        count: number of rows of a branch.
+        length: T, the number of tokens of a text.
+        window: a row reads only this many tokens, up to and including itself; None for all.
 
     Returns:
-        Additive, (B, 1, 1, P, count, T + count) float32.
+        Additive mask, (B, 1, 1, P, count, T + count) float32.
     """
     ahead = torch.arange(1, count + 1)
     stands = position[..., None, None] + ahead[:, None]

@@ -1,11 +1,11 @@
-"""The key/value cache: slots of entries, ragged from the first day, that take memory as they are written.
+"""The key/value cache: slots for sequences of different lengths, whose memory is allocated as it is written.
 
-An entry's address is given by the caller (``length + node`` while drafting, its position once committed,
-the same in every layer), never "append": drafts built over several calls, trees and late fills need no
-second mechanism. Layout per layer is ``(slots, K, capacity, D)``: a head's entries are contiguous, so
-attention reads them without a copy. All slots have their addresses from the beginning, memory is taken page by page
-(``pages.py``) and given back when a slot is released: what a slot may take is known before it is filled
-(``slot_bytes``), and whoever admits sequences counts it (``decode/memory.py``).
+The caller gives the address of every entry (``length + node`` while drafting, the token's position once it is
+committed; the same in every layer) instead of appending. Drafts that are built over several calls, trees, and keys and
+values that are filled in later therefore need no other mechanism. The layout of a layer is ``(slots, K, capacity, D)``:
+the entries of a head are contiguous, so attention reads them without a copy. Addresses of all slots are reserved at the
+beginning; memory is allocated page by page (``pages.py``) and freed when a slot is released. How much a slot can need
+is known before it is filled (``slot_bytes``), and a session counts it when it admits sequences (``decode/memory.py``).
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer stores for an entry."""
+    """Sizes of what one layer stores for an entry."""
 
     num_heads: int
     key_width: int
     value_width: int
 
     def num_bytes(self, entries: int, dtype: torch.dtype) -> int:
-        """Memory that so many entries of a slot take: each head's keys, and its values, begin a page."""
+        """Return the bytes of ``entries`` entries of a slot; each head's keys, and its values, begin a page."""
         widths = (self.key_width, self.value_width)
         return sum(self.num_heads * whole_pages(entries * width * dtype.itemsize) for width in widths)
 
 
 @dataclass(frozen=True, eq=False)
 class PendingKV:
-    """A committed token whose entries from ``layer`` on are still missing: it left early (``decode/depth.py``)."""
+    """A committed token that exited early: its keys and values from ``layer`` on are pending (``decode/depth.py``)."""
 
     position: int
+    """Position of the token in its text."""
     layer: int
     hidden: Tensor
-    """(E,) residual entering ``layer``."""
+    """(E,) residual that enters ``layer``."""
 
 
 def slot_bytes(specs: Sequence[LayerSpec], entries: int, dtype: torch.dtype) -> int:
-    """Memory that so many entries of a slot take at most, in all layers together."""
+    """Return the largest number of bytes that ``entries`` entries of a slot take, in all layers together."""
     return sum(spec.num_bytes(entries, dtype) for spec in specs)
 
 
 class KVCache:
     """Keys and values of every layer for ``num_slots`` sequences of up to ``capacity`` entries.
 
-    Implements ``Memory`` (what a ``Step`` reads and writes) and ``SlotState`` (what the session tells).
-    Entries beyond a slot's length may hold drafts or stale numbers; no row may read them unless its step
+    It implements ``Memory``, which a ``Step`` reads and writes, and ``SlotState``, through which a session commits and
+    releases tokens. Entries beyond a slot's length may hold drafts or old numbers; no row may read them unless its step
     names them.
     """
 
@@ -75,30 +76,30 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Take addresses for everything, and memory for nothing yet.
+        """Reserve addresses for all slots, without allocating memory.
 
         Args:
-            specs: of every layer.
-            num_slots: sequences.
-            capacity: entries of each.
+            specs: sizes of every layer.
+            num_slots: number of sequences.
+            capacity: least number of entries of each slot; it is rounded up to whole pages.
             row_count: calls on these sequences are padded to a multiple of this many rows (``Step.row_count``).
-            dtype: of keys and values.
-            device: where they lie.
+            dtype: dtype of keys and values.
+            device: device of keys and values.
 
         Raises:
-            CapacityError: the addresses cannot be had; the message names the size.
+            CapacityError: the addresses cannot be reserved; the message names the size.
         """
         self._specs, self._dtype = tuple(specs), dtype
         items = {width * dtype.itemsize for spec in specs for width in (spec.key_width, spec.value_width)}
         block = lcm(KEY_BLOCK, *(items_to_a_page(item) for item in items))
         self.capacity = -(-capacity // block) * block
-        """Entries of a slot; so many that each head's begin a page."""
+        """Number of entries of a slot, such that the entries of every head begin at a page."""
         self.num_slots = num_slots
         self.row_count = row_count
         self.lengths = [0] * num_slots
-        """Committed tokens per slot."""
+        """Number of committed tokens of each slot."""
         self.prompts = [0] * num_slots
-        """Length of the prompt a slot was admitted with; a dynamic rotary embedding rotates the prompt as a whole."""
+        """Prompt length of each slot; dynamic rotary embeddings rotate a prompt by its whole length."""
         self.pending: list[list[PendingKV]] = [[] for _ in range(num_slots)]
         """Per slot, tokens with missing entries; all others are complete in every layer."""
         self._written = [0] * num_slots
@@ -117,7 +118,7 @@ class KVCache:
         self._keys, self._values = [keys for keys, _ in stored], [values for _, values in stored]
 
     def _allocate(self, spec: LayerSpec, first: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, from byte ``first`` of the pages on."""
+        """Return the keys and values of a layer, from byte ``first`` of the pages on."""
         shapes = [(self.num_slots, spec.num_heads, self.capacity, w) for w in (spec.key_width, spec.value_width)]
         with torch.inference_mode(False):  # slots are also released outside the loop, by cancel
             if self._pages is None:
@@ -128,25 +129,25 @@ class KVCache:
         return keys, values
 
     def slot_bytes(self, entries: int) -> int:
-        """Memory that a slot takes at most once so many of its entries were written."""
+        """Return the largest number of bytes that a slot takes once ``entries`` of its entries were written."""
         return slot_bytes(self._specs, entries, self._dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots when they are full."""
+        """Number of bytes of all slots when they are full."""
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
     # Memory
 
     def reserve(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Note how far each slot is written; who writes beyond its end would write into a neighbour."""
+        """Record how far each slot will be written, so that ``release`` clears it; entries must lie within the slot."""
         for slot, entry in zip(slots, entries, strict=True):
             if entry >= self._written[slot]:
                 assert entry < self.capacity, f"entry {entry} of a slot of {self.capacity}"
                 self._written[slot] = entry + 1
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Store keys (num_write, K, D) and values of the writing rows at ``step.entry``."""
+        """Store the keys and values (num_write, K, D) of the writing rows at ``step.entry``."""
         address = step.addresses(keys.shape[1], self.capacity)
         width = keys.shape[2]
         self._keys[layer].view(-1, width).index_copy_(0, address, keys.reshape(-1, width))
@@ -154,17 +155,17 @@ class KVCache:
         self._values[layer].view(-1, width).index_copy_(0, address, values.reshape(-1, width))
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each (slots, K, capacity, D)."""
+        """Return the keys and values of a layer, each (slots, K, capacity, D)."""
         return self._keys[layer], self._values[layer]
 
     def span(self, layer: int, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Entries start..stop-1 of a slot as views, each (K, stop - start, D): wire, disk, tests."""
+        """Return keys and values of entries start..stop-1 of a slot as views, each (K, stop - start, D)."""
         return self._keys[layer][slot, :, start:stop], self._values[layer][slot, :, start:stop]
 
     # SlotState
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep these draft nodes of each slot, in path order; forget its other nodes."""
+        """Commit the given draft nodes of each slot, in the order of the path, and drop its other nodes."""
         for slot, path in zip(slots, paths, strict=True):
             length = self.lengths[slot]
             if any(node != place for place, node in enumerate(path)):
@@ -174,21 +175,24 @@ class KVCache:
             self.lengths[slot] = length + len(path)
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget positions >= length."""
+        """Drop the tokens of each slot from position ``length`` on."""
         for slot, length in zip(slots, lengths, strict=True):
             assert length <= self.lengths[slot], "truncate cannot grow a slot"
             self.lengths[slot] = length
             self.pending[slot] = [late for late in self.pending[slot] if late.position < length]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget these sequences, and give back what they left: hidden entries are multiplied by zero, not skipped."""
+        """Drop these sequences, free their memory and zero their entries.
+
+        Stale entries must be zero, since attention multiplies masked entries by zero instead of skipping them.
+        """
         for slot in slots:
             self._clear(slot, self._written[slot])
             self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
             self.pending[slot] = []
 
     def _clear(self, slot: int, entries: int) -> None:
-        """Zero the first entries of a slot; they take no memory then."""
+        """Zero the first entries of a slot, which frees their memory."""
         if self._pages is None:
             for stored in (*self._keys, *self._values):
                 stored[slot, :, :entries] = 0
@@ -202,23 +206,23 @@ class KVCache:
                 self._pages.clear(first + head * stride, entries * width * stored.itemsize)
 
     def saved(self) -> object:
-        """How long every slot is and what it lacks; entries beyond a length are written again before they are read."""
+        """Return the lengths and pending entries of all slots; entries beyond a length are rewritten before a read."""
         return self.lengths.copy(), [late.copy() for late in self.pending]
 
     def restore(self, saved: object) -> None:
-        """Forget what was stored since."""
+        """Drop everything that was stored since ``saved``."""
         assert isinstance(saved, tuple)
         self.lengths[:], self.pending[:] = saved
 
 
 class Fresh:
-    """Memory of one call: keys and values of this call's rows, with gradients (training)."""
+    """A ``Memory`` that holds the keys and values of one dense call, with gradients, for training."""
 
     def __init__(self) -> None:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values (T, K, D) of a dense step; a call of readers alone leaves what is there."""
+        """Keep the keys and values (T, K, D) of a dense call; a call that only reads changes nothing."""
         if step.num_write == 0:
             return
         assert step.grid is not None, "Fresh memory holds dense calls only"
@@ -229,5 +233,5 @@ class Fresh:
         )
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each (B, K, T/B, D)."""
+        """Return the keys and values of a layer, each (B, K, T/B, D)."""
         return self._stored[layer]

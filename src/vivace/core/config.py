@@ -1,7 +1,7 @@
-"""What a decoder is, in numbers: every field is used by the mathematics, none is a family's name.
+"""The architecture of a decoder as numbers that its mathematics uses, without the names of model families.
 
-A model family is a translation of its ``config.json`` into these fields (``checkpoint/families.py``);
-``core`` never asks which family it runs.
+A model family is supported by translating its ``config.json`` into these fields (``checkpoint/families.py``); ``core``
+does not depend on the family.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A rotary embedding: base frequencies and how they are stretched (see ``core/rope.py``)."""
+    """A rotary embedding: its base frequencies and their scaling to longer texts (formulas in ``core/rope.py``)."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
     width: int | None = None
-    """Rotated leading components of a head; None rotates all D of them (partial rotary otherwise)."""
+    """Number of leading components of a head that are rotated; None rotates all D."""
     factor: float = 1.0
     original_positions: int = 0
-    """Length the model was trained for before stretching (dynamic, llama3, yarn)."""
+    """Length that the model was trained for before scaling (dynamic, llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """Scale on cosine and sine (yarn)."""
+    """Factor on cosine and sine (yarn)."""
     truncate: bool = True
-    """Round yarn's correction range to whole components."""
+    """Whether yarn's correction range is rounded to whole components."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class MoeConfig:
     top_k: int
     expert_width: int
     normalise: bool
-    """Scale the chosen experts' probabilities to sum to one."""
+    """Whether the probabilities of the chosen experts are scaled to sum to one."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer."""
+    """The architecture of a decoder-only transformer."""
 
     vocab_size: int
     width: int
@@ -61,18 +61,18 @@ class ModelConfig:
     max_positions: int
     activation: Activation = "silu"
     gated: bool = True
-    """Feed-forward is ``down(act(gate(x)) * up(x))``, otherwise ``down(act(up(x)))``."""
+    """Whether the feed-forward is ``down(act(gate(x)) * up(x))`` instead of ``down(act(up(x)))``."""
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     """Added to every norm weight (Gemma stores weight - 1)."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norm before each half, after it (OLMo 2), or both (Gemma 2 and 3)."""
+    """Whether each half of a layer has a norm before it, after it (OLMo 2), or both (Gemma 2 and 3)."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMS norm of queries and keys: per head, or over all heads at once, before the rotation."""
+    """RMS norm of queries and keys before the rotation: for each head, or over all heads at once."""
     qkv_clip: float | None = None
-    """Clamp queries, keys and values to [-clip, clip] after the QK-norm, before the rotation (OLMoE)."""
+    """Queries, keys and values are clamped to [-clip, clip] after the QK-norm, before the rotation (OLMoE)."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -80,7 +80,7 @@ class ModelConfig:
     head_bias: bool = False
 
     attention_scale: float | None = None
-    """Factor on q.k; None is 1/sqrt(D)."""
+    """Factor on q.k; None means 1/sqrt(D)."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -88,15 +88,15 @@ class ModelConfig:
 
     positions: Literal["rotary", "learned"] = "rotary"
     position_offset: int = 0
-    """First row of the learned position table that is used (OPT: 2)."""
+    """Index of the first row of the learned position table that is used (OPT: 2)."""
     ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
     rope_of_layer: tuple[int, ...] = ()
-    """Index into ``ropes`` for each layer; empty means rope 0 everywhere."""
+    """Index into ``ropes`` for each layer; empty means 0 for every layer."""
     windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer (a row sees its own and the window - 1 positions before); empty: none."""
+    """Sliding window of each layer (a row reads its own and the window - 1 positions before); empty means none."""
     moe: MoeConfig | None = None
     moe_layers: tuple[bool, ...] = ()
-    """Which layers are mixtures; empty with ``moe`` set means all."""
+    """Which layers are mixtures of experts; empty means all if ``moe`` is set."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -113,22 +113,22 @@ class ModelConfig:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads for each key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def scale(self) -> float:
-        """Factor on q.k."""
+        """Factor on q.k in attention."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer, None when it sees everything."""
+        """Return the sliding window of a layer, or None when its rows read everything."""
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> RopeConfig:
-        """Rotary embedding of a layer."""
+        """Return the rotary embedding of a layer."""
         return self.ropes[self.rope_of_layer[layer] if self.rope_of_layer else 0]
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is a mixture of experts."""
+        """Return whether a layer's feed-forward is a mixture of experts."""
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])

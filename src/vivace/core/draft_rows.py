@@ -1,4 +1,8 @@
-"""Who guesses inside native calls, as data, and what drafts with them: no technique is called back from there."""
+"""Rows that draft inside a native call, described as data, and the interface that drafts with them.
+
+A native call cannot call a technique back, so a technique describes its draft rows by weights: ``DraftRows`` of a chain
+below an exit layer, or ``StreamRows`` that follow the last kept row.
+"""
 
 from __future__ import annotations
 
@@ -17,122 +21,136 @@ if TYPE_CHECKING:
 
 
 class Root(NamedTuple):
-    """Where a chain begins."""
+    """The last committed token of a sequence, below which a chain begins."""
 
     slot: int
+    """Slot of the sequence in the cache."""
     token: int
+    """The token."""
     limit: int
-    """Tokens below it at most."""
+    """Largest number of tokens below it."""
 
 
 class ChainPlan(NamedTuple):
-    """How a companion drafts chains."""
+    """How chains are drafted, and how many in one call."""
 
     min_confidence: float = 0.0
-    """A guess less likely than this is the last of its chain; 0 stops none."""
+    """Probability below which a guess is the last of its chain; 0 stops no chain."""
     weights: Weights = "bf16"
-    """What the layers below the gate, the head and the companion's readings are copied as for drafting."""
+    """Format in which drafting reads the layers it runs, the head and the deep reads."""
     steps: int = 1
-    """Chains that are drafted and verified before the way back."""
+    """Largest number of steps of drafting and verification in one call."""
     room: int = 1
-    """Rows that may be kept in them."""
+    """Largest number of rows that are kept in these steps."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeepRead:
-    """Attention of a companion to what a deep layer stored about verified positions."""
+    """Attention of a draft row to the entries that a deep layer stored for verified positions."""
 
     layer: int
-    """Whose keys and values are read."""
+    """Index of the layer whose keys and values are read."""
     gain: Tensor
-    """(E,) of the norm before the query."""
+    """(E,) weight of the norm before the query."""
     query: Tensor
-    """(H D, E)."""
+    """(H D, E) query projection."""
     output: Tensor
-    """(E, H D), added to the residual."""
+    """(E, H D) output projection; its result is added to the residual."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftRows:
-    """A row behind each slow row below a gate: it reads what that one reads, stores nothing, and guesses."""
+    """One draft row beside each row below an exit layer: it reads the same entries, stores none and guesses a token."""
 
     gate: int
+    """Number of layers below the exit layer, from whose residuals the draft rows guess."""
     deltas: LowRankDeltas
-    """Its terms; one adapter, weights that do not change."""
+    """Low-rank deltas of the draft rows: one adapter, whose weights do not change."""
     is_fed: bool
-    """It passes the feed-forward."""
+    """Whether draft rows pass the feed-forward of each layer."""
     scale: Tensor
-    """(E,) on its residual at the gate, before the final norm."""
+    """(E,) factor on a draft row's residual at the exit layer, before the final norm."""
     reads: tuple[DeepRead, ...] = ()
-    """One before each of the first layers."""
+    """Deep reads, one before each of the first layers."""
     feedback: Tensor | None = None
-    """(depths E, E): offsets of the next chain from the normed final residual of the last row kept."""
+    """(depths E, E): maps the normed final residual of the last kept row to the offsets of the next chain."""
 
 
 @dataclass(frozen=True, eq=False)
 class StreamRows:
-    """Rows that follow the last kept row from a layer on, read what it stored and one another, and guess at the top."""
+    """Rows that start from the last kept row's residual at a layer, read its entries and one another, and guess."""
 
     insertion: int
-    """The layer they enter first."""
+    """Index of the first layer that the stream rows pass."""
     deltas: LowRankDeltas
-    """Their terms; one adapter, weights that do not change."""
-    marks: Tensor
-    """(count, E) added to what the row had there, one by one."""
+    """Low-rank deltas of the stream rows: one adapter, whose weights do not change."""
+    embeddings: Tensor
+    """(count, E) stream embeddings: row i starts from the last kept row's residual plus embedding i."""
     feedback: Tensor | None = None
-    """(count E or more, 2 E): added too, times that row's size, from its normed final residual and the root's normed
-    embedding."""
+    """(count E or more, 2 E): maps the last kept row's normed final residual and the root's normed embedding to offsets
+    of the stream rows, in units of the root mean square of the residual they start from."""
 
 
 class Chain(Protocol):
-    """Drafts chains of guesses at once, bit for bit what the steps one by one give."""
+    """Drafts, and verifies, several tokens in one call, to the bits of the same steps made one by one."""
 
-    def covers(self, companion: DraftRows) -> bool:
-        """Whether it can draft with this one."""
+    def covers(self, draft_rows: DraftRows) -> bool:
+        """Return whether it can draft with these draft rows."""
         ...
 
-    def prepare(self, companion: DraftRows, weights: Weights) -> None:
-        """Make now whatever the first draft would have to make."""
+    def prepare(self, draft_rows: DraftRows, weights: Weights) -> None:
+        """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         ...
 
     def draft(
         self,
         roots: Sequence[Root],
-        companion: DraftRows,
+        draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
     ) -> Draft:
-        """One chain below each root; ``offsets`` (n, depths, E) start companions.
+        """Draft one chain below each root.
 
-        With residuals at the gate; without, and with copies in few bits, where the plan's weights say so.
+        The draft has residuals at the exit layer, unless the plan's weights are quantized.
+
+        Args:
+            roots: last committed token of each of n sequences.
+            draft_rows: rows that guess.
+            offsets: (n, depths, E) added where draft rows start; None for nothing.
+            cache: holds the text before the roots.
+            plan: how chains are drafted.
         """
         ...
 
     def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
-        """Steps of plain greedy decoding below each root, none below one of ``ends``."""
+        """Decode the next tokens below each root greedily with the whole model, none below one of ``ends``."""
         ...
 
     def speculate(
         self,
         root: Root,
-        companion: DraftRows,
+        draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> Decided:
-        """Steps of drafting and verification of one greedy sequence."""
+        """Draft and verify greedily several times for one sequence."""
         ...
 
     def follow(
         self,
         root: Root,
-        followers: StreamRows,
+        stream_rows: StreamRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> tuple[Decided, Tensor]:
-        """The same with followers; what the last kept row left (E,) where they enter, before and after."""
+        """Do as ``speculate`` with stream rows.
+
+        ``left`` holds the last kept row's residual (E,) where stream rows start, and at the top for those with
+        feedback. The second result is the residual where stream rows start of the row that is kept last now.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The small modules a layer is made of: projections, norms, feed-forward."""
+"""The modules that a layer consists of: projections, norms and the feed-forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vivace.kernels import reference as kernels
 
 
 class Linear(nn.Module):
-    """``x W^T + b``, optionally added to a residual; rows keep their bits whatever stands beside them."""
+    """``x W^T + b``, optionally added to a residual; the bits of a row do not depend on the other rows of a call."""
 
     def __init__(self, in_width: int, out_width: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -23,27 +23,27 @@ class Linear(nn.Module):
 
     @staticmethod
     def of(weight: Tensor) -> Linear:
-        """Over a matrix (out, in) that is somebody else's."""
+        """Make a linear layer without bias that shares a matrix (out, in)."""
         with torch.device("meta"):
             made = Linear(weight.shape[1], weight.shape[0])
         made.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
         return made
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
         y = kernels.linear(x, self.weight, self.bias)
         return y if add is None else add + y
 
 
 class SplitLinear(nn.Module):
-    """Several projections of the same input, side by side: weights that are somebody else's storage."""
+    """Several projections of the same input whose outputs are concatenated; their weights belong to other modules."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, sum of outs)."""
+        """Project rows, (T, in) -> (T, sum of the parts' outs), and add ``add`` if it is given."""
         y = torch.cat([part(x) for part in self.parts], -1)
         return y if add is None else add + y
 
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Normalise the last dimension, (..., width) -> (..., width)."""
         return kernels.rms_norm(x, self.weight, self.eps, self.offset)
 
 
@@ -72,12 +72,12 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Normalise the last dimension, (..., width) -> (..., width)."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """The model's kind of norm over ``width`` components (default E)."""
+    """Make a norm of the model's kind over ``width`` components, E if it is not given."""
     width = config.width if width is None else width
     if config.norm == "layer":
         return LayerNorm(width, config.norm_eps)
@@ -85,7 +85,7 @@ def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """The feed-forward's non-linearity."""
+    """Apply the activation function of a feed-forward."""
     match kind:
         case "silu":
             return kernels.pointwise(F.silu, x)
@@ -110,11 +110,11 @@ class FeedForward(nn.Module):
         self.gated = config.gated
         self.layer = layer
         self.up = up
-        """Gate and up side by side, (2F, E), when gated."""
+        """Projection to gate and up side by side, (2F, E), when gated; to up alone, (F, E), otherwise."""
         self.down = down
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Compute the feed-forward of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         inner = self.up(x)
         if step.deltas:
             self._add_deltas(inner, x, step)

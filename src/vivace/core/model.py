@@ -1,8 +1,8 @@
-"""The decoder: embed, layers one at a time or as a span, final norm and head.
+"""The decoder: embedding, layers one at a time or as a span, final norm and head.
 
-Techniques call it; nothing patches it. A layer's halves are exposed as the parts a caller may need between
-them (``project``, ``read``, ``output``, ``feed``), and ``run`` is the one entry for a span of layers, so
-that a faster body can later execute the span without anyone noticing.
+Techniques call the decoder and never change it. A layer offers its steps separately (``project``, ``read``, ``output``,
+``feed``) for callers that work between them. ``run`` is the only entry to several layers, so that a backend can execute
+them in one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
 Watch = Callable[[int, Tensor], None]
-"""Called with (layer index, rows leaving it)."""
+"""A function that is called with the index of a layer and the rows that leave it."""
 
 
 class Layer(nn.Module):
@@ -55,10 +55,10 @@ class Layer(nn.Module):
             self.k_norm = RMSNorm(width * config.num_kv_heads if full else width, eps, offset)
 
     def project(self, h: Tensor, step: Step) -> Tensor:
-        """Norm, queries/keys/values, QK-norm, rotation; stores keys and values of the writing rows.
+        """Compute norm, queries, keys and values, QK-norm and rotation, and store the writing rows' keys and values.
 
         Args:
-            h: (T, E) rows entering the layer.
+            h: (T, E) rows that enter the layer.
             step: the call.
 
         Returns:
@@ -103,7 +103,7 @@ class Layer(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
 
     def rotation(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of a call's rows, each (T, 1, width), made once per call."""
+        """Return cosines and signed sines of a call's rows, each (T, 1, width), computed once per call."""
         assert self.rotary is not None
         key = (id(self.rotary), dtype)
         if key not in step.rotations:
@@ -111,16 +111,16 @@ class Layer(nn.Module):
         return step.rotations[key]
 
     def positions(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of at least the first ``count`` positions, each (count, 1, width)."""
+        """Return cosines and signed sines of at least the first ``count`` positions, each (positions, 1, width)."""
         assert self.rotary is not None
         return self.rotary.table(count, dtype)
 
     def read(self, q: Tensor, step: Step) -> Tensor:
-        """Attention over what is stored, (T, H, D) -> (T, H, D)."""
+        """Return the attention of queries to stored entries, (T, H, D) -> (T, H, D)."""
         return self.attention(q, step)
 
     def output(self, h: Tensor, a: Tensor, step: Step) -> Tensor:
-        """Output projection of ``a`` (T, H, D), post-norm, residual ``h`` (T, E)."""
+        """Project attention ``a`` (T, H, D), apply the post-norm if there is one and add the residual ``h`` (T, E)."""
         a = a.reshape(a.shape[0], -1)
         if self.attention_post_norm is None and not step.deltas:
             y: Tensor = self.o(a, h)
@@ -131,11 +131,11 @@ class Layer(nn.Module):
         return h + (y if self.attention_post_norm is None else self.attention_post_norm(y))
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
-        """The attention half, (T, E) -> (T, E)."""
+        """Compute the attention half of the layer, (T, E) -> (T, E)."""
         return self.output(h, self.read(self.project(h, step), step), step)
 
     def feed(self, u: Tensor, step: Step) -> Tensor:
-        """The feed-forward half, (T, E) -> (T, E); rows from ``num_feed`` on get their "mlp" deltas only."""
+        """Compute the feed-forward half, (T, E) -> (T, E); rows from ``num_feed`` on get their "mlp" deltas only."""
         x = u if self.ffn_norm is None else self.ffn_norm(u)
         plain = self.ffn_post_norm is None and not step.deltas and step.num_feed == step.num_rows
         if plain:
@@ -149,25 +149,25 @@ class Layer(nn.Module):
         return u + (y if self.ffn_post_norm is None else self.ffn_post_norm(y))
 
     def forward(self, h: Tensor, step: Step) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Run rows through the layer, (T, E) -> (T, E)."""
         return self.feed(self.attend(h, step), step)
 
     def route(self, h: Tensor) -> Tensor:
-        """Router logits (T, X) from a residual (T, E), its norm included."""
+        """Return router logits (T, X) of residuals after attention (T, E), which are normed here."""
         assert isinstance(self.feed_forward, MixtureOfExperts), f"layer {self.index} has no router"
         return self.feed_forward.route(h if self.ffn_norm is None else self.ffn_norm(h))
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer whose layers are called by anyone, one at a time or as a span."""
+    """A decoder-only transformer whose layers can be run one at a time or as a span."""
 
     def __init__(self, config: ModelConfig, parts: Parts | None = None, backend: Backend | None = None) -> None:
-        """Build the modules; whoever fills them with weights then tells the backend, part by part.
+        """Build the modules; a loader then fills them with weights and calls the backend for each part.
 
         Args:
             config: the architecture.
-            parts: what stands at the projections; None keeps all weights in memory.
-            backend: what will run the decoder; None is PyTorch, on the modules as they are.
+            parts: makes the modules of projections; None keeps all weights in memory.
+            backend: executes the decoder; None is PyTorch.
         """
         super().__init__()
         self.config = config
@@ -183,13 +183,13 @@ class Decoder(nn.Module):
         self.final_norm = make_norm(config)
         self.lm_head = parts.head()
         self.embedding_rows: nn.Module | None = None
-        """Gives rows of the embedding where a backend does not keep it as a matrix; ``embedding`` then has none."""
+        """Module that returns rows of the embedding where a backend packs it; ``embedding`` then has no rows."""
         self.backend: Backend = TorchBackend() if backend is None else backend
         self.stateful: Sequence[Stateful] = parts.stateful()
-        """Parts that remember sequences (windows of neurons); every session opens a state of each."""
+        """Parts with state for each sequence (windows of neurons); every session opens a state of each."""
 
     def run_on(self, backend: Backend) -> None:
-        """Hand all parts of a decoder that is in memory to a backend; from then on that one runs it.
+        """Pack all parts of a decoder that is in memory for a backend, which runs it from then on.
 
         Raises:
             UnsupportedError: the backend cannot run a decoder of this kind.
@@ -202,28 +202,28 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the residual stream."""
+        """Dtype of the residual stream."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where rows live."""
+        """Device of the rows."""
         return self.embedding.device
 
     def new_cache(self, num_slots: int, capacity: int, *, row_count: int = 1) -> KVCache:
-        """A cache that fits this model, whose calls are padded to a multiple of ``row_count`` rows."""
+        """Make a cache for this model, whose calls are padded to a multiple of ``row_count`` rows."""
         c = self.config
         spec = LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)
         specs = [spec] * c.num_layers
         return KVCache(specs, num_slots, capacity, row_count=row_count, dtype=self.dtype, device=self.device)
 
     def slot_bytes(self, entries: int) -> int:
-        """Memory that so many entries of a sequence take in the cache at most."""
+        """Return the largest number of bytes that ``entries`` entries of a sequence take in the cache."""
         c = self.config
         return slot_bytes([LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, entries, self.dtype)
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
-        """(T,) -> (T, E); learned positions need the step."""
+        """Return the embeddings of tokens, (T,) -> (T, E), with learned positions of the step where there are any."""
         c = self.config
         h: Tensor = F.embedding(tokens, self.embedding) if self.embedding_rows is None else self.embedding_rows(tokens)
         if c.embedding_scale != 1.0:
@@ -235,14 +235,14 @@ class Decoder(nn.Module):
     def run(
         self, h: Tensor, step: Step, start: int = 0, stop: int | None = None, *, watch: Watch | None = None
     ) -> Tensor:
-        """Rows through layers start..stop-1, (T, E) -> (T, E).
+        """Run rows through layers start..stop-1, (T, E) -> (T, E).
 
         Args:
-            h: rows entering layer ``start``.
+            h: (T, E) rows that enter layer ``start``.
             step: the call.
             start: first layer.
-            stop: one past the last; None is all that remain.
-            watch: called with (layer, rows) after each layer.
+            stop: one past the last layer; None means all that remain.
+            watch: called with the index and the rows after each layer.
         """
         last = self.config.num_layers if stop is None else stop
         count = len(h)
@@ -265,12 +265,12 @@ class Decoder(nn.Module):
         below.project(*_padded(h, step))
 
     def norm(self, h: Tensor) -> Tensor:
-        """Final norm, (n, E) -> (n, E)."""
+        """Apply the final norm, (n, E) -> (n, E)."""
         x: Tensor = self.final_norm(h)
         return x
 
     def head(self, h: Tensor, *, row_count: int = 1) -> Tensor:
-        """Final norm and LM head for the rows asked for, (n, E) -> (n, V) float32; padded as the calls of a step."""
+        """Apply the final norm and the head, (n, E) -> (n, V) float32, padded to a multiple of ``row_count`` rows."""
         count = len(h)
         if count % row_count:
             h = torch.cat((h, h.new_zeros(-count % row_count, h.shape[1])))
@@ -281,7 +281,7 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * kernels.pointwise(torch.tanh, logits / cap)
 
     def greedy(self, h: Tensor, *, row_count: int = 1) -> Tensor:
-        """Most likely token of each row, (n, E) -> (n,); ties go to the smallest id."""
+        """Return the likeliest token of each row, (n, E) -> (n,); ties go to the smallest id."""
         choose: Callable[[Tensor], Tensor] | None = getattr(self.lm_head, "greedy", None)
         if choose is not None and self.config.logit_softcap is None and row_count == 1:
             return choose(self.norm(h))

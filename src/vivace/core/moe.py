@@ -14,29 +14,29 @@ from vivace.core.step import Step
 
 
 class ResidentExperts(nn.ModuleList):
-    """Fills ``Experts`` for a layer whose experts are all in memory."""
+    """All experts of a layer in memory (an ``Experts`` that fetches nothing)."""
 
     def fetch(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
-        """Yield each chosen expert, in the order given."""
+        """Yield each chosen expert, in the order of ``chosen``."""
         for expert in chosen:
             yield expert, self[expert]
 
     def prefetch(self, likely: Sequence[int]) -> None:
-        """Do nothing: all experts are in memory already."""
+        """Do nothing, since every expert is in memory."""
 
     def predict_reuse(self, passes: Sequence[float]) -> None:
-        """Do nothing: no expert is ever evicted."""
+        """Do nothing, since no expert is ever evicted."""
 
 
 def likeliest(logits: Tensor, count: int) -> list[list[int]]:
-    """The ``count`` most likely experts of each row, together, the likeliest first, for several routers at once.
+    """Return, for each of several routers, the union of the ``count`` likeliest experts of all rows, likeliest first.
 
     Args:
-        logits: (n, T, X), of n routers.
-        count: experts for each row; all of them where there are fewer.
+        logits: (n, T, X) logits of n routers.
+        count: number of experts for each row; all of them where there are fewer.
     """
     count = min(count, logits.shape[-1])
-    if logits.shape[1] == 1:  # as told while decoding, many times a token
+    if logits.shape[1] == 1:  # the case of decoding, several times a token
         best_first: list[list[int]] = logits[:, 0].topk(count)[1].tolist()
         return best_first
     best, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(count, -1)
@@ -46,19 +46,19 @@ def likeliest(logits: Tensor, count: int) -> list[list[int]]:
 
 
 class MixtureOfExperts(nn.Module):
-    """``sum_k p_k expert_k(x)`` over the top-k experts, summed in the router's order.
+    """``sum_k p_k expert_k(x)`` over the top-k experts of each row, summed in the router's order.
 
-    The order of summation is the router's and not the order in which experts run or arrive, so a row's bits
-    do not depend on its neighbours or on where weights come from.
+    The sum is not in the order in which experts run or are fetched, so a row's bits do not depend on the other rows or
+    on where weights come from.
     """
 
     def __init__(self, config: MoeConfig, router: nn.Module, experts: Sequence[FeedForward] | Experts) -> None:
-        """Put together.
+        """Set the router and the experts.
 
         Args:
             config: how rows are routed.
-            router: (E) -> (X).
-            experts: the feed-forwards themselves, or whoever brings them.
+            router: maps rows (T, E) to logits (T, X).
+            experts: the feed-forwards, or an ``Experts`` that fetches them.
         """
         super().__init__()
         self.config = config
@@ -66,12 +66,12 @@ class MixtureOfExperts(nn.Module):
         self.experts: Experts = ResidentExperts(experts) if isinstance(experts, Sequence) else experts
 
     def route(self, x: Tensor) -> Tensor:
-        """Router logits (T, X) of normed rows (T, E)."""
+        """Return router logits (T, X) of normed rows (T, E)."""
         logits: Tensor = self.router(x)
         return logits
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares and numbers of the chosen experts, each (T, top_k), the likeliest first."""
+        """Return weights and indices of the chosen experts, each (T, top_k), the likeliest first."""
         probs = torch.softmax(self.route(x), -1, dtype=torch.float32)
         weights, chosen = probs.topk(self.config.top_k, -1)
         if self.config.normalise:
@@ -79,26 +79,26 @@ class MixtureOfExperts(nn.Module):
         return weights.to(x.dtype), chosen
 
     def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
-        """``[add +] sum_k weights[:, k] parts[k]``, of (T, E) each, in this order."""
+        """Return ``[add +] sum_k weights[:, k] parts[k]``, (T, E), summed in this order."""
         y = parts[0] * weights[:, :1]
         for place in range(1, len(parts)):
             y = y + parts[place] * weights[:, place : place + 1]
         return y if add is None else add + y
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Compute the mixture of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         weights, chosen = self.choose(x)
         run = self._run_alone if len(x) == 1 else self._run
         return self.mix(run(x, chosen, is_prompt=step.is_prompt), weights, add)
 
     def _run_alone(self, x: Tensor, chosen: Tensor, *, is_prompt: bool) -> Sequence[Tensor]:
-        """As ``_run`` for a single row, as while decoding: it does not have to find its experts."""
+        """Do as ``_run`` for a single row, the case of decoding, which needs no gathering of rows by expert."""
         order = chosen[0].tolist()
         made = {expert: feed(x, _BARE) for expert, feed in self.experts.fetch(sorted(order), is_prompt=is_prompt)}
         return [made[expert] for expert in order]
 
     def _run(self, x: Tensor, chosen: Tensor, *, is_prompt: bool) -> Sequence[Tensor]:
-        """What each row's first, second ... expert makes of it, top_k of (T, E), whatever order they come in."""
+        """Return the outputs of each row's first, second, ... expert, top_k of (T, E)."""
         if not len(x):
             return [x] * self.config.top_k
         flat, made, places = chosen.reshape(-1), [], []
@@ -110,7 +110,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _NoDeltas:
-    """The part of a step an expert looks at: low-rank terms go to a layer's "mlp" site, never to one expert."""
+    """A stand-in for the step of an expert's call: low-rank deltas go to a layer's "mlp" site, never to one expert."""
 
     deltas: tuple[()] = ()
 

@@ -1,8 +1,8 @@
-"""Zeroed memory that takes room page by page, as it is written, and gives it back.
+"""Zeroed memory that is allocated page by page as it is written, and can be freed again.
 
-The system hands out addresses at once and memory when a page is first written, so that a cache can have room for every
-text a server may be asked for, and takes what its texts really hold. Giving back needs Linux; elsewhere memory that was
-written once stays taken.
+The operating system reserves addresses at once and allocates memory when a page is first written. A cache can therefore
+have addresses for the longest texts that a server accepts, and uses the memory that its texts need. Freeing pages needs
+Linux; on other systems memory that was written once stays allocated.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 PAGE = mmap.PAGESIZE
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
-"""Addresses alone; Python knows the name from 3.13 on."""
+"""Flag that reserves addresses without swap space; Python defines its name from 3.13 on."""
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Bytes of the pages that so many bytes from the beginning of a page lie in."""
+    """Return ``num_bytes`` rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
 def items_to_a_page(item_bytes: int) -> int:
-    """The least number of neighbouring items that fill whole pages."""
+    """Return the least number of neighbouring items of ``item_bytes`` each that fill whole pages."""
     return lcm(PAGE, item_bytes) // item_bytes
 
 
 class Pages:
-    """A stretch of zeroed memory of this process."""
+    """A range of zeroed memory of this process."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Take addresses.
+        """Reserve addresses.
 
         Raises:
-            MemoryError: the system has none to give.
+            MemoryError: the operating system refuses.
         """
         size = max(whole_pages(num_bytes), PAGE)
         try:
@@ -52,25 +52,25 @@ class Pages:
             self._advise(mmap.MADV_NOHUGEPAGE, 0, size)
 
     def tensor(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor over a part of it, from byte ``first`` on; it keeps the memory alive."""
+        """Return a tensor that shares the memory from byte ``first`` on and keeps it alive."""
         count = prod(shape)
         if not count:
             return torch.zeros(shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=first).view(shape)
 
     def clear(self, first: int, num_bytes: int) -> None:
-        """Zero all pages that these bytes lie in, and give them back; ``first`` begins a page."""
+        """Zero and free all pages of ``num_bytes`` bytes from byte ``first`` on, which must begin a page."""
         assert first % PAGE == 0, first
         size = whole_pages(num_bytes)
         if not size:
             return
         if sys.platform == "linux":
             self._map.madvise(mmap.MADV_DONTNEED, first, size)
-        else:  # what DONTNEED leaves behind differs there
+        else:  # elsewhere DONTNEED does not promise zeros
             self._map[first : first + size] = bytes(size)
 
     def _advise(self, advice: int, first: int, size: int) -> None:
         try:
             self._map.madvise(advice, first, size)
-        except OSError:  # a kernel without huge pages does not know the word
+        except OSError:  # a kernel without huge pages refuses the advice
             return

@@ -1,7 +1,7 @@
-"""How a decoder is built, once: which modules stand at its projections.
+"""The interface by which a decoder's modules are made, so that weights can be kept in other ways than in memory.
 
-The default holds every weight in memory, query/key/value and gate/up fused into one matrix each. Packed,
-palettised, sharded or streamed weights fill the same ``Parts`` seam.
+The default holds every weight in memory, with query, key and value fused into one matrix, and gate and up into another.
+Streamed or sharded weights implement the same interface, ``Parts``.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from vivace.core.seams import Stateful
 
 
 class Parts(Protocol):
-    """Makes the pieces of a decoder."""
+    """Makes the modules of a decoder."""
 
     def projection(self, layer: int, site: str) -> nn.Module:
-        """The module at "qkv" or "o": called as ``(x)`` and ``(x, residual)``."""
+        """Make the module at the site "qkv" or "o", which is called with ``(x)`` or ``(x, residual)``."""
         ...
 
     def attention(self, layer: int) -> Attention:
-        """Who reads the cache at this layer."""
+        """Make the module that reads the cache at a layer."""
         ...
 
     def feed_forward(self, layer: int) -> nn.Module:
-        """The feed-forward half: called as ``(x, step, residual)``."""
+        """Make the feed-forward of a layer, which is called with ``(x, step, residual)``."""
         ...
 
     def head(self) -> nn.Module | None:
-        """The LM head; None when it is the embedding's matrix."""
+        """Make the head, or return None when it is the embedding's matrix."""
         ...
 
     def stateful(self) -> Sequence[Stateful]:
-        """What remembers sequences among the parts (windows of neurons); every session opens a state of each."""
+        """Return the parts with state for each sequence (windows of neurons); every session opens a state of each."""
         ...
 
 
 class DenseParts:
-    """All weights resident, as allocated by torch; the checkpoint loader fills them."""
+    """Makes modules with all weights in memory, which the checkpoint loader fills."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
     def projection(self, layer: int, site: str) -> nn.Module:
-        """Fused "qkv" of ``(H + 2K) D`` outputs, or "o"."""
+        """Make the fused projection "qkv" with ``(H + 2K) D`` outputs, or the projection "o"."""
         c = self.config
         heads = c.num_heads * c.head_dim
         if site == "qkv":
@@ -58,11 +58,11 @@ class DenseParts:
         return Linear(heads, c.width, bias=c.output_bias)
 
     def attention(self, layer: int) -> Attention:
-        """Attention over the cache as stored."""
+        """Make attention over the cache in its own precision."""
         return Attention(self.config, layer)
 
     def feed_forward(self, layer: int) -> nn.Module:
-        """A feed-forward, or a mixture of them."""
+        """Make a feed-forward, or a mixture of experts where the layer has one."""
         c = self.config
         if not c.is_moe(layer):
             return self._feed_forward(layer, c.ffn_width)
@@ -76,10 +76,10 @@ class DenseParts:
         return FeedForward(c, layer, up, Linear(width, c.width, bias=c.ffn_bias))
 
     def head(self) -> nn.Module | None:
-        """A matrix of its own, unless tied."""
+        """Make the head, or return None when it is tied to the embedding."""
         c = self.config
         return None if c.tied_head else Linear(c.width, c.vocab_size, bias=c.head_bias)
 
     def stateful(self) -> Sequence[Stateful]:
-        """Weights in memory remember nothing."""
+        """Return nothing, since weights in memory have no state."""
         return ()

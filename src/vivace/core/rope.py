@@ -1,14 +1,15 @@
-"""Rotary position embeddings and how they are stretched beyond the trained length.
+"""Rotary position embeddings and their scaling to texts beyond the trained length.
 
-Frequencies of component pair i: ``f_i = theta^(-2i/width)``; a row at position p is rotated by ``p f_i``.
+The pair of components i has the frequency ``f_i = theta^(-2i/width)``; a row at position p is rotated by the angle
+``p f_i``. The kinds of scaling are:
 
 * linear (Chen et al. 2023, arXiv:2306.15595): ``f_i / factor``.
-* dynamic: theta grows with the length seen so far, ``theta (factor n / n0 - (factor - 1))^(w/(w-2))``
-  once n > n0. Here n belongs to the row (``Step.extent``), not to the call, so a row's rotation does not
-  depend on its neighbours.
-* llama3: low frequencies divided by factor, high ones kept, a linear ramp between.
-* yarn (Peng et al. 2023, arXiv:2309.00071): ramp between interpolated and kept frequencies, with cosine
-  and sine scaled by ``attention_factor``.
+* dynamic: theta becomes ``theta (factor n / n0 - (factor - 1))^(w/(w-2))`` for a text of n > n0 tokens. **Where we
+  differ** from transformers: n belongs to the row (``Step.extent``) and not to the call, so a row's rotation does not
+  depend on the other rows.
+* llama3: low frequencies are divided by factor, high ones are kept, with a linear ramp between them.
+* yarn (Peng et al. 2023, arXiv:2309.00071): a ramp between divided and kept frequencies; cosine and sine are multiplied
+  by ``attention_factor``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vivace.core.config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """f_i for the static kinds, (width / 2,) float32; dynamic returns its unstretched ones."""
+    """Return f_i, (width / 2,) float32; for the dynamic kind without its scaling, which depends on the text."""
     width = rope.width or head_dim
     pairs = torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width  # also when built on "meta"
     base = 1.0 / rope.theta**pairs
@@ -66,9 +67,9 @@ CPU = torch.device("cpu")
 
 
 class Rotary:
-    """Cosines and signed sines of a rotary embedding, looked up by position.
+    """Cosines and signed sines of a rotary embedding, from a table by position.
 
-    The table grows when a later position is asked for, so a long context costs nothing until it is used.
+    The table grows when a later position is needed, so a long context costs nothing until it is used.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
@@ -78,12 +79,12 @@ class Rotary:
         self._table: tuple[Tensor, Tensor] | None = None
 
     def at(self, position: Tensor, extent: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine, each (T, 1, width), for ``kernels.reference.rotate``.
+        """Return the cosines and signed sines that ``kernels.reference.rotate`` takes, each (T, 1, width).
 
         Args:
-            position: (T,).
-            extent: (T,) length of the text when the row was written (dynamic); None is position + 1.
-            dtype: of the rows to be rotated.
+            position: (T,) positions of the rows.
+            extent: (T,) length of the text when the row was written (dynamic kind); None means position + 1.
+            dtype: dtype of the rows to be rotated.
         """
         if self.rope.kind == "dynamic":
             return self._dynamic(position, position + 1 if extent is None else extent, dtype)
@@ -91,7 +92,7 @@ class Rotary:
         return cos.index_select(0, position), sin.index_select(0, position)
 
     def table(self, count: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-        """Those of at least the first ``count`` positions, each (positions, 1, width); not for the dynamic kind."""
+        """Return those of at least ``count`` positions, each (positions, 1, width); not for the dynamic kind."""
         assert self.rope.kind != "dynamic"
         table = self._table
         if table is None or table[0].shape[0] < count or table[0].dtype != dtype:
@@ -112,7 +113,10 @@ class Rotary:
         return self._signed(angles.float(), dtype)
 
     def _signed(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """In double precision: float32 cosines differ in the last bit with a number's place in the call."""
+        """Return cosines and signed sines of angles (T, width / 2), each (T, 1, width).
+
+        They are computed in double precision: float32 cosines differ in the last bit with a number's place in the call.
+        """
         angles = angles.double()
         cos = torch.cat((angles, angles), -1).cos() * self.rope.attention_factor
         sin = torch.cat((-angles, angles), -1).sin() * self.rope.attention_factor

@@ -1,13 +1,13 @@
-"""From logits to the law a token is drawn from, and the drawing.
+"""Turns logits into the distribution that the next token is drawn from, and draws from it.
 
 Processors run in the order of Hugging Face's ``generate``: repetition penalty, forbidden n-grams,
-suppressed tokens, temperature, top-k, top-p, min-p. They see the prefix a position would have, drafted
-tokens included, so a speculative decoder applies exactly the law plain decoding would.
+suppressed tokens, temperature, top-k, top-p, min-p. They are given the prefix that a position would have, with the
+draft tokens on its path, so that speculative decoding draws from exactly the distribution of plain decoding.
 
-Every finite setting gives a distribution. Scores saturate at the largest float32 instead of overflowing, and a row
-that its temperature would carry out of float32 is divided in float64 after its highest score was subtracted, which
-leaves the distribution what it is. Rows that stay in range are computed as without these rules, to the bit. Where
-every token is excluded there is no distribution: the row is all zeros, and drawing from it raises.
+Every finite setting gives a distribution. Scores saturate at the largest float32 instead of overflowing. A row that
+would leave the range of float32 when divided by its temperature is divided in float64 after its highest score was
+subtracted, which does not change the distribution. Rows that stay in range have the same bits as without these rules.
+Where every token is excluded there is no distribution: the row is all zeros, and drawing from it raises.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch import Tensor
 from vivace.errors import ConfigError, DecodingError, NoTokenError
 
 LARGEST = torch.finfo(torch.float32).max
-"""Scores saturate here."""
+"""Score at which larger ones saturate."""
 PENALTIES = (2.0**-126, 2.0**126)
 """Repetition penalties beyond these change no score further: float32 has no normal numbers for them."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request draws its tokens (Hugging Face argument names)."""
+    """How the tokens of one request are drawn, with the argument names of Hugging Face."""
 
     do_sample: bool = False
-    """False takes the most likely token after penalties."""
+    """Whether tokens are drawn at random; otherwise the likeliest token after penalties is taken."""
     temperature: float = 1.0
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set whose probability reaches p (Holtzman et al. 2019, arXiv:1904.09751)."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest."""
+    """Keep the tokens that are at least this fraction as likely as the likeliest."""
     repetition_penalty: float = 1.0
     """Divide positive and multiply negative logits of tokens already in the text (Keskar et al. 2019)."""
     no_repeat_ngram_size: int = 0
@@ -61,29 +61,29 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """The most likely token is taken; temperature 0 means the same."""
+        """Whether the likeliest token is taken, because of ``do_sample`` or a temperature of 0."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether the law depends on earlier tokens beyond the logits."""
+        """Whether the distribution depends on earlier tokens in other ways than through the logits."""
         return self.repetition_penalty != 1.0 or self.no_repeat_ngram_size > 0
 
     @property
     def is_argmax(self) -> bool:
-        """Greedy with nothing to process: the argmax of the logits is the answer."""
+        """Whether the next token is the argmax of the unprocessed logits."""
         return self.is_greedy and not self.reads_prefix
 
 
 def _is_finite(value: float) -> bool:
-    """Whether a number is one that float64 has, or a whole one, of which the large stand for all."""
+    """Return whether a number is finite; integers are, even those that float64 cannot represent."""
     return isinstance(value, int) or math.isfinite(value)
 
 
 def distribution(
     logits: Tensor, sampling: Sampling, prefixes: Sequence[Sequence[int]], suppressed: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """Probabilities of the next token.
+    """Return the probabilities of the next token.
 
     Args:
         logits: (n, V) float32, not changed.
@@ -112,9 +112,9 @@ def distribution(
 
 
 def _tempered(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Logits (n, V) divided by the temperature, up to a constant that is added to all of a row.
+    """Return logits (n, V) divided by the temperature, up to a constant for each row.
 
-    ``top`` (n, 1) is the highest logit of each row. What is excluded stays at minus infinity.
+    ``top`` (n, 1) is the highest logit of each row. Excluded tokens stay at minus infinity.
     """
     scaled = logits / temperature
     is_in_range = (scaled.isfinite() | (scaled == logits)).all(-1, keepdim=True)
@@ -125,7 +125,7 @@ def _tempered(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None:
-    """Repetition penalty and forbidden n-grams on one row (V,), in place."""
+    """Apply the repetition penalty and exclude forbidden n-grams on one row (V,), in place."""
     if sampling.repetition_penalty != 1.0 and prefix:
         seen = torch.tensor(sorted(set(prefix)), device=logits.device)
         score = logits[seen]
@@ -138,7 +138,7 @@ def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None
 
 
 def _followers(prefix: Sequence[int], ending: tuple[int, ...]) -> list[int]:
-    """What came after earlier occurrences of these tokens."""
+    """Return the tokens that followed earlier occurrences of ``ending``."""
     if not ending:
         return list(prefix)
     found, last = [], len(ending) - 1
@@ -152,7 +152,7 @@ def _followers(prefix: Sequence[int], ending: tuple[int, ...]) -> list[int]:
 
 
 def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """top-k, top-p and min-p on (n, V); the likeliest token always stays."""
+    """Exclude tokens by top-k, top-p and min-p, (n, V) -> (n, V); the likeliest token always remains."""
     vocab = logits.shape[-1]
     if 0 < sampling.top_k < vocab:
         smallest = logits.topk(sampling.top_k, -1).values[:, -1:]
@@ -170,7 +170,7 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def uniform(generator: torch.Generator) -> float:
-    """One number in [0, 1)."""
+    """Draw one number from [0, 1)."""
     return float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
@@ -180,8 +180,8 @@ def sample(probs: Tensor, generator: torch.Generator) -> int:
     Never draws a token of weight zero.
 
     Raises:
-        NoTokenError: no token has any weight.
-        DecodingError: weights are not numbers.
+        NoTokenError: every weight is zero.
+        DecodingError: a weight is infinite or not a number.
     """
     cumulative = probs.double().cumsum(0)
     total = float(cumulative[-1])
@@ -194,10 +194,9 @@ def sample(probs: Tensor, generator: torch.Generator) -> int:
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Distributions (n, V) that guesses can be drawn from.
+    """Replace rows of zeros in (n, V) by point masses of token 0, so that guesses can be drawn from every row.
 
-    Rows without a distribution become point masses of token 0: a drafter has to guess something there, and
-    verification, which asks for the same row, says what is wrong with it.
+    A drafter has to guess something where every token is excluded; verification computes the same row and raises.
     """
     is_empty = ~(probs.sum(-1, keepdim=True) > 0)
     if not bool(is_empty.any()):

@@ -1,4 +1,4 @@
-"""What one call of the decoder needs besides the rows themselves. Nothing is global."""
+"""The arguments of one call of the decoder besides the rows themselves: slots, positions, what is read and written."""
 
 from __future__ import annotations
 
@@ -19,50 +19,52 @@ from vivace.kernels.reference import KEY_BLOCK
 
 @dataclass(frozen=True)
 class Step:
-    """One call: T rows of any slots, packed.
+    """One call of the decoder with T rows of any slots, packed.
 
-    Rows 0..num_write-1 store keys and values; later rows only read what others stored (an accelerated
-    residual). Everything a layer derives from these fields is cached here, so it is
-    computed once per call and not once per layer.
+    Rows 0..num_write-1 store keys and values; later rows only read what others stored (draft rows). Everything that a
+    layer derives from these fields is cached here, so that it is computed once per call instead of once per layer.
     """
 
     memory: Memory
     slot: Tensor
-    """(T,) whose context the row reads."""
+    """(T,) slot whose entries the row reads."""
     position: Tensor
-    """(T,) for rotary and learned positions and windows; never a buffer length."""
+    """(T,) position of the row in its text, for rotary and learned positions and for windows."""
     entry: Tensor
-    """(num_write,) where in its slot a writing row is stored."""
+    """(num_write,) entry of its slot at which a writing row is stored."""
     seen: Tensor
-    """(T,) the row reads the first ``seen`` entries of its slot ..."""
+    """(T,) number of entries from the beginning of its slot that the row reads first."""
     tail: Tensor | None
-    """(T, A) ... then these, in path order, -1 padded: ancestors-or-self of a tree node."""
+    """(T, A) entries that the row reads after those, -1 padded: a tree node's path, itself included; or None."""
     num_write: int
+    """Number of rows that store keys and values."""
     num_feed: int
-    """Rows 0..num_feed-1 pass the feed-forward; later rows only its "mlp" deltas."""
+    """Rows 0..num_feed-1 pass the feed-forward; later rows get only its "mlp" deltas."""
     deltas: tuple[LowRankDeltas, ...] = ()
+    """Low-rank deltas that are added to projections of some rows."""
     extent: Tensor | None = None
-    """(T,) length of the text when the row was written (dynamic rotary); None is position + 1."""
+    """(T,) length of the text when the row was written, for dynamic rotary embeddings; None means position + 1."""
     grid: tuple[int, int] | None = None
-    """(B, T/B) of a dense call, every row over its own batch element's rows."""
+    """(B, T/B) of a dense call, whose rows read the rows of their own batch element; None for other calls."""
     causal: bool = True
+    """Whether rows of a dense call read only rows before them and themselves."""
     chunk: tuple[tuple[int, int, int], ...] | None = None
-    """(slot, first row, one past) of each prompt chunk when all rows are such and attend together."""
+    """(slot, first row, one past the last) of each prompt chunk, where all rows are chunks and attend together."""
     row_count: int = 1
-    """The call is padded to a multiple of this many rows, unless it is of prompt chunks. A backend that cannot promise
-    a row the same bits in calls of different sizes (GPUs) gives them in calls of one size. A session sets it with its
-    cache, so that all calls of its sequences have it and no others."""
+    """The call is padded to a multiple of this many rows, unless it is of prompt chunks. Kernels that give a row other
+    bits in calls of other sizes (GPUs) give the same bits in calls of one size. A session sets it with its cache, so
+    that it holds for all calls of its sequences and for no others."""
     is_prompt: bool = False
-    """The rows are of prompts, whichever way they go up, or of whole texts: many of which nothing is decided."""
+    """Whether the rows are of prompts or whole texts, on whichever path, so that few of them decide a token."""
 
     @staticmethod
     def of(draft: Draft, memory: KVCache, *, chunk: bool = False) -> Step:
-        """Rows of a draft: node i is stored at entry length + i, in every layer.
+        """Make the call for a draft: node i is stored at entry length + i in every layer.
 
         Args:
-            draft: given tokens and guesses.
-            memory: the cache its slots live in.
-            chunk: the rows are prompt chunks (no guesses): attention runs over the chunk at once.
+            draft: committed tokens and guesses.
+            memory: the cache of its slots.
+            chunk: whether the rows are prompt chunks (without guesses), whose attention runs over a chunk at once.
         """
         slots, nodes = draft.lists.slot, draft.lists.node
         lengths = memory.lengths
@@ -96,12 +98,12 @@ class Step:
     def at(
         memory: KVCache, slots: list[int], positions: list[int], *, holes: Mapping[int, Collection[int]] | None = None
     ) -> Step:
-        """Rows at places of their own in the text, each stored at its position.
+        """Make a call for rows at any positions of their texts, each stored at its position.
 
         Args:
-            memory: the cache their slots live in.
+            memory: the cache of the slots.
             slots: (T,) slot of each row.
-            positions: (T,) position of each row; rows of a slot may be any, stored or new.
+            positions: (T,) position of each row, stored before or new.
             holes: positions of a slot that no row may read; None for none.
         """
         memory.reserve(slots, positions)
@@ -127,9 +129,9 @@ class Step:
 
     @staticmethod
     def dense(batch: int, length: int, *, causal: bool = True) -> Step:
-        """All tokens of a batch over their own keys: training, encoders, scoring.
+        """Make the call of a whole batch without a cache, for training, encoders and scoring.
 
-        Rows are packed batch element by batch element: row b * length + t.
+        Rows are packed by batch element: token t of element b is row b * length + t.
         """
         count = batch * length
         position = torch.arange(length).repeat(batch)
@@ -150,11 +152,11 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """Number of rows, T."""
         return self.slot.shape[0]
 
     def take(self, rows: Tensor) -> Step:
-        """The same call for some of its writing rows: compaction, pruning, exits."""
+        """Return the call for some of its writing rows, after others were pruned or exited early."""
         assert self.num_write == self.num_rows, "take rows before readers are added"
         tail = None if self.tail is None else self.tail[rows]
         extent = None if self.extent is None else self.extent[rows]
@@ -173,12 +175,12 @@ class Step:
         )
 
     def readers(self, of: Tensor, deltas: LowRankDeltas | None = None, *, fed: bool = True) -> Step:
-        """Append rows that see what rows ``of`` see and store nothing.
+        """Append rows that read what the rows ``of`` read and store nothing.
 
         Args:
-            of: (n,) rows to read behind.
-            deltas: terms of the whole new call (T + n rows), usually -1 on the writing rows.
-            fed: the new rows pass the feed-forward; False leaves them its "mlp" deltas only.
+            of: (n,) rows whose slots, positions and entries the new rows share.
+            deltas: low-rank deltas of the whole new call (T + n rows), usually -1 on the writing rows.
+            fed: whether the new rows pass the feed-forward; otherwise they get only its "mlp" deltas.
         """
         count = len(of)
         dense = None
@@ -201,12 +203,12 @@ class Step:
     def branched(self, count: int, deltas: LowRankDeltas | None = None) -> Step:
         """Append below every row a chain of ``count`` rows for this call only.
 
-        The chains are stored behind everything else the call writes, at entries that nobody commits; each row
-        reads what the row it hangs from reads, and its own chain up to itself.
+        The chains are stored after everything else that the call writes, at entries that are never committed. Each new
+        row reads what the row above its chain reads, and its own chain up to itself.
 
         Args:
-            count: rows of a chain, at the positions after the row they hang from.
-            deltas: terms of the whole new call (T + T * count rows), usually -1 on the rows that are there.
+            count: number of rows of a chain, at the positions after the row above it.
+            deltas: low-rank deltas of the whole new call (T + T * count rows), usually -1 on the rows that are there.
         """
         assert self.num_write == self.num_rows, "branch before readers are added"
         assert isinstance(self.memory, KVCache), "branches are stored in a cache"
@@ -242,12 +244,12 @@ class Step:
         )
 
     def _extended(self, count: int, deltas: LowRankDeltas | None) -> tuple[LowRankDeltas, ...]:
-        """Terms of a call with ``count`` further rows."""
+        """Return the deltas of the call with ``count`` further rows, and further deltas if there are any."""
         present = tuple(d.extended(count) for d in self.deltas)
         return present if deltas is None else (*present, deltas)
 
     def addresses(self, num_heads: int, capacity: int) -> Tensor:
-        """Flat places of the writing rows in a (slots, K, capacity) layout, (num_write * K,)."""
+        """Return flat indices of the writing rows in a (slots, K, capacity) layout, (num_write * K,)."""
         cached = self._addresses.get((num_heads, capacity))
         if cached is None:
             base = self.slot[: self.num_write, None] * num_heads + torch.arange(num_heads)
@@ -261,21 +263,21 @@ class Step:
 
     @cached_property
     def num_visible(self) -> int:
-        """Entries the longest row reads, rounded up to whole key blocks."""
+        """Largest number of entries that a row reads, rounded up to whole key blocks."""
         longest = int(self.seen.max()) + (0 if self.tail is None else self.tail.shape[1])
         return -(-longest // KEY_BLOCK) * KEY_BLOCK
 
     @cached_property
     def single_slot(self) -> int | None:
-        """The slot when all rows share one, else None."""
+        """The slot that all rows share, or None where they have several."""
         slots = set(self.slot.tolist())
         return slots.pop() if len(slots) == 1 else None
 
     @cached_property
     def order(self) -> Tensor | None:
-        """(T, S) entry each row reads at each ordinal, in path order; None when ordinal equals entry.
+        """The entry that each row reads at each ordinal, (T, S), or None where entry equals ordinal.
 
-        A tree node reads its ancestors in the order a chain would have stored them, so its sums are the
+        A tree node reads its ancestors in the order in which a chain would have stored them, so that its sums have the
         same bits as in plain decoding.
         """
         if self.tail is None:
@@ -285,7 +287,7 @@ class Step:
         return ordinals.scatter(1, places, self.tail.clamp(min=0))
 
     def visible(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask over ordinals, (T, S), 0 where the row reads and -inf elsewhere."""
+        """Return the additive mask over ordinals, (T, S): 0 where a row reads, -inf elsewhere."""
         cached = self._masks.get((window, dtype))
         if cached is None:
             reach = self.seen if self.tail is None else self.seen + (self.tail >= 0).sum(1)
@@ -298,7 +300,7 @@ class Step:
         return cached
 
     def visible_in_chunk(self, first: int, stop: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask (T', S') of one prompt chunk; None when plain causal attention says the same."""
+        """Return the additive mask (T', S') of one prompt chunk, or None where plain causal attention is the same."""
         key = (first, window, dtype)
         if key not in self._masks:
             position = self.position[first:stop]
@@ -313,7 +315,7 @@ class Step:
         return self._masks[key]
 
     def visible_dense(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask (T, T) of a dense call; None when it is plain causal."""
+        """Return the additive mask (T/B, T/B) of a dense call, or None where plain causal attention is the same."""
         assert self.grid is not None
         length = self.grid[1]
         if self.causal and (window is None or window >= length):
@@ -333,24 +335,24 @@ class Step:
 
     @cached_property
     def rotations(self) -> dict[object, tuple[Tensor, Tensor]]:
-        """Cosines and sines of this call by rotary table, filled by the layers."""
+        """Cosines and sines of this call by rotary embedding, filled by the layers."""
         return {}
 
     @cached_property
     def laid_out(self) -> dict[object, Any]:
-        """What executors of several layers keep about this call, each under itself, so that it is made once."""
+        """Structs of native calls for this call, by the span that made them, so that each is made once."""
         return {}
 
 
 def _extent(slots: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
-    """Length of the text each row belongs to: the whole prompt, or what stands before the row and itself."""
+    """Return the length of each row's text: its prompt's length, or its position + 1 where that is more; or None."""
     if all(memory.prompts[slot] <= memory.lengths[slot] + 1 for slot in set(slots)):
         return None
     return torch.maximum(position + 1, torch.tensor([memory.prompts[slot] for slot in slots]))
 
 
 def _around(slots: list[int], positions: list[int], holes: Mapping[int, Collection[int]]) -> tuple[Tensor, Tensor]:
-    """(seen, tail): entries before the first hole, then those after it that are there, the row's own last."""
+    """Return ``seen`` and ``tail`` of rows that read around holes: entries before the first hole, then the others."""
     seen, paths = [], []
     for slot, position in zip(slots, positions, strict=True):
         first = min(holes[slot], default=position)
@@ -361,7 +363,7 @@ def _around(slots: list[int], positions: list[int], holes: Mapping[int, Collecti
 
 
 def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
-    """Neighbouring rows of one slot: (slot, first, one past)."""
+    """Return runs of neighbouring rows of one slot as (slot, first row, one past the last)."""
     runs: list[tuple[int, int, int]] = []
     first = 0
     for row in range(1, len(slots) + 1):
@@ -372,7 +374,7 @@ def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _tree(draft: Draft, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(position, seen, tail): stored entries first, then the node's own path through the draft."""
+    """Return ``position``, ``seen`` and ``tail`` of tree nodes: stored entries first, then the path to the node."""
     nodes, parents = draft.lists.node, draft.lists.parent
     paths: list[list[int]] = []
     for row, parent in enumerate(parents):

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Trained(nn.Module):
-    """A module whose state is what the file of a method holds."""
+    """A module whose state is saved as the weights of a method."""
 
     depth = 1
-    """Layers of the frozen decoder that gradients pass through while it is trained."""
+    """Number of layers of the frozen decoder that gradients pass through in training."""
 
     def start_from(self, model: Decoder) -> None:
-        """Copy what training begins with from the frozen decoder; most weights begin with nothing of it."""
+        """Initialise weights from the frozen decoder; most modules need nothing of it."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the named weights as they go into the file, without gradients."""
+        """Return the weights by name, without gradients, as they are saved."""
         return {name: value.detach() for name, value in self.state_dict().items()}

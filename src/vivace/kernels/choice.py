@@ -1,6 +1,4 @@
-"""Choice of the kernels: those that are asked for, or the best that this processor runs, in either case with a
-reason.
-"""
+"""Choice of the kernels, those that are asked for or the best that this processor runs, with the reason."""
 
 from __future__ import annotations
 

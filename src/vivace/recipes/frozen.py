@@ -65,9 +65,7 @@ class FrozenRecipe(ABC):
 
     @abstractmethod
     def begin(self, context: TrainContext) -> Trainable:
-        """Make the untrained weights and their objective, drawing from torch's generator, which the trainer has
-        seeded.
-        """
+        """Make the untrained weights and their objective; torch's generator has the recipe's seed."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ class Trainable(ABC):
     objective: DecoderObjective | None
     """The objective that the loop minimises; None where nothing is trained and thresholds are only calibrated."""
     depth: int = 1
-    """Number of layers of the base that gradients pass through, or whose memory the training needs, for the
-    estimate."""
+    """Number of layers of the base that gradients pass through, by which the memory is estimated."""
 
     def __init__(self, context: TrainContext) -> None:
         self.context = context

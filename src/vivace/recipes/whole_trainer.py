@@ -103,9 +103,7 @@ def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair]
 def _tokenizer(
     recipe: DecoderRecipe, pairs: Sequence[Pair], out: Path, base: str | Path | None
 ) -> tuple[Tokenizer, Path]:
-    """Return the base's tokenizer or one trained on the pairs (only once, so that a resumed run has it), and its
-    folder.
-    """
+    """Return the base's tokenizer, or one trained on the pairs and kept for resumed runs; and its folder."""
     if base is not None:
         return load_tokenizer(base), resolve(base)
     assert recipe.shape is not None

@@ -1,1 +1,1 @@
-"""The decoder on native CPU kernels: packed weights, spans of layers and chains of drafts in one call."""
+"""The decoder on native CPU kernels: packed weights, several layers in one call, several decoding steps in one call."""

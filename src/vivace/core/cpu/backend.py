@@ -1,7 +1,7 @@
-"""The backend of native CPU kernels: which packed module stands in the place of which, and what runs in one call.
+"""The backend of native CPU kernels: it replaces modules by packed ones and runs several layers or steps in one call.
 
-It also keeps weights in few bits for PyTorch's kernels (``body`` is None then). Layers of the common kind run as a
-whole span (``span.py``) and draft whole chains (``chain.py``) with the bits they have one by one.
+It also keeps quantized weights for PyTorch's kernels (``body`` is None then). Layers of the common kind run as a span
+(``span.py``) and draft whole chains (``chain.py``), with the bits they have one by one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, NativeBody
 
 ROWS_UP_TO = 512
-"""Where rows by themselves, all layers in one call, cost what attention over a whole chunk at once saves (measured)."""
+"""Last position at which prompt chunks are computed as single rows, all layers in one call. Beyond it, attention over a
+whole chunk at once saves more than the single call does (measured)."""
 
 
 class CpuBackend:
-    """Puts packed modules in the places of a decoder's own and runs them with native kernels."""
+    """Replaces a decoder's modules by packed ones and runs them with native kernels."""
 
     def __init__(
         self,
@@ -47,13 +48,14 @@ class CpuBackend:
         *,
         joins_layers: bool = True,
     ) -> None:
-        """Say how weights are to be kept and run.
+        """Set the format of the weights and the kernels that run them.
 
         Args:
-            body: the native kernels that run them; None is PyTorch, for weights in few bits.
-            weights: what matrices are kept as. In few bits the embedding and the head have eight; routers of experts
-                and whatever is no matrix stay as they are.
-            joins_layers: whether layers may run as a span; False where weights of layers move between calls.
+            body: native kernels; None is PyTorch, for quantized weights.
+            weights: format of the matrices. In the quantized formats the embedding and the head have eight bits;
+            routers
+                of experts and everything that is no matrix stay as they are.
+            joins_layers: whether layers may run as a span; False where the weights of layers move between calls.
         """
         self.body = body
         self.weights = weights
@@ -63,10 +65,10 @@ class CpuBackend:
         self.rows_up_to = 0
 
     def check(self, decoder: Decoder) -> None:
-        """Refuse a decoder that cannot be packed so.
+        """Refuse a decoder that cannot be packed in this format.
 
         Raises:
-            UnsupportedError: native bodies compute in bfloat16, and it does not; or it has nothing to pack exactly.
+            UnsupportedError: native kernels and ``exact12`` need bfloat16 weights, and the decoder's are not.
         """
         if self.weights == "exact12" and decoder.dtype != torch.bfloat16:
             raise UnsupportedError(
@@ -80,7 +82,7 @@ class CpuBackend:
             )
 
     def pack_ends(self, decoder: Decoder) -> None:
-        """Embedding, final norm and head."""
+        """Pack the embedding, the final norm and the head."""
         self.check(decoder)
         if self.weights != "bf16":
             self._round_ends(decoder)
@@ -105,7 +107,7 @@ class CpuBackend:
             decoder.lm_head = LowBitLinear(kept, head.bias, self.body)
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
-        """One layer."""
+        """Pack one layer."""
         layer = decoder.layers[index]
         assert isinstance(layer, Layer)
         self._replace(layer)
@@ -115,21 +117,21 @@ class CpuBackend:
             self.rows_up_to = ROWS_UP_TO
 
     def finish(self, decoder: Decoder) -> None:
-        """Join the layers, where they are of the common kind."""
+        """Make the span and the chain where the layers are of the common kind."""
         if self.body is not None and self.joins_layers:
             self.span = span = NativeSpan.of(decoder, self.body)
             self.chain = NativeChain.of(decoder, span)
 
     def projection(self, weight: Tensor) -> nn.Module:
-        """A module that multiplies by a matrix (out, in) which is not the model's own."""
+        """Make a module that multiplies by a matrix (out, in) of a method, in bfloat16."""
         return Linear.of(weight) if self.body is None else PackedLinear(self.body, weight)
 
     def sibling(self) -> Backend:
-        """The same kernels for another decoder, whose weights stay in bfloat16."""
+        """Make a backend with the same kernels for another decoder, whose weights stay in bfloat16."""
         return TorchBackend() if self.body is None else CpuBackend(self.body)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear | LowBitLinear:
-        """The module for a matrix."""
+        """Make the packed or quantized module of a matrix (out, in)."""
         if self.weights != "bf16":
             return LowBitLinear(quantise(weight, self.weights), bias, self.body)
         assert self.body is not None, "PyTorch takes bfloat16 as it is"
@@ -167,15 +169,15 @@ class CpuBackend:
 
 
 def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "bf16") -> None:
-    """Pack every weight of a decoder in place; it can no longer be trained or saved.
+    """Pack every weight of a decoder in place; the decoder can no longer be trained or saved.
 
     Args:
-        decoder: with bfloat16 weights if there is a body.
-        body: what runs it; None is PyTorch.
-        weights: as ``Packer`` takes them.
+        decoder: decoder to pack, with bfloat16 weights if there are native kernels.
+        body: native kernels that run it; None is PyTorch.
+        weights: format of the matrices, as ``CpuBackend`` takes it.
 
     Raises:
-        UnsupportedError: its weights are not bfloat16.
+        UnsupportedError: the decoder's weights are not bfloat16.
     """
     if body is None and weights == "bf16":
         return
@@ -183,7 +185,7 @@ def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "
 
 
 def num_bytes(config: ModelConfig, weights: Weights) -> int:
-    """Bytes a model takes in memory, matrices kept as given and everything else in bfloat16."""
+    """Return the bytes of a model's weights, with matrices in a format and everything else in bfloat16."""
     with torch.device("meta"):
         decoder = Decoder(config)
     kept = {id(module.router) for module in decoder.modules() if isinstance(module, MixtureOfExperts)}
@@ -191,11 +193,11 @@ def num_bytes(config: ModelConfig, weights: Weights) -> int:
     if weights == "bf16":
         return total
     ends: Weights = "exact12" if weights == "exact12" else "int8"
-    quantized_copy: list[tuple[Tensor, Weights]] = [(decoder.embedding, ends)]
+    quantized: list[tuple[Tensor, Weights]] = [(decoder.embedding, ends)]
     for module in decoder.modules():
         if isinstance(module, Linear) and id(module) not in kept:
-            quantized_copy.append((module.weight, ends if module is decoder.lm_head else weights))
-    saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in quantized_copy]
+            quantized.append((module.weight, ends if module is decoder.lm_head else weights))
+    saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in quantized]
     return total - sum(saved)
 
 

@@ -1,8 +1,8 @@
-"""Chains of guesses in one native call: the lower layers, head, argmax and embedding, depth after depth.
+"""Drafting and verification in one native call: the lower layers, head, argmax and embedding of each draft token.
 
-What ``decode/shallow.py`` does step by step for drafters whose guesses come from a *companion*: a row that rides
-behind each slow one, reads what it reads and stores nothing. The tokens, residuals and stored entries are to the
-bit those of the steps.
+This is what ``decode/shallow.py`` does step by step for drafters that guess with ``DraftRows``: one row beside each row
+of the decoder, which reads the same entries and stores none. Tokens, residuals and stored entries have the same bits as
+step by step.
 """
 
 from __future__ import annotations
@@ -31,96 +31,97 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Fixed:
-    """What does not change from call to call."""
+class _ChainCall:
+    """The parts of a call that are the same for every chain with the same draft rows."""
 
     call: CChain
     plan: CPlan
     feedback: Matrix | None
-    """From the last kept row's normed residual to the offsets of the next chain."""
+    """Matrix from the last kept row's normed residual to the offsets of the next chain."""
     kept: object
-    """Holds what the two point into."""
+    """References to the tensors that ``call`` and ``plan`` point into, which keep them alive."""
 
 
 @dataclass(frozen=True)
-class _Following:
-    """What does not change from call to call with followers."""
+class _StreamCall:
+    """The parts of a call that are the same for every draft with the same stream rows."""
 
     call: CStreams
     kept: object
-    """Holds what it points into."""
+    """References to the tensors that ``call`` points into, which keep them alive."""
 
 
 class NativeChain:
-    """Drafts below a gate of one packed decoder."""
+    """Drafts and verifies with one packed decoder."""
 
     def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
         self._decoder = decoder
         self._span = span
-        self._fixed: WeakKeyDictionary[DraftRows, dict[Weights, _Fixed]] = WeakKeyDictionary()
-        self._followings: WeakKeyDictionary[StreamRows, dict[Weights, _Following]] = WeakKeyDictionary()
+        self._chain_calls: WeakKeyDictionary[DraftRows, dict[Weights, _ChainCall]] = WeakKeyDictionary()
+        self._stream_calls: WeakKeyDictionary[StreamRows, dict[Weights, _StreamCall]] = WeakKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
-        """For a decoder with a span and no experts, a head that is not capped and static rotations."""
+        """Make it for a decoder with a span, without experts, logit softcap and dynamic rotations; None for others."""
         c = decoder.config
         is_capped, moves = c.logit_softcap is not None, any(rope.kind == "dynamic" for rope in c.ropes)
         if span is None or c.moe is not None or is_capped or moves:
             return None
         return NativeChain(decoder, span)
 
-    def covers(self, companion: DraftRows) -> bool:
-        """Whether it can draft with this one."""
-        if companion in self._fixed:
+    def covers(self, draft_rows: DraftRows) -> bool:
+        """Return whether it can draft with these draft rows: their weights are contiguous and bfloat16."""
+        if draft_rows in self._chain_calls:
             return True
-        weights = [*companion.deltas.down.values(), *companion.deltas.up.values(), companion.scale]
-        for read in companion.reads:
+        weights = [*draft_rows.deltas.down.values(), *draft_rows.deltas.up.values(), draft_rows.scale]
+        for read in draft_rows.reads:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
-    def prepare(self, companion: DraftRows, weights: Weights) -> None:
-        """Lay weights out and make copies now, so that the first draft takes no longer than the next."""
-        self._of(companion, weights)
+    def prepare(self, draft_rows: DraftRows, weights: Weights) -> None:
+        """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
+        self._of(draft_rows, weights)
 
     def draft(
         self,
         roots: Sequence[Root],
-        companion: DraftRows,
+        draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
     ) -> Draft:
-        """One chain below each root.
+        """Draft one chain below each root.
 
         Args:
-            roots: of each sequence.
-            companion: who guesses.
-            offsets: (n, depths, E) added to the embedding where a companion starts, the last one at all further
-                depths too; None for nothing.
-            cache: holds the text before the roots; gets the lower layers' entries of all rows.
-            plan: of the chains. A rough draft hands nothing over: what it stored is written again when it is verified.
+            roots: last committed token of each of n sequences.
+            draft_rows: rows that guess.
+            offsets: (n, depths, E) added to the embedding where a draft row starts, the last one at all greater depths
+                too; None for nothing.
+            cache: holds the text before the roots; the entries of all rows in the lower layers are written to it.
+            plan: how chains are drafted. A draft with quantized weights has no residuals, and the entries it wrote are
+                written again when it is verified.
 
         Returns:
-            The draft; with residuals at the gate unless it is rough.
+            The draft, with residuals at the exit layer unless the plan's weights are quantized.
         """
-        fixed, is_rough = self._of(companion, plan.weights), plan.weights != "bf16"
+        fixed, is_quantized = self._of(draft_rows, plan.weights), plan.weights != "bf16"
         call = _begun(fixed, offsets, plan.min_confidence)
-        (tokens, slot, node, parent), hidden = self._run(call, fixed.plan, roots, cache, hands_over=not is_rough)
+        (tokens, slot, node, parent), hidden = self._run(call, fixed.plan, roots, cache, hands_over=not is_quantized)
         slots, given = tuple(root.slot for root in roots), (1,) * len(roots)
         if hidden is None:
             return Draft(slots, given, tokens, slot, node, parent)
-        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=companion.gate)
+        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=draft_rows.gate)
 
     def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
-        """The next tokens below each root by the whole model, greedily: plain decoding without a way back to Python.
+        """Decode the next tokens below each root greedily with the whole model: several steps of plain decoding.
 
         Args:
-            roots: of each sequence; as many tokens below as their limits say.
-            cache: holds the text before the roots; gets the entries of all rows.
-            ends: tokens below which there is nothing more to decide.
+            roots: last committed token of each sequence; as many tokens are decoded below it as its limit says.
+            cache: holds the text before the roots; the entries of all rows are written to it.
+            ends: end-of-text tokens, below which nothing is decoded.
 
         Returns:
-            A step for each row; what follows the last row of a slot is not read yet.
+            The steps that were made; the logits of the last row of a slot are not read yet.
         """
         call = CChain.from_buffer_copy(self._whole.call)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
@@ -135,26 +136,26 @@ class NativeChain:
     def speculate(
         self,
         root: Root,
-        companion: DraftRows,
+        draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> Decided:
-        """Steps of drafting and verification of one greedy sequence without a way back to Python.
+        """Draft and verify several times for one greedy sequence.
 
         Args:
-            root: its last decided token, and guesses of a chain at most.
-            companion: who guesses.
-            offsets: (1, depths, E) for the first chain; the others start from what verification left.
-            cache: holds the text before the root; gets the entries of all rows.
-            plan: of the chains, and how many of them.
-            ends: tokens below which there is nothing more to decide.
+            root: last committed token of the sequence, with the largest number of guesses in a chain.
+            draft_rows: rows that guess.
+            offsets: (1, depths, E) for the first chain; those of later chains come from ``draft_rows.feedback``.
+            cache: holds the text before the root; the entries of all rows are written to it.
+            plan: how chains are drafted, and how many.
+            ends: end-of-text tokens, below which nothing is decoded.
 
         Returns:
-            Those steps; what follows their last row is not read yet.
+            The steps that were made; the logits of the last row of a slot are not read yet.
         """
-        fixed = self._of(companion, plan.weights)
+        fixed = self._of(draft_rows, plan.weights)
         call = _begun(fixed, offsets, plan.min_confidence)
         into = CSpeculation(feedback=_struct(fixed.feedback), has_feedback=fixed.feedback is not None)
         return self._speculate(call, fixed.plan, into, root, cache, plan, ends, hands_over=plan.weights == "bf16")
@@ -162,26 +163,26 @@ class NativeChain:
     def follow(
         self,
         root: Root,
-        followers: StreamRows,
+        stream_rows: StreamRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> tuple[Decided, Tensor]:
-        """Steps of one greedy sequence whose guesses come from followers of the last kept row.
+        """Draft with stream rows and verify, several times, for one greedy sequence.
 
         Args:
-            root: its last decided token, and guesses of a draft at most.
-            followers: who guesses.
-            left: what the last kept row had where they enter (E,), and at the top (E,) for those with feedback.
-            cache: holds the text before the root; gets the entries of all rows.
-            plan: of the steps; ``weights`` are those that followers read.
-            ends: tokens below which there is nothing more to decide.
+            root: last committed token of the sequence, with the largest number of guesses in a draft.
+            stream_rows: rows that guess.
+            left: residual (E,) of the last kept row where stream rows start, and at the top for those with feedback.
+            cache: holds the text before the root; the entries of all rows are written to it.
+            plan: how many steps are made; ``weights`` is the format in which stream rows read the layers.
+            ends: end-of-text tokens, below which nothing is decoded.
 
         Returns:
-            As ``speculate``, and what the last row kept now had where they enter.
+            The steps, as ``speculate`` returns them, and the last kept row's residual where stream rows start.
         """
-        fixed = self._following(followers, plan.weights)
+        fixed = self._stream_call(stream_rows, plan.weights)
         entering, final = left[0].clone(), left[1]
         streams = CStreams.from_buffer_copy(fixed.call)
         streams.entering, streams.final = entering.data_ptr(), None if final is None else final.data_ptr()
@@ -211,7 +212,7 @@ class NativeChain:
         cache.reserve([root.slot], [last - 1])
         self._place(call, [root], cache, last)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
-        call.hidden = hidden.data_ptr() if hands_over else None  # whether chains hand over what they did
+        call.hidden = hidden.data_ptr() if hands_over else None  # where chains leave residuals for verification
         steps = self._span.body.speculate(drafting, self._span.plan, call, into)
         count = sum(kept[:steps])
         node = torch.arange(count)
@@ -219,16 +220,16 @@ class NativeChain:
         made = [VerifiedStep(kept[step], tuple(range(1, guessed[step] + 1))) for step in range(steps)]
         return Decided(draft, _at_top(hidden[:count]), (tuple(made),), into.draft_ns / 1e9)
 
-    def _following(self, followers: StreamRows, weights: Weights) -> _Following:
-        """What is the same in every call with these followers."""
-        kinds = self._followings.setdefault(followers, {})
+    def _stream_call(self, stream_rows: StreamRows, weights: Weights) -> _StreamCall:
+        """Return the part of a call that is the same for every draft with these stream rows, made once."""
+        kinds = self._stream_calls.setdefault(stream_rows, {})
         if weights not in kinds:
             depth = self._decoder.config.num_layers
-            plan, copies = self._span.quantized_copy(followers.insertion, depth, weights)
-            terms, tensors = self._span.terms((followers.deltas,), followers.insertion, depth)
-            marks = followers.marks.detach().to(torch.bfloat16).contiguous()
+            plan, copies = self._span.quantized_copy(stream_rows.insertion, depth, weights)
+            terms, tensors = self._span.terms((stream_rows.deltas,), stream_rows.insertion, depth)
+            marks = stream_rows.embeddings.detach().to(torch.bfloat16).contiguous()
             ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
-            feedback = None if followers.feedback is None else _packed(followers.feedback)
+            feedback = None if stream_rows.feedback is None else _packed(stream_rows.feedback)
             call = CStreams(
                 plan=pointer(plan),
                 marks=marks.data_ptr(),
@@ -236,26 +237,26 @@ class NativeChain:
                 feedback=_struct(feedback),
                 terms=terms,
                 num_terms=len(terms),
-                insertion=followers.insertion,
+                insertion=stream_rows.insertion,
                 count=len(marks),
                 has_feedback=feedback is not None,
                 mark_eps=torch.finfo(torch.float32).eps,
             )
-            kinds[weights] = _Following(call, (plan, copies, terms, tensors, marks, ones, feedback))
+            kinds[weights] = _StreamCall(call, (plan, copies, terms, tensors, marks, ones, feedback))
         return kinds[weights]
 
     @cached_property
-    def _whole(self) -> _Fixed:
-        """All layers without a companion."""
+    def _whole(self) -> _ChainCall:
+        """The call of plain decoding: all layers, no draft rows."""
         return self._call(self._decoder.config.num_layers, None, "bf16")
 
     @cached_property
     def _head(self) -> Matrix:
-        """The model's own."""
+        """The decoder's head, not quantized, which verification uses."""
         return quantized_copy(self._decoder.lm_head, "bf16")
 
     def _place(self, call: CChain, roots: Sequence[Root], cache: KVCache, positions: int) -> None:
-        """Tell a call its roots, in a cache whose entries are below ``positions``."""
+        """Set the roots of a call and the addresses of a cache in which no position reaches ``positions``."""
         slots, tokens, limits = zip(*roots, strict=True)
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * len(roots)
@@ -268,7 +269,7 @@ class NativeChain:
     def _run(
         self, call: CChain, plan: CPlan, roots: Sequence[Root], cache: KVCache, *, hands_over: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens, slots, nodes and parents of the rows made, (4, T), and their residuals (T, E) if they are wanted."""
+        """Draft; return tokens, slots, nodes and parents of the T rows, (4, T), and residuals (T, E) if asked for."""
         deepest = [cache.lengths[root.slot] + root.limit for root in roots]
         cache.reserve([root.slot for root in roots], deepest)
         made = torch.empty(4, len(roots) + sum(root.limit for root in roots), dtype=torch.int64)
@@ -279,18 +280,19 @@ class NativeChain:
         rows = self._span.body.chain(plan, call)
         return made[:, :rows], None if hidden is None else hidden[:rows]
 
-    def _of(self, companion: DraftRows, weights: Weights) -> _Fixed:
-        """What is the same in every call with this companion; its weights are laid out once."""
-        kinds = self._fixed.setdefault(companion, {})
+    def _of(self, draft_rows: DraftRows, weights: Weights) -> _ChainCall:
+        """Return the part of a call that is the same for every chain with these draft rows, made once."""
+        kinds = self._chain_calls.setdefault(draft_rows, {})
         if weights not in kinds:
-            kinds[weights] = self._call(companion.gate, companion, weights)
+            kinds[weights] = self._call(draft_rows.gate, draft_rows, weights)
         return kinds[weights]
 
-    def _call(self, gate: int, companion: DraftRows | None, weights: Weights) -> _Fixed:
-        """Chains below a gate by a companion, or by the rows themselves when there is none."""
+    def _call(self, gate: int, draft_rows: DraftRows | None, weights: Weights) -> _ChainCall:
+        """Make the constant part of a call of chains below an exit layer; None lets the rows guess themselves."""
         decoder = self._decoder
         plan, copies = self._span.quantized_copy(0, gate, weights)
-        head = quantized_copy(decoder.lm_head, weights if weights == "bf16" else "int8")  # four bits name other tokens
+        head_weights: Weights = "bf16" if weights == "bf16" else "int8"  # with four bits a head guesses other tokens
+        head = quantized_copy(decoder.lm_head, head_weights)
         call = CChain(
             head=head.struct,
             rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),
@@ -302,27 +304,27 @@ class NativeChain:
         )
         kept: list[object] = [copies, head]
         feedback = None
-        if companion is not None:
-            terms, tensors = self._span.terms((companion.deltas,), 0, gate)
-            reads = [(read, *_matrices(read, weights)) for read in companion.reads]
+        if draft_rows is not None:
+            terms, tensors = self._span.terms((draft_rows.deltas,), 0, gate)
+            reads = [(read, *_matrices(read, weights)) for read in draft_rows.reads]
             kept += [tensors, reads]
-            if companion.feedback is not None:
-                feedback = _packed(companion.feedback)
-            call.scale, call.is_fed = companion.scale.data_ptr(), companion.is_fed
+            if draft_rows.feedback is not None:
+                feedback = _packed(draft_rows.feedback)
+            call.scale, call.is_fed = draft_rows.scale.data_ptr(), draft_rows.is_fed
             call.terms, call.num_terms, call.num_reads = terms, len(terms), len(reads)
             call.reads = (CDeepRead * len(reads))(
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
-        return _Fixed(call, plan, feedback, kept)
+        return _ChainCall(call, plan, feedback, kept)
 
 
 def _at_top(hidden: Tensor) -> TargetPass:
-    """Rows (T, E) that went through all layers."""
+    """Return the result of a pass whose rows (T, E) went through all layers."""
     return TargetPass(hidden, torch.arange(len(hidden)))
 
 
-def _begun(fixed: _Fixed, offsets: Tensor | None, min_confidence: float) -> CChain:
-    """A call of its own, whose companions start from these offsets (n, depths, E)."""
+def _begun(fixed: _ChainCall, offsets: Tensor | None, min_confidence: float) -> CChain:
+    """Copy the constant part of a call and set its offsets (n, depths, E)."""
     call = CChain.from_buffer_copy(fixed.call)
     call.offsets = None if offsets is None else offsets.data_ptr()
     call.num_offsets = 0 if offsets is None else offsets.shape[1]
@@ -339,7 +341,7 @@ def _struct(matrix: Matrix | None) -> CMatrix:
 
 
 def _matrices(read: DeepRead, weights: Weights) -> tuple[Matrix, Matrix]:
-    """Query and output of a companion's reading."""
+    """Return the query and output projections of a deep read in a format."""
     query, output = (
         Matrix(quantise(w, weights) if weights != "bf16" else pack(w), None, w.shape[1], w.shape[0])
         for w in (read.query, read.output)

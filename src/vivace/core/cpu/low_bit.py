@@ -1,7 +1,7 @@
-"""Modules over weights in few bits: projections, the head, and the embedding's rows.
+"""Modules with quantized weights: projections, the head, and the embedding.
 
-The formats are in ``kernels/low_bit.py``, ``palette.py`` and ``exact.py``. With a native body they are multiplied
-natively, without one in PyTorch; numbers of the former are the same.
+The formats are defined in ``kernels/low_bit.py``, ``palette.py`` and ``exact.py``. Products are computed by native
+kernels if there are any, else in PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vivace.kernels.native import Matrix, NativeBody
 
 
 class LowBitLinear(nn.Module):
-    """``x W^T + b`` over rounded weights, optionally added to a residual; can choose its largest output."""
+    """``x W^T + b`` with quantized weights, optionally added to a residual."""
 
     def __init__(self, weight: Rounded, bias: Tensor | None = None, body: NativeBody | None = None) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class LowBitLinear(nn.Module):
 
     @cached_property
     def matrix(self) -> Matrix:
-        """The weights for the body."""
+        """The weights in the form that native kernels take."""
         return Matrix(self.weight, self.bias, self.weight.in_width, self.weight.out_width)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
         refuse_gradients(x)
         if self.body is not None:
             return self.body.linear(self.matrix, x, add)
@@ -41,7 +41,7 @@ class LowBitLinear(nn.Module):
         return y if add is None else add + y
 
     def greedy(self, x: Tensor) -> Tensor:
-        """Index of each row's largest output, (T, in) -> (T,)."""
+        """Return the index of each row's largest output, (T, in) -> (T,)."""
         if self.body is not None:
             refuse_gradients(x)
             return self.body.greedy(self.matrix, x)
@@ -49,7 +49,7 @@ class LowBitLinear(nn.Module):
 
 
 class LowBitRows(nn.Module):
-    """Rows of a rounded matrix, as an embedding gives them."""
+    """An embedding whose matrix is quantized."""
 
     def __init__(self, weight: Rounded, dtype: torch.dtype, body: NativeBody | None = None) -> None:
         super().__init__()
@@ -61,26 +61,26 @@ class LowBitRows(nn.Module):
 
     @cached_property
     def matrix(self) -> Matrix:
-        """The table for the body."""
+        """The matrix in the form that native kernels take."""
         return Matrix(self.weight, None, self.weight.in_width, self.weight.out_width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(T,) -> (T, E)."""
+        """Return the rows of tokens, (T,) -> (T, E)."""
         if self.body is not None:
             return self.body.rows(self.matrix, tokens)
         return self.weight.rows(tokens).to(self.dtype)
 
 
 def frozen(values: Tensor) -> nn.Parameter:
-    """A parameter that stays as it is, over the same storage."""
+    """Return a parameter without gradients that shares the tensor's memory."""
     return nn.Parameter(values.detach(), requires_grad=False)
 
 
 def refuse_gradients(x: Tensor) -> None:
-    """Packed weights answer; they do not learn.
+    """Refuse an input that gradients are needed of, since packed weights cannot be trained.
 
     Raises:
-        UnsupportedError: somebody wants a gradient through them.
+        UnsupportedError: the input requires gradients.
     """
     if x.requires_grad:
         raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")

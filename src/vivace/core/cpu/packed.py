@@ -1,7 +1,7 @@
-"""Modules over weights that lie as native kernels read them: packed once after loading, one copy in memory.
+"""Modules whose weights are in the layout of the native kernels: packed once after loading, with one copy in memory.
 
-Calls of any size run the same kernels, in blocks of rows, so a row's bits never depend on its neighbours. Which module
-takes the place of which module of ``layers.py`` is decided in ``backend.py``.
+Calls of any size run the same kernels, in blocks of rows, so a row's bits never depend on the other rows.
+``backend.py`` decides which module of ``layers.py`` is replaced by which.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from vivace.kernels.native import Matrix, NativeBody, pack
 
 
 class NativeProjection(Protocol):
-    """A projection that a native body runs."""
+    """A projection that native kernels run."""
 
     @property
     def matrix(self) -> Matrix:
-        """The weights for the body."""
+        """The weights in the form that native kernels take."""
 
     def __call__(self, x: Tensor, add: Tensor | None = None, /) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
 
 
 class PackedLinear(nn.Module):
-    """``x W^T + b`` over packed weights, optionally added to a residual; can choose its largest output."""
+    """``x W^T + b`` with packed weights, optionally added to a residual."""
 
     def __init__(self, body: NativeBody, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Pack a matrix (out, in), or take tiles that were packed before as they lie."""
+        """Pack a matrix (out, in), or share tiles (tiles, pairs, 16, 2) that were packed before."""
         super().__init__()
         self.body = body
         is_packed = weight.dim() == 4
         tiles, pairs = weight.shape[:2]
         self.out_width, self.in_width = (tiles * LANES, pairs * 2) if is_packed else weight.shape
         self.weight = frozen(weight if is_packed else pack(weight))
-        """(tiles, pairs, 16, 2)."""
+        """Tiles (tiles, pairs, 16, 2), as ``pack`` arranges them."""
         self.bias = None if bias is None else frozen(bias.contiguous())
 
     @cached_property
     def matrix(self) -> Matrix:
-        """The weights for the body."""
+        """The weights in the form that native kernels take."""
         return Matrix(self.weight, self.bias, self.in_width, self.out_width)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
         refuse_gradients(x)
         return self.body.linear(self.matrix, x, add)
 
     def greedy(self, x: Tensor) -> Tensor:
-        """Index of each row's largest output, (T, in) -> (T,), nothing written."""
+        """Return the index of each row's largest output, (T, in) -> (T,), without storing the outputs."""
         return self.body.greedy(self.matrix, x)
 
 
 class TiedHead(nn.Module):
-    """A head that is the embedding's own matrix, read as it lies."""
+    """A head that shares the embedding's row-major matrix."""
 
     def __init__(self, body: NativeBody, embedding: nn.Parameter) -> None:
         super().__init__()
@@ -72,21 +72,21 @@ class TiedHead(nn.Module):
 
     @cached_property
     def matrix(self) -> Matrix:
-        """The weights for the body."""
+        """The weights in the form that native kernels take."""
         return Matrix(self.weight, None, self.weight.shape[1], self.weight.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, E) -> (T, V)."""
+        """Return logits, (T, E) -> (T, V)."""
         refuse_gradients(x)
         return self.body.linear(self.matrix, x)
 
     def greedy(self, x: Tensor) -> Tensor:
-        """Index of each row's largest output, (T, E) -> (T,), nothing written."""
+        """Return the likeliest token of each row, (T, E) -> (T,), without storing the logits."""
         return self.body.greedy(self.matrix, x)
 
 
 class NativeNorm(nn.Module):
-    """``RMSNorm`` by a native body."""
+    """``RMSNorm`` on native kernels."""
 
     def __init__(self, body: NativeBody, norm: RMSNorm) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class NativeNorm(nn.Module):
         self.offset = norm.offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Normalise the last dimension, (..., width) -> (..., width)."""
         refuse_gradients(x)
         return self.body.rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class PackedFeedForward(nn.Module):
-    """``down(act(gate(x)) * up(x))`` with gate, up and activation in one pass."""
+    """``down(act(gate(x)) * up(x))`` on native kernels, in one call where no low-rank deltas are added."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class PackedFeedForward(nn.Module):
         self.down: NativeProjection = down
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Compute the feed-forward of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         refuse_gradients(x)
         if not step.deltas:
-            matrices = self.gate.matrix, self.up.matrix, self.down.matrix  # asked each time: streamed ones move
+            matrices = self.gate.matrix, self.up.matrix, self.down.matrix  # read each time: streamed ones move
             if matrices[2].in_width % 2 == 0:
                 return self.body.feed(matrices, x, self.activation, add)
         sites = (self.layer, "gate"), (self.layer, "up")
@@ -144,10 +144,10 @@ class PackedFeedForward(nn.Module):
 
 
 class PackedMixture(MixtureOfExperts):
-    """``MixtureOfExperts`` whose router and sums a native body runs; its experts are whatever they were."""
+    """``MixtureOfExperts`` whose router and weighted sums run on native kernels; the experts stay as they are."""
 
     def __init__(self, body: NativeBody, mixture: MixtureOfExperts) -> None:
-        """Take the place of another, whose router is packed here."""
+        """Pack the router of a mixture and share its experts."""
         assert isinstance(mixture.router, Linear)
         router = PackedLinear(body, mixture.router.weight, mixture.router.bias)
         super().__init__(mixture.config, router, mixture.experts)
@@ -155,17 +155,17 @@ class PackedMixture(MixtureOfExperts):
         self._matrix = router.matrix
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares and numbers of the chosen experts, each (T, top_k), the likeliest first."""
+        """Return weights and indices of the chosen experts, each (T, top_k), the likeliest first."""
         refuse_gradients(x)
         return self.body.choose(self._matrix, x, self.config.top_k, normalise=self.config.normalise)
 
     def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
-        """``[add +] sum_k weights[:, k] parts[k]``, of (T, E) each, in this order."""
+        """Return ``[add +] sum_k weights[:, k] parts[k]``, (T, E), summed in this order."""
         return self.body.mix(parts, weights, add)
 
 
 class NativeAttention(Attention):
-    """``Attention`` whose single rows read their entries where they lie."""
+    """``Attention`` on native kernels, which read the entries of single rows from the cache without gathering them."""
 
     def __init__(self, config: ModelConfig, layer: int, body: NativeBody) -> None:
         super().__init__(config, layer)

@@ -1,9 +1,9 @@
-"""A span of layers in one native call: norm, projections, rotation, cache, attention and feed-forward of each.
+"""Several layers in one native call: norm, projections, rotation, cache, attention and feed-forward of each.
 
-Layers of the common kind only (RMS norm before each half, rotary positions, gated feed-forward or experts, which run
-one by one between calls); low-rank terms and reading rows travel along as data. Prompt chunks and dense batches go
-through the layers one by one. A row's bits are those of the layers one by one; rows with low-rank terms may differ in
-the last bit, since there the terms are computed by PyTorch (``deltas.py``).
+Only layers of the common kind can run so: RMS norm before each half, rotary positions, and a gated feed-forward or
+experts, which run one by one between calls. Low-rank deltas and rows that only read are passed as data. Prompt chunks
+and dense batches go through the layers one by one. The bits of a row are those of the layers one by one; only rows with
+low-rank deltas may differ in the last bit, since one by one the deltas are computed by PyTorch (``low_rank.py``).
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ Pointers = ctypes.Array[c_void_p]
 
 
 class NativeSpan:
-    """The layers of one packed decoder as a native body executes them."""
+    """Runs layers of one packed decoder on native kernels, several in one call."""
 
     def __init__(self, decoder: Decoder, body: NativeBody) -> None:
         self.body = body
         self._layers: list[Layer] = list(decoder.layers)  # type: ignore[arg-type]
         rotaries = {id(layer.rotary): place for place, layer in reversed(list(enumerate(self._layers)))}
         self.rotating = [self._layers[place] for place in rotaries.values()]
-        """One layer for each rotary table."""
+        """One layer for each distinct rotary embedding, in the order of the plan's tables."""
         ropes = {rotary: index for index, rotary in enumerate(rotaries)}
         self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
         self._copies: list[Matrix] = []
-        """What the plan points to that belongs to no layer."""
+        """Quantized copies that the plan points into and no layer holds."""
         self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._terms = WeakIdKeyDictionary()
 
     def quantized(self, start: int, stop: int, weights: Weights) -> NativeSpan:
-        """A span whose matrices of layers start..stop-1 are copies in few bits, for drafts; the rest is shared."""
+        """Make a span whose layers start..stop-1 have quantized copies of their matrices; the rest is shared."""
         other = copy(self)
         other.plan, other._copies = self.quantized_copy(start, stop, weights)
         return other
 
     def quantized_copy(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
-        """The plan with copies of the matrices of layers start..stop-1 in few bits, and those copies."""
+        """Return a plan in which layers start..stop-1 have quantized copies of their matrices, and the copies."""
         kept: list[Matrix] = []
         if weights == "bf16":
             return self.plan, kept
@@ -75,13 +75,13 @@ class NativeSpan:
 
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
-        """For a packed decoder whose layers are all of the common kind, else None."""
+        """Make the span of a packed decoder, or return None where a layer is not of the common kind."""
         if not _is_plain(decoder.config):
             return None
         return NativeSpan(decoder, body) if decoder.config.moe is None else MixtureSpan(decoder, body)
 
     def covers(self, step: Step) -> bool:
-        """Whether a call is decoding: single rows over a cache."""
+        """Return whether a call can run as a span: its rows are single rows over a cache, its deltas bfloat16."""
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
         fresh = (deltas for deltas in step.deltas if deltas not in self._terms)
@@ -89,11 +89,11 @@ class NativeSpan:
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        """Rows through layers start..stop-1, (T, E) -> (T, E)."""
+        """Run rows through layers start..stop-1, (T, E) -> (T, E)."""
         return self._call(h, step, start, stop, step.num_feed)
 
     def _call(self, h: Tensor, step: Step, start: int, stop: int, num_feed: int) -> Tensor:
-        """Rows from ``num_feed`` on pass no feed-forward; they get the terms that stand for it."""
+        """Run rows in one native call; those from ``num_feed`` on get the "mlp" deltas instead of the feed-forward."""
         if h.requires_grad:
             raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")
         h = h.contiguous()
@@ -110,7 +110,7 @@ class NativeSpan:
         return out
 
     def _shared(self, step: Step, dtype: torch.dtype) -> tuple[CCall, int]:
-        """What is the same for all layers of a call: its rows, and the version of its terms."""
+        """Return the struct of a call without its range of layers, and its deltas' version; made once per call."""
         if self not in step.laid_out:
             assert isinstance(step.memory, KVCache)
             assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
@@ -135,7 +135,7 @@ class NativeSpan:
         return laid_out
 
     def addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
-        """Where a cache's keys and values lie; they stay there for as long as it lives."""
+        """Return the addresses of a cache's keys and values in every layer, which are the same as long as it exists."""
         found = self._stored.get(cache)
         if found is None:
             stored = [cache.stored(layer) for layer in range(len(self._layers))]
@@ -145,9 +145,15 @@ class NativeSpan:
     def terms(
         self, applied: Sequence[LowRankDeltas], start: int, stop: int, version: int | None = None
     ) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
-        """The low-rank terms of these layers, and the tensors they point into.
+        """Return the low-rank deltas of layers start..stop-1 as structs, and the tensors that the structs point into.
 
-        Those of deltas that come again are kept until their weights change; ``version`` tells, where it is known.
+        The result is kept for the next call with the same deltas, until their weights change.
+
+        Args:
+            applied: deltas of the call.
+            start: first layer.
+            stop: one past the last layer.
+            version: number of in-place changes of the weights, where it is known already.
         """
         if len(applied) != 1:
             return self._listed(applied, start, stop)
@@ -179,7 +185,7 @@ class NativeSpan:
         return (CTerm * len(terms))(*terms), kept
 
     def _pack_up(self, up: Tensor) -> Tensor:
-        """(A, out, rank) packed adapter by adapter; kept until the weights change or go."""
+        """Pack up factors (A, out, rank) adapter by adapter, once until the weights change or are freed."""
         version = _version(up)
         found = self._packed.get(up)
         if found is None or found[0] != version:
@@ -189,14 +195,14 @@ class NativeSpan:
 
 
 class MixtureSpan(NativeSpan):
-    """Layers whose feed-forwards are experts: attention and terms in one call, experts one by one."""
+    """A span of layers with experts: attention and deltas in one native call for each layer, experts one by one."""
 
     def covers(self, step: Step) -> bool:
-        """As any span; and rows that pass experts get no terms beside them."""
+        """Return whether a call can run as a span; rows that pass experts must have no deltas beside them."""
         return super().covers(step) and all(_is_behind(deltas, step.num_feed) for deltas in step.deltas)
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        """Rows through layers start..stop-1, (T, E) -> (T, E)."""
+        """Run rows through layers start..stop-1, (T, E) -> (T, E)."""
         for index in range(start, stop):
             layer = self._layers[index]
             if not layer.config.is_moe(index):
@@ -211,18 +217,18 @@ class MixtureSpan(NativeSpan):
 
 
 def _is_behind(deltas: LowRankDeltas, num_feed: int) -> bool:
-    """Whether no row before ``num_feed`` carries terms."""
+    """Return whether no row before ``num_feed`` has deltas."""
     firsts = (rows.start if isinstance(rows, slice) else int(rows.min()) for _, rows in deltas.spans)
     return all(first >= num_feed for first in firsts)
 
 
 def _version_of(applied: Sequence[LowRankDeltas]) -> int:
-    """How often the weights of terms were changed in place."""
+    """Return how often the up factors of deltas were changed in place."""
     return sum(_version(up) for deltas in applied for up in deltas.up.values())
 
 
 def _version(weight: Tensor) -> int:
-    """How often a weight was changed in place."""
+    """Return how often a weight was changed in place."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -265,11 +271,11 @@ def _layer(layer: Layer, rope: int, matrix: Callable[[object], CMatrix] | None =
 
 
 _NO_MATRIX = CMatrix(None, None, LANES, LANES, FORMATS["tiles"], None, None)
-"""Where a layer has experts: rows pass no feed-forward in a call over it, so it is not read."""
+"""Placeholder for the feed-forward of a layer with experts, which a native call over it does not read."""
 
 
 def matrix_of(part: object) -> CMatrix:
-    """The weights of a packed projection."""
+    """Return the weights of a packed projection as a struct."""
     if isinstance(part, CMatrix):
         return part
     assert isinstance(part, nn.Module)
@@ -278,7 +284,7 @@ def matrix_of(part: object) -> CMatrix:
 
 
 def quantized_copy(part: object, weights: Weights) -> Matrix:
-    """A packed projection in few bits: a copy, or itself where it is in few bits already."""
+    """Return a quantized copy of a packed projection's matrix, or the matrix itself where it is quantized already."""
     assert isinstance(part, nn.Module)
     matrix = part.matrix
     assert isinstance(matrix, Matrix)
@@ -288,7 +294,7 @@ def quantized_copy(part: object, weights: Weights) -> Matrix:
 
 
 def norm_of(norm: nn.Module | None) -> int | None:
-    """Where a norm's weight lies."""
+    """Return the address of a norm's weight, or None for no norm."""
     if norm is None:
         return None
     assert isinstance(norm.weight, Tensor)
@@ -296,6 +302,6 @@ def norm_of(norm: nn.Module | None) -> int | None:
 
 
 def pointers(tensors: Sequence[Tensor]) -> Pointers:
-    """Where they lie; who asks keeps them."""
+    """Return the addresses of contiguous tensors; the caller must keep the tensors alive."""
     assert all(tensor.is_contiguous() for tensor in tensors)
     return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
