@@ -1,4 +1,6 @@
-"""Loading a checkpoint into an engine that answers prompts: the interface for Python, in four lines.
+"""Loading a checkpoint into an engine that answers prompts: the interface for Python.
+
+In four lines:
 
     engine = vivace.load("path/or/hub-id")
     result = engine.generate("Describe: name[Green Man], food[Indian]")[0]

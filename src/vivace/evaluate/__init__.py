@@ -1,1 +1,1 @@
-"""Quality and speed, measured: task data, metrics, and the bench."""
+"""Measurement of quality and speed: task data, metrics, and the benchmark harness."""

@@ -1,13 +1,13 @@
-"""The bench's harness: several ways to answer the same prompts, in turns, on one machine.
+"""The benchmark harness: several systems answer the same prompts, in turns, on one machine.
 
-Words: a *contestant* answers a batch of prompts (a decoding method of ours, or another engine, a *peer*); a *take* is
-one batch answered once. Every contestant answers a batch before the next batch begins, so that a slow minute of the
-machine hurts all alike; and in an order that is drawn anew each time, since who comes after another engine finds the
-cache full of its weights. Per batch the median over the repeats counts.
+A *system* answers batches of prompts; it is a decoding method of ours, or another engine (a *peer*). A *trial* is one
+batch answered once. Every system answers a batch before the next batch begins, so that a slow minute
+of the machine affects all of them alike. Their order is drawn anew each time, since a system that follows another
+engine finds the processor's cache full of that engine's weights. For each batch the median over the repeats counts.
 
-``tokens_per_s`` is tokens after the first block over the time after it (for plain decoding a block is one token; a
-drafter's first block may hold several, and they do not count). Beside it stands the end-to-end rate: all tokens over
-the whole time, prompt included. ``mean_acceptance_length`` is 1 + accepted / steps, as vLLM has it.
+``tokens_per_s`` is the number of tokens after the first block over the time after it (for plain decoding a block is
+one token; a drafter's first block may have several, and none of them count). The end-to-end rate is all tokens over
+the whole time, prompt included. ``mean_acceptance_length`` is 1 + accepted / steps, as vLLM defines it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vivace.evaluate.bootstrap import Interval, paired_bootstrap, ratio_of_sums
 from vivace.prompts import Message
 
 ORDER_SEED = 0
-"""The same contest is held in the same orders."""
+"""Seed of the order of systems; it is fixed, so that a benchmark can be repeated in the same order."""
 Progress = Callable[[int, int], None]
-"""Called with (takes done, takes in all)."""
+"""Called with the number of trials done and their total."""
 
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
-    """One prompt, as a user writes it and as the model reads it."""
+    """One prompt, as a user writes it and as token ids."""
 
     request: str | list[Message]
     token_ids: tuple[int, ...]
@@ -38,51 +38,51 @@ class BenchmarkPrompt:
 
 @dataclass(frozen=True)
 class Trial:
-    """One batch answered once."""
+    """One batch, answered once."""
 
     token_ids: tuple[tuple[int, ...], ...]
     """New tokens of each prompt."""
     num_first_tokens: int
-    """Tokens of the first blocks, all prompts together."""
+    """Number of tokens in the first blocks, all prompts together."""
     decode_s: float
-    """From the first block to the last token."""
+    """Seconds from the first block to the last token."""
     total_s: float
-    """From the call to its return."""
+    """Seconds from the call to its return."""
     prefill_s: float | None = None
     draft_s: float | None = None
     verify_s: float | None = None
     peak_memory_bytes: int | None = None
     num_steps: int = 0
-    """Target passes that decoded, summed over prompts; 0 where the contestant does not say."""
+    """Number of target passes after the prompt, summed over prompts; 0 if the system does not report it."""
     num_drafted: int = 0
     num_accepted: int = 0
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     exit_layers: tuple[int, ...] = ()
-    """Layers below each new token, of a method whose tokens may leave early."""
+    """Number of layers below the exit of each new token, for a method with early exits."""
     num_early_exits: int = 0
     num_layer_passes: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """New tokens, all prompts together."""
+        """Number of new tokens, all prompts together."""
         return sum(map(len, self.token_ids))
 
 
 class System(Protocol):
-    """Answers batches of prompts."""
+    """A system that answers batches of prompts."""
 
     @property
     def name(self) -> str:
-        """In tables and files."""
+        """Name in tables and files."""
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch, greedily."""
+        """Answer one batch with greedy decoding."""
 
 
 @dataclass
 class Record:
-    """All takes of one contestant: ``takes[batch][repeat]``."""
+    """All trials of one system: ``trials[batch][repeat]``."""
 
     name: str
     trials: list[list[Trial]] = field(default_factory=list)
@@ -90,23 +90,24 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """One contestant's figures, as they are stored."""
+    """The results of one system, as they are stored."""
 
     method: str
     tokens_per_s: float
     tokens_per_s_spread: tuple[float, float]
-    """Lowest and highest of the repeats."""
+    """Lowest and highest rate of the repeats."""
     speedup: float
-    """tokens_per_s over the baseline's."""
+    """``tokens_per_s`` over the baseline's."""
     speedup_interval: tuple[float, float]
-    """95 % bootstrap over batches."""
+    """95 % bootstrap interval over batches."""
     end_to_end_tokens_per_s: float
     end_to_end_speedup: float
-    """The same for whole answers, reading the prompt included."""
+    """The speed-up of whole answers, reading the prompt included."""
     end_to_end_interval: tuple[float, float]
     identical: bool
-    """Every answer has the baseline's token ids."""
+    """Whether every answer has the baseline's token ids."""
     num_different: int
+    """Number of prompts with an answer other than the baseline's."""
     num_tokens: int
     mean_acceptance_length: float | None
     acceptance_per_position: tuple[float, ...]
@@ -114,13 +115,13 @@ class Run:
     prefill_s: float | None
     draft_s: float | None
     verify_s: float | None
-    """Sums over all prompts, medians over repeats."""
+    """Like ``prefill_s`` and ``draft_s``: seconds summed over all prompts, medians over repeats."""
     peak_memory_bytes: int | None
     early_exit_share: float | None = None
-    """Of the new tokens; None for methods whose tokens cannot leave early."""
+    """Share of the new tokens that left early; None for methods without early exits."""
     mean_exit_layer: float | None = None
     layer_passes_per_token: float | None = None
-    """Rows times layers, companions and late fills included."""
+    """Number of rows times layers per token, including accelerated rows and filling the cache of skipped layers."""
 
 
 def run_benchmark(
@@ -132,18 +133,18 @@ def run_benchmark(
     warm_up: int = 2,
     on_progress: Progress | None = None,
 ) -> list[Record]:
-    """Let every contestant answer every prompt.
+    """Let every system answer every prompt.
 
     Args:
-        systems: Who takes part.
-        questions: The prompts.
-        batch_size: Prompts answered together.
-        repeats: Times each batch is answered by each.
-        warm_up: Batches answered by each before anything counts.
-        on_progress: Told about progress.
+        systems: the systems to compare.
+        questions: the prompts.
+        batch_size: number of prompts answered together.
+        repeats: number of times each system answers each batch.
+        warm_up: number of batches that each system answers before the measurement.
+        on_progress: called with the number of trials done and their total.
 
     Raises:
-        ConfigError: nobody, nothing to answer, or counts below 1.
+        ConfigError: there is no system or no prompt, or a count is below 1.
     """
     if not systems or not questions or batch_size < 1 or repeats < 1:
         raise ConfigError(
@@ -168,7 +169,7 @@ def run_benchmark(
 
 
 def summarise(records: Sequence[Record], baseline: str) -> list[Run]:
-    """Figures of every contestant beside the baseline's.
+    """Compute the results of every system, relative to the baseline.
 
     Raises:
         ConfigError: the baseline did not take part.
@@ -180,11 +181,12 @@ def summarise(records: Sequence[Record], baseline: str) -> list[Run]:
 
 
 def tokens_per_s(record: Record) -> float:
-    """Decoding rate of a contestant over all batches."""
+    """Return the decoding rate of a system over all batches."""
     return _rate([_batch_rate(trials) for trials in record.trials])
 
 
 def _summarise(record: Record, base: Record) -> Run:
+    """Compute the results of one system, relative to the baseline's record."""
     trials = [trial for batch in record.trials for trial in batch]
     firsts = [batch[0] for batch in record.trials]
     repeats = [_rate([_batch_rate([trial]) for trial in round_]) for round_ in zip(*record.trials, strict=True)]
@@ -218,11 +220,13 @@ def _summarise(record: Record, base: Record) -> Run:
 
 
 Timing = Callable[[Sequence[Trial]], tuple[int, float]]
-"""Tokens of a batch and the median time for them."""
+"""Function from the trials of a batch to a number of tokens and the median time for them."""
 
 
 def _speedup(record: Record, base: Record, timing: Timing) -> Interval:
-    """Ratio of the rates; where the answers are equally long it is the ratio of the times."""
+    """Return the ratio of the rates, which is the ratio of the times if the answers are equally long, with its
+    interval.
+    """
     ours, theirs = ([timing(trials) for trials in one.trials] for one in (record, base))
     scaled = [seconds * (ours[i][0] / tokens if tokens else 1.0) for i, (tokens, seconds) in enumerate(theirs)]
     interval = paired_bootstrap(scaled, [max(seconds, 1e-12) for _, seconds in ours], statistic=ratio_of_sums)
@@ -231,28 +235,29 @@ def _speedup(record: Record, base: Record, timing: Timing) -> Interval:
 
 
 def _batch_rate(trials: Sequence[Trial]) -> tuple[int, float]:
-    """Tokens after the first blocks, and the median time for them."""
+    """Return the number of tokens after the first blocks, and the median time for them."""
     return trials[0].num_tokens - trials[0].num_first_tokens, _median([trial.decode_s for trial in trials])
 
 
 def _whole_rate(trials: Sequence[Trial]) -> tuple[int, float]:
-    """All tokens, and the median time from the call to its return."""
+    """Return the number of all tokens, and the median time from the call to its return."""
     return trials[0].num_tokens, _median([trial.total_s for trial in trials])
 
 
 def _rate(pairs: Sequence[tuple[int, float]]) -> float:
+    """Return tokens per second from (tokens, seconds) of each batch."""
     seconds = sum(pair[1] for pair in pairs)
     return sum(pair[0] for pair in pairs) / seconds if seconds > 0 else 0.0
 
 
 def _num_different(ours: Sequence[Trial], theirs: Sequence[Trial]) -> int:
-    """Prompts of a batch that some take answers otherwise than the baseline's first."""
+    """Count the prompts of a batch for which some trial differs from the baseline's first answer."""
     expected = theirs[0].token_ids
     return sum(any(trial.token_ids[row] != ids for trial in ours) for row, ids in enumerate(expected))
 
 
 def _acceptance(trials: Sequence[Trial]) -> tuple[float, ...]:
-    """Share of steps that drafted to each position in which the guess there was kept."""
+    """Return, for each draft position, the share of the drafted tokens there that were accepted."""
     depth = max((len(trial.drafted_per_position) for trial in trials), default=0)
     drafted, accepted = [0] * depth, [0] * depth
     for trial in trials:
@@ -269,6 +274,6 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _sum_of_medians(batches: Sequence[Sequence[float | None]]) -> float | None:
-    """Sum over batches of the median over repeats; None where it was not measured."""
+    """Sum the median over repeats over the batches; None if it was not measured."""
     known = [[value for value in batch if value is not None] for batch in batches]
     return sum(_median(batch) for batch in known) if all(known) else None

@@ -1,7 +1,7 @@
-"""Confidence intervals by resampling: is a difference between two systems more than the luck of the prompts?
+"""Confidence intervals by resampling: whether two systems differ by more than the choice of prompts explains.
 
 The paired bootstrap (Efron 1979; Koehn 2004 for text metrics) draws prompts with replacement and takes both
-systems' values of the drawn prompts, so what makes a prompt hard or slow for both cancels.
+systems' values of the drawn prompts, so that what makes a prompt hard or slow for both cancels.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from vivace.errors import ConfigError
 
 Statistic = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
-"""From two arrays ``(..., n)`` of per-prompt values to ``(...,)``: means are taken over the last axis."""
+"""Function from two arrays ``(..., n)`` of per-prompt values to an array ``(...,)``; it works on the last axis."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the range that holds it with the given confidence."""
+    """An estimate with its confidence interval."""
 
     estimate: float
     low: float
@@ -32,12 +32,14 @@ class Interval:
 
 
 def mean_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """mean(a) - mean(b)."""
+    """Compute mean(a) - mean(b) over the last axis."""
     return np.asarray(a.mean(-1) - b.mean(-1))
 
 
 def ratio_of_sums(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """sum(a) / sum(b), e.g. seconds of the baseline over seconds of the method: the speed-up."""
+    """Compute sum(a) / sum(b) over the last axis, e.g. the speed-up from the seconds of the baseline and of the
+    method.
+    """
     return np.asarray(a.sum(-1) / b.sum(-1))
 
 
@@ -50,18 +52,18 @@ def paired_bootstrap(
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile interval of a statistic of two systems' values on the same prompts.
+    """Compute the percentile interval of a statistic of two systems' values on the same prompts.
 
     Args:
-        a: Values of one system, one a prompt.
-        b: Values of the other, in the same order.
-        statistic: What is compared.
-        confidence: Share of resamples inside the interval, in (0, 1).
-        num_resamples: How many times prompts are drawn.
-        seed: The same seed gives the same interval.
+        a: values of one system, one per prompt.
+        b: values of the other, in the same order.
+        statistic: the quantity that is estimated.
+        confidence: share of resamples inside the interval, in (0, 1).
+        num_resamples: number of times the prompts are drawn.
+        seed: the same seed gives the same interval.
 
     Raises:
-        ConfigError: no values, different lengths, or a confidence outside (0, 1).
+        ConfigError: there are no values, the lengths differ, or the confidence is outside (0, 1).
     """
     if len(a) != len(b) or not len(a):
         raise ConfigError(f"paired values have equal lengths of at least 1, found {len(a)} and {len(b)}")

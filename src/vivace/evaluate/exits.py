@@ -1,8 +1,8 @@
-"""Figures of early exits: how routers compare, what a stated agreement buys, and how fast residuals turn.
+"""Measurements of early exits: comparison of routers, what an agreement target yields, and how residuals converge.
 
-*Velocity* is the change of a residual per layer (M2R2, Bhendawade et al. 2025, arXiv:2502.02040): at every depth the
-cosine to the last residual, the step's length beside the residual's own, and how often the head, read there, already
-says what it says at the top.
+*Velocity* is the change of a residual per layer (M2R2, Bhendawade et al. 2025, arXiv:2502.02040). For every depth we
+measure the cosine to the last residual, the length of the change relative to the residual, and how often the head,
+applied at that depth, already chooses the token that it chooses at the top.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vivace.train.distillation import FrozenPass
 
 
 def roc_auc(score: Tensor, label: Tensor) -> float | None:
-    """Area under the receiver operating characteristic: how often a true position outranks a false one, ties half.
+    """Return the area under the ROC curve: how often a true position scores higher than a false one, ties counted half.
 
     Args:
         score: (n,)
         label: (n,) bool.
 
     Returns:
-        Between 0 and 1; None when all labels are equal.
+        A value between 0 and 1; None if all labels are equal.
     """
     positives = int(label.sum())
     negatives = len(label) - positives
@@ -47,28 +47,29 @@ def roc_auc(score: Tensor, label: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """What one stated agreement gives on other text."""
+    """What one agreement target yields on text that was not used for calibration."""
 
     quality: float
+    """The agreement target."""
     exit_shares: tuple[float, ...]
-    """Share of all positions that leaves at each gate."""
+    """Share of all positions that exit at each gate."""
     exit_agreement: float | None
-    """Share of the exits that say what the whole model says; None when nobody left."""
+    """Share of the exits that choose the whole model's token; None if there were no exits."""
     agreement: float
-    """The same over all positions; those that reach the top agree."""
+    """The same share over all positions; those that reach the top agree."""
     mean_layers: float
-    """Layers below a token, companions and late fills aside."""
+    """Mean number of layers per token, without accelerated rows and filling the cache of skipped layers."""
 
 
 def tradeoff(known: Scores, tried: Scores, quality: float, gates: GatesConfig, num_layers: int) -> Tradeoff:
-    """Calibrate on some positions, count on others.
+    """Calibrate thresholds on some positions and evaluate them on others.
 
     Args:
-        known: positions that set the thresholds.
-        tried: positions that are counted.
-        quality: the agreement asked for.
-        gates: where the gates stand.
-        num_layers: of the model.
+        known: positions to calibrate on.
+        tried: positions to evaluate on.
+        quality: the agreement target.
+        gates: the places of the exits.
+        num_layers: number of layers of the model.
     """
     plan = calibrate(known, quality, minimum_exit_share=gates.minimum_exit_share(num_layers))
     gate = exits(tried, plan)
@@ -86,18 +87,18 @@ def tradeoff(known: Scores, tried: Scores, quality: float, gates: GatesConfig, n
 
 @dataclass(frozen=True)
 class RouterRow:
-    """One router's figures."""
+    """The measurements of one router."""
 
     kind: str
     num_weights: int
     auc: tuple[float | None, ...]
-    """Gate by gate."""
+    """Area under the ROC curve at each gate."""
     tradeoffs: tuple[Tradeoff, ...]
 
 
 @dataclass(frozen=True)
 class RouterTrial:
-    """The positions of a comparison: learnt from, calibrated on, and counted."""
+    """The positions of a comparison, for training, for calibration and for evaluation."""
 
     learnt: Trails
     known: Trails
@@ -113,21 +114,21 @@ def compare_routers(
     lesson: RouterTraining,
     qualities: Sequence[float],
 ) -> list[tuple[RouterRow, Router]]:
-    """Train routers on the same trails and measure them on the same others.
+    """Train routers on the same positions and evaluate them on the same others.
 
     Args:
         model: the frozen decoder.
-        accelerator: its gates.
-        configs: the routers; all of one stride, since the trails are.
-        trial: positions.
-        lesson: how the routers that have weights are trained.
-        qualities: agreements to calibrate to.
+        accelerator: the gates with their accelerated residuals.
+        configs: the routers; all have the same stride, since the positions have.
+        trial: the positions.
+        lesson: how to train the routers that have weights.
+        qualities: agreement targets to calibrate for.
 
     Returns:
-        Each router's figures, and the router.
+        The measurements of each router, and the router.
 
     Raises:
-        ConfigError: strides differ.
+        ConfigError: the strides differ.
     """
     if len({config.stride for config in configs}) != 1:
         raise ConfigError(f"routers on the same trails have one stride, found {[c.stride for c in configs]}")
@@ -146,26 +147,26 @@ def compare_routers(
 
 @dataclass(frozen=True)
 class Velocity:
-    """One stream, depth by depth."""
+    """How one residual stream changes, depth by depth."""
 
     depths: tuple[int, ...]
     cosine: tuple[float, ...]
-    """To the slow residual at the top."""
+    """Mean cosine to the last residual of the whole model."""
     step: tuple[float, ...]
-    """Length of the change from the layer before, beside the residual's own."""
+    """Mean length of the change from the layer before, relative to the residual before."""
     agreement: tuple[float, ...]
-    """Share of positions whose likeliest token, read here, is the one at the top."""
+    """Share of positions at which the head chooses the same token as at the top."""
 
 
 @torch.no_grad()
 def velocities(
     model: Decoder, accelerator: GatedAccelerator, batches: Sequence[TokenBatch]
 ) -> tuple[Velocity, list[Velocity]]:
-    """The slow stream's velocity, and each gate's accelerated stream's, over answer positions.
+    """Measure the velocity of the model's residuals and of each gate's accelerated residuals, over answer positions.
 
     Args:
         model: the frozen decoder.
-        accelerator: its gates.
+        accelerator: the gates with their accelerated residuals.
         batches: rows of text.
     """
     config = accelerator.config
@@ -198,7 +199,7 @@ def velocities(
 
 
 def _look(model: Decoder, before: Tensor, h: Tensor, read: Tensor, top: Tensor, said: Tensor) -> Tensor:
-    """Sums of cosine, relative step and agreement over rows, (3,)."""
+    """Return the sums of cosine, relative change and agreement over rows, (3,)."""
     cosine = F.cosine_similarity(h.float(), top.float(), dim=-1).sum()
     step = ((h.float() - before.float()).norm(dim=-1) / before.float().norm(dim=-1)).sum()
     agreed = (model.greedy(read) == said).sum()
@@ -206,5 +207,6 @@ def _look(model: Decoder, before: Tensor, h: Tensor, read: Tensor, top: Tensor, 
 
 
 def _velocity(depths: range, means: Tensor) -> Velocity:
+    """Build a ``Velocity`` from the means (depths, 3)."""
     cosine, step, agreement = means.T.tolist()
     return Velocity(tuple(depths), tuple(cosine), tuple(step), tuple(agreement))

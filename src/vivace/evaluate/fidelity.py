@@ -1,10 +1,10 @@
-"""What rounding weights costs: each format's answers beside those of the model as it is stored.
+"""The effect of quantizing weights: each format's answers compared with those of the model as stored.
 
 * *task quality*: the metrics of ``quality.py`` on the format's own greedy answers;
-* *answer nll*: mean negative log-likelihood per token of those answers under the model as stored: what it makes of a
-  text that another one wrote;
-* *reference nll*: of the first reference of each prompt under the format itself, where there are references;
-* *agreement*: at each place of the stored model's answers, whether the format would have written the same token.
+* *answer nll*: mean negative log-likelihood per token of those answers under the model as stored;
+* *reference nll*: mean negative log-likelihood per token of the first reference of each prompt under the format
+  itself, if there are references;
+* *agreement*: at each position of the stored model's answers, whether the format would choose the same token.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ from vivace.prompts import Prompt
 Progress = Callable[[int, int], None]
 
 BATCH = 16
-"""Prompts answered at once; a row's bits do not depend on it."""
+"""Number of prompts answered at once; the bits of an answer do not depend on it."""
 
 
 class Answer(Protocol):
-    """The part of an answer that is looked at."""
+    """The part of an answer that is used here."""
 
     @property
     def text(self) -> str:
-        """Without special tokens."""
+        """Text without special tokens."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What was generated, an end token included."""
+        """The generated tokens, including an end token."""
 
 
 class Scorer(Protocol):
-    """The part of an engine that is compared."""
+    """The part of an engine that is used here."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights in memory."""
+        """Number of bytes that its weights take in memory."""
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """(B, T) -> (B, T, V)."""
+        """Return the next-token logits at every position, (B, T) -> (B, T, V)."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What one format was given and wrote."""
+    """The prompts, and the answers of one format."""
 
     questions: Sequence[BenchmarkPrompt]
     answers: Sequence[Answer]
     references: Sequence[tuple[int, ...]]
-    """Tokens of each prompt's first reference, the end included; empty without one."""
+    """Tokens of each prompt's first reference, the end token included; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """One format beside the stored weights."""
+    """One format compared with the stored weights."""
 
     weights: str
     num_bytes: int
     num_tokens: int
-    """Of its answers."""
+    """Number of tokens of its answers."""
     answer_nll: float
     reference_nll: float | None
     agreement: float
     identical_share: float
-    """Of its answers that are the stored model's to the last token."""
+    """Share of its answers that have exactly the stored model's tokens."""
     tasks: dict[str, dict[str, float]]
 
 
@@ -85,16 +85,16 @@ def compare_weights(
     *,
     on_progress: Progress | None = None,
 ) -> Fidelity:
-    """One format's figures.
+    """Compare one format with the stored weights.
 
     Args:
-        weights: its name.
+        weights: name of the format.
         engine: the model in that format.
-        base: the model as stored; may be the same engine.
-        prompts: what was asked, with references and task names.
+        base: the model as stored; it may be the same engine.
+        prompts: the prompts, with references and task names.
         own: the format's answers.
-        stored: the answers of the model as stored, to the same prompts.
-        on_progress: called with (prompts done, all).
+        stored: the stored model's answers to the same prompts.
+        on_progress: called with the number of prompts done and their total.
     """
     written, matched, places, referred = [0.0, 0], 0, 0, [0.0, 0]
     for index, question in enumerate(own.questions):
@@ -121,7 +121,7 @@ def compare_weights(
 
 
 def read_answer(engine: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[float], list[bool]]:
-    """Negative log-likelihood of each token of an answer, and whether it is the likeliest one."""
+    """Return the negative log-likelihood of each token of an answer, and whether it is the likeliest token."""
     if not answer:
         return [], []
     logits = engine.logits([[*prompt, *answer[:-1]]])[0, len(prompt) - 1 :]

@@ -1,8 +1,8 @@
-"""llama.cpp as a contestant of the bench: the same weights as GGUF, the same token ids, the same number of threads.
+"""llama.cpp in the benchmark: the same weights as GGUF, the same token ids, the same number of threads.
 
-It is driven through the C functions of llama-cpp-python rather than its ``Llama`` class, whose own loop costs more
-per token than a small model does, so that the clock sees llama.cpp and one ``argmax``. Settings are its defaults:
-float16 cache, flash attention where it has it, weights repacked at load where it knows how.
+It is called through the C functions of llama-cpp-python instead of its ``Llama`` class, whose loop costs more
+per token than a small model does; so the time is that of llama.cpp and one ``argmax``. Settings are its defaults:
+float16 cache, flash attention where available, weights repacked while loading where it can.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.memory import Holdings, peak_memory
 
 LLAMA_CPP: Mapping[str, str] = {"llama.cpp": "auto", "llama.cpp-q8_0": "q8_0", "llama.cpp-q4_0": "q4_0"}
-"""Name on the command line -> how its matrices are stored; "auto" is as in the checkpoint."""
+"""Format of the matrices by name on the command line; "auto" is the checkpoint's."""
 
 _F32 = 0
-"""``ggml_type``."""
+"""The ``ggml_type`` of float32."""
 
 _PROBE = """
 import sys
@@ -46,22 +46,22 @@ engine = LlamaCpp(Path(sys.argv[1]), num_threads=int(sys.argv[2]), capacity=64)
 engine.run(Rows([1] * 40, range(40), [0] * 40, [39]))
 engine.run(Rows([1], [40], [0], [0]))
 """
-"""A prompt and a token."""
+"""Program that runs a prompt and a token through llama.cpp."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of one pass."""
+    """The tokens of one pass."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
     sequences: Sequence[int]
     wanted: Sequence[int]
-    """Places among them whose logits are asked for."""
+    """Indices of the rows whose logits are needed."""
 
 
 class LlamaCpp:
-    """A GGUF file opened by llama.cpp, with a cache for several sequences."""
+    """A GGUF file loaded by llama.cpp, with a cache for several sequences."""
 
     def __init__(
         self,
@@ -72,19 +72,19 @@ class LlamaCpp:
         num_sequences: int = 1,
         full_precision: bool = False,
     ) -> None:
-        """Open a file.
+        """Load a file.
 
         Args:
-            path: written by ``write_checkpoint``; it may be removed afterwards.
-            num_threads: for prompts and for single tokens.
-            capacity: entries of each sequence in the cache.
-            num_sequences: sequences at once.
-            full_precision: attention in float32 instead of its float16 cache and flash attention: slower, and
-                comparable with ours number by number.
+            path: file written by ``write_checkpoint``; it may be deleted afterwards.
+            num_threads: number of threads for prompts and for single tokens.
+            capacity: number of cache entries per sequence.
+            num_sequences: number of sequences decoded at once.
+            full_precision: whether to compute attention in float32 instead of with a float16 cache and flash attention;
+                this is slower, and can be compared with our numbers directly.
 
         Raises:
             DependencyError: llama-cpp-python is not installed.
-            VivaceError: llama.cpp does not open the file.
+            VivaceError: llama.cpp cannot load the file.
         """
         self._lib = lib = _library()
         params = lib.llama_model_default_params()
@@ -106,15 +106,15 @@ class LlamaCpp:
         weakref.finalize(self, _free, lib, self._context, self._model)
         self.capacity, self.num_sequences = capacity, num_sequences
         self.num_bytes = int(lib.llama_model_size(self._model))
-        """Of the weights."""
+        """Number of bytes of the weights."""
         self.num_entries = int(settings.n_ctx)
-        """Of the cache, all sequences together."""
+        """Number of cache entries, all sequences together."""
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = _Batch(lib, settings.n_batch)
 
     def run(self, rows: Rows) -> list[npt.NDArray[np.float32]]:
-        """One pass; the logits (V,) of each row that wants them, valid until the next pass.
+        """Run one pass and return the logits (V,) of each wanted row, valid until the next pass.
 
         Raises:
             CapacityError: the rows do not fit the cache.
@@ -129,13 +129,14 @@ class LlamaCpp:
         self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
     def _logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits (V,) of a row as a view of llama.cpp's memory."""
         place = ctypes.addressof(self._lib.llama_get_logits_ith(self._context, row).contents)
         values = (ctypes.c_float * self._vocab_size).from_address(place)
         return np.frombuffer(memoryview(values), np.float32)
 
 
 def llama_cpp_passes(engine: LlamaCpp, num_rows: Sequence[int], *, context: int) -> list[Callable[[], object]]:
-    """As `roofline.passes_over` has them: a pass over k rows, and the largest logit of each."""
+    """Return passes over k rows that take the largest logit of each, like ``roofline.passes_over``."""
 
     def run(rows: int) -> None:
         engine.forget(0, context)
@@ -149,7 +150,7 @@ def llama_cpp_passes(engine: LlamaCpp, num_rows: Sequence[int], *, context: int)
 
 
 class _Batch:
-    """llama.cpp's ``llama_batch`` over arrays of ours."""
+    """llama.cpp's struct ``llama_batch`` over numpy arrays."""
 
     def __init__(self, lib: ModuleType, size: int) -> None:
         self._ones = np.ones(size, np.int32)
@@ -167,7 +168,7 @@ class _Batch:
                 setattr(self._struct, name, arrays[name].ctypes.data_as(kind))
 
     def fill(self, rows: Rows) -> Any:
-        """The struct, holding these rows."""
+        """Fill the struct with these rows and return it."""
         count = len(rows.tokens)
         self._tokens[:count] = rows.tokens
         self._positions[:count] = rows.positions
@@ -180,13 +181,14 @@ class _Batch:
 
 @dataclass
 class _Sequence:
-    """One prompt being answered."""
+    """One prompt that is being answered."""
 
     index: int
     length: int
     tokens: list[int] = field(default_factory=list)
 
     def is_done(self, limit: int, ends: frozenset[int]) -> bool:
+        """Return whether the answer has reached its limit or an end token."""
         return len(self.tokens) >= limit or self.tokens[-1] in ends
 
 
@@ -199,14 +201,14 @@ class LlamaCppPeer:
     max_new_tokens: int
     end_tokens: frozenset[int]
     entry_bytes: int = 0
-    """Of a token's keys and values in all layers, float16."""
+    """Number of bytes of one token's keys and values in all layers, in float16."""
 
     def holdings(self, batch: Sequence[BenchmarkPrompt]) -> Holdings:
-        """Bytes of the weights and of the cache, which are taken when the file is opened."""
+        """Return the bytes of weights and cache, which are allocated when the file is loaded."""
         return Holdings(self.engine.num_bytes, self.engine.num_entries * self.entry_bytes, 0)
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch, greedily, all its sequences in one pass a step."""
+        """Answer one batch with greedy decoding; all its sequences share one pass per step."""
         with peak_memory(torch.device("cpu")) as peak:
             start = time.perf_counter()
             self.engine.forget()
@@ -226,6 +228,7 @@ class LlamaCppPeer:
         )
 
     def _prefill(self, batch: Sequence[BenchmarkPrompt]) -> list[_Sequence]:
+        """Read all prompts in one pass and return the sequences with their first tokens."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -239,6 +242,7 @@ class LlamaCppPeer:
         return [_Sequence(i, len(batch[i].token_ids), [int(row.argmax())]) for i, row in enumerate(found)]
 
     def _step(self, live: Sequence[_Sequence]) -> None:
+        """Append one token to each sequence."""
         rows = Rows(
             [one.tokens[-1] for one in live],
             [one.length + len(one.tokens) - 1 for one in live],
@@ -252,14 +256,14 @@ class LlamaCppPeer:
 def enter_llama_cpp(
     names: Sequence[str], folder: Path, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int, batch_size: int
 ) -> list[LlamaCppPeer]:
-    """Write a checkpoint as GGUF, once for each kind, and open the files.
+    """Write a checkpoint as GGUF, once for each format, and load the files.
 
     Args:
         names: keys of `LLAMA_CPP`.
         folder: the checkpoint.
-        questions: the bench's prompts.
-        max_new_tokens: longest answer.
-        batch_size: prompts answered together.
+        questions: the prompts of the benchmark.
+        max_new_tokens: length limit of an answer.
+        batch_size: number of prompts answered together.
 
     Raises:
         DependencyError: llama-cpp-python is not installed, or crashes on this machine.
@@ -284,10 +288,10 @@ def enter_llama_cpp(
 
 
 def _probe(name: str, path: Path) -> None:
-    """Answer a prompt in a process of its own first, since a crash would take the whole run with it.
+    """Answer a prompt in a separate process first, since a crash would end the whole benchmark.
 
     Raises:
-        DependencyError: it crashed. Other failures are left to who opens the file next.
+        DependencyError: it crashed. Other failures show when the file is loaded.
     """
     command = [sys.executable, "-c", _PROBE, str(path), str(torch.get_num_threads())]
     status = subprocess.run(command, capture_output=True, check=False).returncode
@@ -300,10 +304,10 @@ def _probe(name: str, path: Path) -> None:
 
 @cache
 def _library() -> ModuleType:
-    """llama-cpp-python's C functions, their log switched off.
+    """Return llama-cpp-python's module of C functions, with its log switched off.
 
     Raises:
-        DependencyError: it is not installed.
+        DependencyError: llama-cpp-python is not installed.
     """
     try:
         from llama_cpp import llama_cpp
@@ -319,10 +323,11 @@ def _library() -> ModuleType:
 
 @cache
 def _no_log(lib: Any) -> Any:
-    """A log that says nothing; kept for good, because C holds no reference to it."""
+    """Return a log callback that does nothing; it is cached, because C holds no reference to it."""
     return lib.llama_log_callback(lambda *_: None)
 
 
 def _free(lib: Any, context: Any, model: Any) -> None:
+    """Free llama.cpp's memory."""
     lib.llama_free(context)
     lib.llama_model_free(model)

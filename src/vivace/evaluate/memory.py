@@ -1,11 +1,11 @@
-"""Memory of an answer: what the process had at its peak, and which part of it a decoding method is answerable for.
+"""Memory use: the peak of the process, and the part of it that a decoding method needs.
 
 *Peak memory* is the resident memory of the whole process, or what was allocated on an accelerator. On Linux the
 kernel's high-water mark is reset before the work (``/proc/self/clear_refs``); weights that are mapped from a file count
-once they have been touched. Elsewhere there is no mark to reset and nothing is reported.
+once they have been read. Other systems have no mark to reset, and nothing is reported.
 
-In a bench all methods share one process, so its peak is the same for all of them and says nothing about any.
-*Holdings* are counted instead: the bytes of every tensor that a session can reach, as weights of the model, as
+In a benchmark all methods share one process, so its peak cannot be attributed to any of them.
+*Holdings* are counted instead: the bytes of every tensor that a session refers to, as weights of the model, as
 key/value cache, and as drafter (draft weights, quantized copies of the model's layers, a draft model and its cache).
 """
 
@@ -37,20 +37,21 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass
 class PeakMemory:
-    """Filled when the work is done."""
+    """The result of `peak_memory`."""
 
     num_bytes: int | None = None
+    """Peak in bytes, set when the work is done; None if it is unknown."""
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
-    """Measure the highest memory during a block.
+    """Measure the peak memory during a block.
 
     Args:
-        device: Where the model runs: a CPU's figure is that of the whole process.
+        device: device of the model; for a CPU the memory of the whole process is measured.
 
     Yields:
-        PeakMemory: its ``num_bytes`` is set when the block ends, None where it cannot be known.
+        PeakMemory: its ``num_bytes`` is set when the block ends, None if it is unknown.
     """
     peak = PeakMemory()
     if device.type == "cuda":
@@ -65,59 +66,61 @@ def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
 
 
 def resident_memory() -> int | None:
-    """Bytes of this process that are in memory now; None where the system does not say."""
+    """Return the bytes of this process that are in memory now; None if the system does not report it."""
     return _read_status("VmRSS") if _STATUS.is_file() else None
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Bytes that answering takes, counted from the tensors that are held; libraries and Python come on top."""
+    """Bytes of the tensors needed for answering; the memory of libraries and Python is not included."""
 
     weights: int
-    """Of the model as it is kept in memory, packed or quantized."""
+    """Weights of the model as they are in memory, packed or quantized."""
     cache: int
     """Keys and values of every slot, up to the longest answer."""
     drafter: int
-    """Everything else that the session reaches: what the method needs and plain decoding does not."""
+    """Everything else that the session refers to: what the method needs and plain decoding does not."""
 
 
 def holdings_of(session: Session, drafter: Drafter) -> Holdings:
-    """Count what an answer needs; whatever of the model a drafter reaches counts as the model's.
+    """Count the memory that an answer needs; parts of the model that a drafter refers to count as the model's.
 
     Args:
-        session: after its first steps, when the drafter has made the copies that it works with.
-        drafter: that of its requests.
+        session: a session after its first steps, when the drafter has made the copies that it works with.
+        drafter: the drafter of its requests.
     """
     weights, cache, besides = held_bytes(session.model, session.cache, (session, drafter))
     return Holdings(weights, cache, besides)
 
 
 def held_bytes(*owners: object) -> tuple[int, ...]:
-    """Bytes of all tensors and arrays that each owner reaches and none of the owners before it does.
+    """Return the bytes of all tensors and arrays that each owner refers to and no owner before it does.
 
-    Objects of this project, modules of PyTorch and containers are looked into. Memory that several tensors share
-    counts once, and whole: a view of one row holds all of its tensor. What lies in a dictionary with weak keys belongs
-    to whoever reaches the key: so copies of layers that were made for a drafter count as the drafter's.
+    Objects of this project, modules of PyTorch and containers are searched recursively. Memory that several tensors
+    share counts once, and completely: a view of one row holds all of its tensor. The values of a dictionary with weak
+    keys count for the owner that refers to the key, so copies of layers that were made for a drafter count as the
+    drafter's.
 
     Args:
-        owners: in the order in which what is shared is to be counted.
+        owners: objects, in the order in which shared memory is to be counted.
     """
     tally = _Tally()
     return tuple(tally.add(owner) for owner in owners)
 
 
 class _Tally:
-    """What was counted so far."""
+    """The objects and addresses that have been counted so far."""
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}
-        """Objects by id; held, since an id is taken again once its object is gone."""
+        """Objects by id; they are kept alive, since an id is used again once its object is gone."""
         self._addresses: set[int] = set()
-        """Of memory that was counted."""
+        """Addresses of memory that has been counted."""
         self._weak: list[Mapping[Any, Any]] = []
+        """Dictionaries with weak keys that have been found."""
 
     def add(self, owner: object) -> int:
-        """Bytes that an owner reaches and that were not counted before."""
+        """Return the bytes that an owner refers to and that have not been counted before."""
         total, waiting = 0, [owner]
         while waiting:
             thing = waiting.pop()
@@ -134,7 +137,7 @@ class _Tally:
         return total
 
     def _size(self, thing: object) -> int:
-        """Bytes of a tensor's or an array's memory, 0 for anything else and for what was counted before."""
+        """Return the bytes of a tensor's or an array's memory; 0 for other objects and for memory counted before."""
         if isinstance(thing, Tensor):
             storage = thing.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
@@ -150,7 +153,7 @@ class _Tally:
 
 
 def _parts(thing: object) -> Iterable[Any]:
-    """What an object consists of, where it is one that may hold tensors."""
+    """Return the objects that an object refers to, if it is of a kind that may hold tensors."""
     if isinstance(thing, Tensor | np.ndarray):
         return []
     if isinstance(thing, Mapping):
@@ -170,15 +173,18 @@ def _parts(thing: object) -> Iterable[Any]:
 
 
 def _is_ours(thing: object) -> bool:
+    """Return whether an object's class belongs to vivace."""
     return type(thing).__module__.partition(".")[0] == "vivace"
 
 
 def _slots(kind: type) -> list[str]:
+    """Return the names in a class's ``__slots__``."""
     names = vars(kind).get("__slots__", ())
     return [name for name in ([names] if isinstance(names, str) else names) if name not in ("__dict__", "__weakref__")]
 
 
 def _is_filled(cell: Any) -> bool:
+    """Return whether a closure's cell has a value."""
     try:
         return cell.cell_contents is not None
     except ValueError:  # a name of the enclosing function that has no value yet
@@ -186,6 +192,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _reset_high_water() -> bool:
+    """Reset the kernel's high-water mark; return whether that is possible."""
     try:
         _CLEAR.write_text(_RESET_HIGH_WATER)
     except OSError:
@@ -194,5 +201,6 @@ def _reset_high_water() -> bool:
 
 
 def _read_status(key: str) -> int | None:
+    """Return a value of ``/proc/self/status`` in bytes."""
     match = re.search(rf"{key}:\s+(\d+) kB", _STATUS.read_text())
     return int(match[1]) * 1024 if match else None

@@ -1,7 +1,7 @@
-"""How much of the machine other processes took while something was measured: a figure of a busy machine says so.
+"""The share of the machine that other processes used during a measurement, which is stored with its results.
 
-A native pass waits for the last of its threads, so one core that another process holds for a while makes all of them
-wait; drafting methods, whose passes are many and short, lose more by it than plain decoding does.
+A native pass waits for the last of its threads, so one core that another process uses for a while delays all of them.
+Drafting methods, whose passes are many and short, lose more by it than plain decoding does.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _STAT = Path("/proc/stat")
 
 @dataclass
 class Others:
-    """Filled when the measurement is done."""
+    """The result of `watched_others`."""
 
     cpu_share: float | None = None
-    """Of all cores' time, used by other processes; None where the system does not say."""
+    """Share of all cores' time used by other processes; None if the system does not report it."""
 
 
 @contextmanager
 def watched_others() -> Iterator[Others]:
-    """Find out what others do during a block.
+    """Measure the processor time of other processes during a block.
 
     Yields:
         Others: its ``cpu_share`` is set when the block ends.
@@ -40,7 +40,9 @@ def watched_others() -> Iterator[Others]:
 
 
 def _busy_s() -> float | None:
-    """Seconds that all cores have worked since the start: user, nice, system, interrupts and what a host took."""
+    """Return the seconds that all cores have worked since the start: user, nice, system, interrupts and stolen by a
+    host.
+    """
     if not _STAT.is_file():
         return None
     user, nice, system, _idle, _wait, irq, soft, steal = map(int, _STAT.read_text().split()[1:9])
@@ -48,5 +50,5 @@ def _busy_s() -> float | None:
 
 
 def _own_s() -> float:
-    """Seconds of this process and of its children that have ended."""
+    """Return the processor seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])

@@ -1,8 +1,8 @@
-"""How much of the reference texts a generated text contains: BLEU and ROUGE-L, several references a text.
+"""Overlap of generated texts with reference texts: BLEU and ROUGE-L with several references per text.
 
-BLEU is sacrebleu's (Papineni et al. 2002; Post 2018, arXiv 1804.08771), over the whole set, case-sensitive, its
-``13a`` tokenisation. ROUGE-L is rouge-score's F-measure (Lin 2004), without stemming, per text the best of its
-references, then the mean. Both on the usual scale of 0 to 100. The two packages are in the extra ``bench``.
+BLEU is sacrebleu's (Papineni et al. 2002; Post 2018, arXiv 1804.08771), over the whole set, case-sensitive, with its
+``13a`` tokenisation. ROUGE-L is rouge-score's F-measure (Lin 2004), without stemming: for each text the best of its
+references, then the mean. Both are on the usual scale of 0 to 100. The two packages are in the extra ``bench``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vivace.errors import ConfigError, DependencyError
 
 
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Corpus BLEU of texts, each against its own set of references.
+    """Return the corpus BLEU of texts, each with its own references.
 
     Args:
-        texts: What was generated.
-        references: For each text at least one right answer; the counts may differ.
+        texts: generated texts.
+        references: at least one right answer for each text; the numbers may differ.
 
     Raises:
-        ConfigError: lengths differ, or a text has no reference.
+        ConfigError: the lengths differ, or a text has no reference.
         DependencyError: sacrebleu is missing.
     """
     _check(texts, references)
@@ -33,10 +33,10 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """ROUGE-L of each text against the best of its references.
+    """Return the ROUGE-L of each text with the best of its references.
 
     Raises:
-        ConfigError: lengths differ, or a text has no reference.
+        ConfigError: the lengths differ, or a text has no reference.
         DependencyError: rouge-score is missing.
     """
     _check(texts, references)
@@ -48,6 +48,7 @@ def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
 
 
 def _check(texts: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Refuse texts without references."""
     if len(texts) != len(references):
         raise ConfigError(f"{len(texts)} texts to score, but references for {len(references)}")
     empty = [index for index, answers in enumerate(references) if not answers]
@@ -56,6 +57,11 @@ def _check(texts: Sequence[str], references: Sequence[Sequence[str]]) -> None:
 
 
 def _package(name: str) -> Any:
+    """Import an optional package.
+
+    Raises:
+        DependencyError: it is not installed.
+    """
     try:
         return import_module(name)
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Other engines as contestants of the bench: transformers, its own speculation, and llama.cpp (``llamacpp.py``).
+"""Other engines in the benchmark: transformers, its own speculation, and llama.cpp (``llamacpp.py``).
 
-A peer reads the same checkpoint, answers the same token ids with the same number of threads, and is timed by the
-same clock: tokens after the first block over the time after it, seen through transformers' streamer. transformers
-runs in the checkpoint's dtype or in float32, whichever is faster on this machine in a heat before the bench.
+A peer reads the same checkpoint, answers the same token ids with the same number of threads, and is timed in the
+same way: tokens after the first block over the time after it, observed through transformers' streamer. transformers
+runs in the checkpoint's dtype or in float32, whichever is faster on this machine in a test before the benchmark.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ TRANSFORMERS: Mapping[str, Speculation] = {
     "transformers-lookup": "lookup",
     "transformers-assisted": "assisted",
 }
-"""Name on the command line -> how transformers speculates."""
+"""Kind of speculation of transformers by name on the command line."""
 
 PEERS = (*TRANSFORMERS, *LLAMA_CPP)
 """All names on the command line."""
 
 NUM_LOOKUP_TOKENS = 10
-"""``prompt_lookup_num_tokens``: the value of transformers' own documentation."""
+"""``prompt_lookup_num_tokens``: the value in transformers' own documentation."""
 HEAT_PROMPTS = 3
+"""Number of prompts with which the two dtypes are compared."""
 
 
 class Stopwatch:
-    """A streamer: notes when each block of tokens arrives, the prompt first."""
+    """A streamer that records when each block of tokens arrives; the first block is the prompt."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[float, int]] = []
 
     def put(self, value: Tensor) -> None:
-        """Called by transformers with token ids."""
+        """Record the arrival of token ids; transformers calls this."""
         self.blocks.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
-        """Called by transformers after the last block."""
+        """Do nothing; transformers calls this after the last block."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class TransformersPeer:
     assistant: Any = None
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch, greedily; shorter prompts are padded on the left."""
+        """Answer one batch with greedy decoding; shorter prompts are padded on the left."""
         ids, mask = _pad([question.token_ids for question in batch], self.model.device)
         watch = Stopwatch()
         with peak_memory(self.model.device) as peak, torch.inference_mode():
@@ -87,7 +88,7 @@ class TransformersPeer:
         )
 
     def holdings(self, batch: Sequence[BenchmarkPrompt]) -> Holdings:
-        """Bytes of the model, of the cache that answering a batch leaves behind, and of the assistant."""
+        """Return the bytes of the model, of the cache after answering a batch, and of the assistant model."""
         ids, mask = _pad([question.token_ids for question in batch], self.model.device)
         settings = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
         with torch.inference_mode():
@@ -96,6 +97,7 @@ class TransformersPeer:
         return Holdings(*held_bytes(self.model, entries, self.assistant))
 
     def _speculation(self) -> dict[str, Any]:
+        """Return the arguments of ``generate`` for this kind of speculation."""
         match TRANSFORMERS[self.name]:
             case "lookup":
                 return {"prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
@@ -104,17 +106,20 @@ class TransformersPeer:
         return {}
 
     def _end_tokens(self) -> set[int]:
+        """Return the ids that end an answer."""
         found = self.model.generation_config.eos_token_id
         return set() if found is None else set(found) if isinstance(found, list) else {found}
 
 
 Peer = TransformersPeer | LlamaCppPeer
-"""Contestants that are other engines."""
+"""Systems that are other engines."""
 
 
 @dataclass(frozen=True)
 class Heat:
-    """Which dtype transformers runs in, and the rates (tokens per second, whole time) that decided it."""
+    """The dtype that transformers runs in, and the rates (tokens per second of the whole time) by which it was
+    chosen.
+    """
 
     dtype: str
     rates: dict[str, float]
@@ -130,22 +135,22 @@ def peer_systems(
     batch_size: int = 1,
     draft_folder: Path | None = None,
 ) -> tuple[list[Peer], Heat | None]:
-    """Load the peers of a bench.
+    """Load the peers of a benchmark.
 
     Args:
         names: some of `PEERS`.
-        folder: The checkpoint.
-        questions: The bench's prompts; the first few are run for the heat.
-        max_new_tokens: Longest answer.
-        device: Where the model runs.
-        batch_size: Prompts answered together, for which llama.cpp makes room.
-        draft_folder: The small checkpoint, for ``transformers-assisted``.
+        folder: the checkpoint.
+        questions: the prompts of the benchmark; the first few are used to choose the dtype.
+        max_new_tokens: length limit of an answer.
+        device: device of the model.
+        batch_size: number of prompts answered together, for which llama.cpp allocates its cache.
+        draft_folder: the draft model's checkpoint, for ``transformers-assisted``.
 
     Returns:
         The peers in the order of their names, and how transformers' dtype was chosen if it takes part.
 
     Raises:
-        ConfigError: an unknown name, or no draft model for assisted generation.
+        ConfigError: a name is unknown, or assisted generation has no draft model.
         DependencyError: llama.cpp is named and not installed.
         UnsupportedError: llama.cpp is named and the checkpoint cannot be written for it.
     """
@@ -173,7 +178,7 @@ def peer_systems(
 def _hold_heat(
     folder: Path, questions: Sequence[BenchmarkPrompt], max_new_tokens: int, device: torch.device
 ) -> tuple[Heat, Any]:
-    """Runs transformers in the checkpoint's dtype and in float32; both rates, and the faster model."""
+    """Run transformers in the checkpoint's dtype and in float32; return both rates, and the faster model."""
     rates = {}
     models = {}
     for dtype in ("auto", "float32"):
@@ -190,6 +195,7 @@ def _hold_heat(
 
 
 def _load(folder: Path, dtype: str, device: torch.device) -> Any:
+    """Load a model with transformers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -197,11 +203,12 @@ def _load(folder: Path, dtype: str, device: torch.device) -> Any:
 
 
 def _dtype(model: Any) -> str:
+    """Return the name of a model's dtype."""
     return str(model.dtype).removeprefix("torch.")
 
 
 def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, (B, T) each, padded on the left."""
+    """Return token ids and attention mask, (B, T) each, padded on the left."""
     longest = max(map(len, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -212,7 +219,7 @@ def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, T
 
 
 def _cut(row: Sequence[int], end_tokens: set[int]) -> tuple[int, ...]:
-    """Tokens up to the first end token, which stays."""
+    """Return the tokens up to and including the first end token."""
     for place, token in enumerate(row):
         if token in end_tokens:
             return tuple(row[: place + 1])

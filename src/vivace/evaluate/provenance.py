@@ -1,4 +1,4 @@
-"""Where a number comes from: code, versions, machine. Stored with every result."""
+"""The provenance of a number: code, versions and machine. It is stored with every result."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ import torch
 from vivace.kernels.choice import choose
 
 PACKAGES = ("vivace", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python")
+"""Packages whose versions are recorded."""
 _CPU_KEYS = ("model name", "cpu family", "model")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What has to be the same for two numbers to be comparable."""
+    """The facts that must be the same for two numbers to be comparable."""
 
     commit: str | None
-    """Of the source tree; ``+changes`` when files differ from it; None for an installed package."""
+    """Commit of the source tree, with ``+changes`` if files differ from it; None for an installed package."""
     python: str
     packages: dict[str, str]
     system: str
     cpu: str
+    """Name of the processor, with its family and model."""
     num_cores: int
     num_threads: int
     device: str
+    """Name of the accelerator, or "cpu"."""
     best_kernels: str
-    """The best this processor runs, whatever was measured."""
+    """The fastest kernels that this processor can run, whichever were measured."""
     cache_bytes: int | None
-    """Of its largest cache; None where the system does not say."""
+    """Size of the processor's largest cache; None if the system does not report it."""
 
 
 def provenance(device: torch.device) -> Provenance:
-    """Code, versions and machine as they are now."""
+    """Return the provenance of numbers measured now."""
     return Provenance(
         commit=_commit(),
         python=sys.version.split()[0],
@@ -56,6 +59,7 @@ def provenance(device: torch.device) -> Provenance:
 
 
 def _version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -63,7 +67,9 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> str:
-    """The processor's name as the system gives it, with family and model, since hired machines hide the number."""
+    """Return the processor's name as the system reports it, with family and model, since rented machines hide the exact
+    type.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text() if info.is_file() else ""
     found = {key: match[1].strip() for key in _CPU_KEYS if (match := re.search(rf"^{key}\s*:\s*(.+)$", lines, re.M))}
@@ -74,13 +80,13 @@ def _cpu() -> str:
 
 
 def _cache_bytes() -> int | None:
-    """Size of the first core's largest cache, as Linux gives it: ``32768K``."""
+    """Return the size of the first core's largest cache, which Linux reports as ``32768K``."""
     sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
     return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=None)
 
 
 def _commit() -> str | None:
-    """Short commit id of the source tree this package runs from."""
+    """Return the short commit id of the source tree that this package runs from."""
     folder = Path(__file__).resolve().parents[3]
     if not (folder / ".git").exists():
         return None
@@ -93,5 +99,6 @@ def _commit() -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str:
+    """Run a git command and return its output."""
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
     return done.stdout.strip()

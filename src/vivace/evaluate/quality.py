@@ -1,7 +1,7 @@
-"""Quality of generated texts by the metrics that fit their task, in one table.
+"""Quality of generated texts, by the metrics that fit their tasks.
 
-Every text with references gets BLEU and ROUGE-L; *e2e* adds the slot error rate, which needs the prompt only;
-*wikisql* and *advising* have exact match instead of the overlap metrics.
+Texts with references get BLEU and ROUGE-L; *e2e* also gets the slot error rate, which only needs the prompt;
+*wikisql* and *advising* get exact match instead of the overlap metrics.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from vivace.evaluate.sql import is_exact_match
 from vivace.prompts import Prompt
 
 SQL_TASKS = ("wikisql", "advising")
-"""Tasks whose answers are queries."""
+"""Tasks whose answers are SQL queries."""
 
 
 def score(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Metrics of each task among the prompts.
+    """Compute the metrics of each task among the prompts.
 
     Args:
-        prompts: What was asked, with references and task names.
-        texts: What was answered, in the same order.
+        prompts: the prompts, with references and task names.
+        texts: the answers, in the same order.
 
     Returns:
         ``{task: {metric: value}}``; prompts without a task are under ``"text"``. Shares are between 0 and 1, BLEU
-        and ROUGE-L between 0 and 100, ``num_texts`` a count.
+        and ROUGE-L between 0 and 100, and ``num_texts`` is a count.
 
     Raises:
-        ConfigError: lengths differ.
-        DependencyError: BLEU and ROUGE-L are asked for and the extra ``bench`` is not installed.
+        ConfigError: the lengths differ.
+        DependencyError: BLEU and ROUGE-L are needed and the extra ``bench`` is not installed.
     """
     if len(prompts) != len(texts):
         raise ConfigError(f"{len(prompts)} prompts, but {len(texts)} texts to score")
@@ -42,6 +42,7 @@ def score(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[str, dict[str
 
 
 def _score_task(task: str, pairs: Sequence[tuple[Prompt, str]]) -> dict[str, float]:
+    """Compute the metrics of one task."""
     values: dict[str, float] = {"num_texts": len(pairs)}
     answered = [(text, prompt.references) for prompt, text in pairs if prompt.references]
     if answered and task in SQL_TASKS:

@@ -11,10 +11,10 @@ each logit by up to s/2 when it is written, and by about as much again on its wa
 may be rounded in opposite directions. In bfloat16 gaps of up to ``2 s(z)`` are therefore called rounding; a larger one
 is an error. In float32, where sums lose more than their last bit and logits are not rounded again, it is ``64 s(z)``.
 
-Where weights are kept in few bits or in a store, the file's are not those that decode. The same weights are taken
-instead, on their own kernels and still layer by layer without a cache. And two kinds of models have no bound, so that
-differences are listed and none is an error: in a mixture of experts a router may round to another expert, and beside
-weights in few bits activations may be rounded to few bits as well; both change logits by more than rounding them does.
+If weights are quantized or in a store, those of the file are not the ones that decode. The same weights are used
+instead, with their own kernels and still layer by layer without a cache. Two kinds of models have no bound, so that
+differences are listed and none is an error: in a mixture of experts, rounding may make a router choose another expert,
+and with quantized weights the activations may be quantized too; both change logits by more than rounding them does.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from vivace.core.sampling import Sampling
 from vivace.core.step import Step
 
 SPACINGS = {torch.bfloat16: 2, torch.float32: 64}
-"""Distances of neighbouring numbers that rounding may put between two logits."""
+"""Number of distances between neighbouring floating-point numbers that rounding may put between two logits."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A place where plain decoding wrote another token than the likeliest."""
+    """A place where plain decoding wrote a token other than the likeliest."""
 
     prompt: int
-    """Number of the prompt, from 0."""
+    """Index of the prompt."""
     position: int
-    """Of the token in the answer, from 0."""
+    """Index of the token in the answer."""
     expected: int
     """The likeliest token."""
     written: int
@@ -52,33 +52,35 @@ class Departure:
     gap: float
     """Logit of the likeliest token minus that of the one that was written."""
     top_two_gap: float
-    """Logit of the likeliest token minus that of the second; less than ``gap`` where a third one was written."""
+    """Logit of the likeliest token minus that of the second; less than ``gap`` if a third one was written."""
     rounding: float | None
-    """The largest gap that rounding explains here; None where it may explain any (experts, few bits)."""
+    """The largest gap that rounding explains here; None if it may explain any (mixtures of experts, quantized
+    weights).
+    """
 
     @property
     def is_error(self) -> bool:
-        """Whether the gap is larger than what rounding explains."""
+        """Whether the gap is larger than rounding explains."""
         return self.rounding is not None and self.gap > self.rounding
 
 
 @dataclass(frozen=True)
 class Plainness:
-    """Plain decoding's answers beside the reference."""
+    """Plain decoding's answers compared with the reference."""
 
     num_prompts: int
     num_tokens: int
-    """Of all answers, each of which was compared."""
+    """Number of tokens of all answers, each of which was compared."""
     departures: tuple[Departure, ...]
 
     @property
     def num_different(self) -> int:
-        """Answers in which at least one token is not the likeliest."""
+        """Number of answers in which at least one token is not the likeliest."""
         return len({departure.prompt for departure in self.departures})
 
     @property
     def errors(self) -> tuple[Departure, ...]:
-        """The departures that rounding does not explain."""
+        """The differences that rounding does not explain."""
         return tuple(departure for departure in self.departures if departure.is_error)
 
 
@@ -88,26 +90,30 @@ class Text:
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    """New tokens, the end included where one was written."""
+    """New tokens, the end token included if one was written."""
 
     @property
     def tokens(self) -> Tensor:
-        """All tokens (T,) but the last, behind which nothing was written."""
+        """All tokens (T,) except the last, after which nothing was written."""
         return torch.tensor([*self.prompt, *self.answer[:-1]])
 
     def call(self) -> Step:
-        """The call that takes the whole text through a layer; a dynamic rotary embedding turns the prompt as one."""
+        """Return the step that runs the whole text through a layer.
+
+        A dynamic rotary embedding depends on the length; ``extent`` makes it treat the prompt as decoding did, as one
+        call.
+        """
         step = Step.dense(1, len(self.tokens))
         return replace(step, extent=(step.position + 1).clamp(min=len(self.prompt)))
 
 
 class _Through(TorchBackend):
-    """Takes texts through a decoder while its file is read: each layer runs once it is there, and is dropped."""
+    """Runs texts through a decoder while its file is read: each layer is computed when it is loaded, and then freed."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts = texts
         self.residuals: list[Tensor] = []
-        """Of every text (T, E), as far as layers have been read."""
+        """Residuals (T, E) of every text above the layers loaded so far."""
 
     @torch.inference_mode()
     def pack_ends(self, decoder: Decoder) -> None:
@@ -116,7 +122,7 @@ class _Through(TorchBackend):
 
     @torch.inference_mode()
     def pack_layer(self, decoder: Decoder, index: int) -> None:
-        """Take every text through this layer, and let its weights go."""
+        """Run every text through this layer and free its weights."""
         layer = decoder.layers[index]
         pairs = zip(self.residuals, self._texts, strict=True)
         self.residuals = [layer(h, text.call()) for h, text in pairs]
@@ -128,10 +134,10 @@ def beside_checkpoint(folder: Path, dtype: torch.dtype, texts: Sequence[Text], s
     """Compare answers with the likeliest tokens of a checkpoint in float32.
 
     Args:
-        folder: The checkpoint.
-        dtype: What decoding computed in, which says how far rounding goes.
-        texts: Prompts and their greedy answers.
-        sampling: Penalties that they were written under.
+        folder: the checkpoint.
+        dtype: dtype that decoding computed in, which determines how far rounding goes.
+        texts: prompts and their greedy answers.
+        sampling: settings of the penalties under which the answers were written.
     """
     through = _Through([text for text in texts if text.answer])
     decoder = load_decoder(folder, dtype=torch.float32, backend=lambda _: through)
@@ -142,13 +148,13 @@ def beside_checkpoint(folder: Path, dtype: torch.dtype, texts: Sequence[Text], s
 def beside_itself(
     model: Decoder, texts: Sequence[Text], sampling: Sampling, *, has_few_bits: bool = False
 ) -> Plainness:
-    """Compare answers with the likeliest tokens of the very weights that wrote them, on their own kernels.
+    """Compare answers with the likeliest tokens of the same weights that wrote them, on their own kernels.
 
     Args:
-        model: What wrote them.
-        texts: Prompts and their greedy answers.
-        sampling: Penalties that they were written under.
-        has_few_bits: Weights are kept in fewer bits than they compute in.
+        model: the decoder that wrote the answers.
+        texts: prompts and their greedy answers.
+        sampling: settings of the penalties under which the answers were written.
+        has_few_bits: whether weights are stored in fewer bits than they compute in.
     """
     tops = []
     for text in texts:
@@ -164,7 +170,7 @@ def beside_itself(
 def _compare(
     decoder: Decoder, dtype: torch.dtype | None, texts: Sequence[Text], tops: Sequence[Tensor], sampling: Sampling
 ) -> Plainness:
-    """Read the likeliest tokens off the residuals (T, E) that texts with an answer left at the top."""
+    """Find the likeliest tokens from the last residuals (T, E) of the texts that have an answer, and compare."""
     departures, left = list[Departure](), iter(tops)
     bound_by = None if decoder.config.moe is not None else dtype
     for prompt, text in enumerate(texts):
@@ -178,7 +184,7 @@ def _compare(
 
 
 def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None:
-    """Apply the penalties of one row (V,) in place, written down once more so that decoding's are checked as well."""
+    """Apply the penalties to one row (V,) in place; a second implementation, so that decoding's is checked as well."""
     for token in set(prefix):
         logits[token] *= sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
     size = sampling.no_repeat_ngram_size
@@ -188,7 +194,9 @@ def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None
 
 
 def _departures(prompt: int, logits: Tensor, answer: Sequence[int], dtype: torch.dtype | None) -> Iterator[Departure]:
-    """Places of one answer whose token is not the likeliest, given the logits (T, V) before each of its tokens."""
+    """Yield the places of one answer whose token is not the likeliest, given the logits (T, V) before each of its
+    tokens.
+    """
     best, second = logits.topk(2).values.T.tolist()
     for place, (expected, written) in enumerate(zip(logits.argmax(-1).tolist(), answer, strict=True)):
         if expected != written:
@@ -198,6 +206,6 @@ def _departures(prompt: int, logits: Tensor, answer: Sequence[int], dtype: torch
 
 
 def rounding(logit: float, dtype: torch.dtype) -> float:
-    """The gap that rounding to ``dtype`` may put between two logits of about this size."""
+    """Return the largest gap that rounding to ``dtype`` may put between two logits of about this size."""
     spacing: float = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(logit), 1e-30)))
     return SPACINGS[dtype] * spacing

@@ -1,8 +1,8 @@
-"""What the machine allows: reading every weight once a pass bounds decoding, so speed stands beside bandwidth.
+"""What the machine allows: every pass reads all weights, so memory bandwidth limits the speed of decoding.
 
-Decoding one token reads all weights, so ``tokens/s <= bandwidth / weight bytes``; a pass over k rows reads them
-once too, and how much longer it takes than a pass over one row, ``verify(k) / decode(1)``, bounds what drafting can
-gain. All three are measured here, on the model and with the threads that the bench uses.
+Decoding one token reads all weights, so ``tokens/s <= bandwidth / weight bytes``. A pass over k rows reads them
+once too, and the ratio of its time to that of a pass over one row, ``verify(k) / decode(1)``, limits what drafting can
+gain. All three are measured here, on the model and with the threads that the benchmark uses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vivace.core.seams import Draft
 from vivace.decode.forward import ForwardPass
 
 MAX_ROWS = 16
+"""Largest number of rows whose pass is measured."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,17 @@ class Roofline:
     """Limits of one model on one machine."""
 
     read_bytes_per_s: float
-    """Measured on a buffer far larger than any cache."""
+    """Memory bandwidth, measured on a buffer far larger than any cache."""
     weight_bytes: int
-    """Read by a pass: all weights but the rows of the embedding that are not looked up."""
+    """Bytes that a pass reads: all weights except the rows of the embedding that are not looked up."""
     decode_s: float
-    """Median of a pass over one row."""
+    """Median seconds of a pass over one row."""
     verify_cost: tuple[float, ...]
-    """Median of a pass over k = 1..16 rows, in units of ``decode_s``."""
+    """Median time of a pass over k = 1..16 rows, in units of ``decode_s``."""
 
     @property
     def achieved_bytes_per_s(self) -> float:
-        """Weights over the time of a one-row pass."""
+        """Bytes of weights over the time of a pass over one row."""
         return self.weight_bytes / self.decode_s
 
 
@@ -46,9 +47,9 @@ def measure_roofline(model: Decoder, *, context: int = 128, repeats: int = 9) ->
     """Measure bandwidth and passes.
 
     Args:
-        model: The decoder.
-        context: Tokens in the cache during the passes.
-        repeats: Measurements per median.
+        model: the decoder.
+        context: number of tokens in the cache during the passes.
+        repeats: number of measurements per median.
     """
     seconds = pass_seconds(model, range(1, MAX_ROWS + 1), context=context, repeats=repeats)
     return Roofline(
@@ -60,14 +61,14 @@ def measure_roofline(model: Decoder, *, context: int = 128, repeats: int = 9) ->
 
 
 def read_bandwidth(device: torch.device, *, num_bytes: int = 1 << 28, repeats: int = 7) -> float:
-    """Bytes per second of summing a buffer, the best of a few runs."""
+    """Return the bytes per second of summing a buffer, the best of a few runs."""
     buffer = torch.ones(num_bytes // 4, device=device)
     return num_bytes / min(timed(buffer.sum, device, repeats + 1)[1:])
 
 
 @torch.inference_mode()
 def pass_seconds(model: Decoder, num_rows: Sequence[int], *, context: int, repeats: int) -> list[float]:
-    """Median time of a target pass and its greedy choice, for each number of rows; sizes take turns."""
+    """Return the median time of a target pass and its greedy choice for each number of rows; the sizes take turns."""
     passes = passes_over(model, num_rows, context=context)
     times: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats + 1):
@@ -78,12 +79,12 @@ def pass_seconds(model: Decoder, num_rows: Sequence[int], *, context: int, repea
 
 @torch.inference_mode()
 def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> list[Callable[[], object]]:
-    """For each number of rows a target pass and its greedy choice, to be called again and again in inference mode.
+    """Return a target pass with its greedy choice for each number of rows, to be called repeatedly in inference mode.
 
     Args:
-        model: The decoder.
-        num_rows: Rows of each pass.
-        context: Tokens in the cache, the same at every call.
+        model: the decoder.
+        num_rows: number of rows of each pass.
+        context: number of tokens in the cache, the same in every call.
     """
     cache = model.new_cache(1, context + max(num_rows) + 1)
     climb = ForwardPass()
@@ -95,7 +96,9 @@ def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> lis
 
 
 def pass_bytes(model: Decoder) -> int:
-    """Bytes of weights that a pass reads; tables that are looked up do not count, all experts of a mixture do."""
+    """Return the bytes of weights that a pass reads: without tables that are looked up, with all experts of a
+    mixture.
+    """
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     table = [model.embedding] if model.embedding_rows is None else model.embedding_rows.parameters()
     looked_up = 0 if model.config.tied_head else sum(part.nbytes for part in table)
@@ -104,12 +107,12 @@ def pass_bytes(model: Decoder) -> int:
 
 
 def run_pass(model: Decoder, climb: ForwardPass, draft: Draft, cache: KVCache) -> None:
-    """A target pass over a draft and its greedy choices."""
+    """Run a target pass over a draft and take its greedy choices."""
     model.greedy(climb.run(model, draft, cache).hidden)
 
 
 def timed(work: Callable[[], object], device: torch.device, count: int = 1) -> list[float]:
-    """Seconds of each of a number of runs, the accelerator's queue included."""
+    """Return the seconds of each of a number of runs, waiting for the accelerator to finish."""
     times = []
     for _ in range(count):
         start = time.perf_counter()

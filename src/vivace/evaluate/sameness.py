@@ -1,7 +1,7 @@
-"""Does a method write what plain decoding writes, token for token? And if not, how close was the call?
+"""Comparison of a method's answers with plain decoding's, token by token, and how close the choice was if they differ.
 
-Where the answers part, the model's logits for the two tokens after the common text are compared. A gap of nearly
-zero is a tie that rounding broke either way; a large one is an error of ours.
+Where two answers diverge, the model's logits of the two tokens after the common text are compared. A gap of nearly
+zero is a tie that rounding broke either way; a large one is an error in the method.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a method's answer leaves the plain one."""
+    """The place where a method's answer diverges from the plain one."""
 
     prompt: int
-    """Number of the prompt, from 0."""
+    """Index of the prompt."""
     position: int
-    """Of the first token that differs."""
+    """Index of the first token that differs."""
     plain: int | None
-    """Token that plain decoding wrote; None if it had ended."""
+    """Token that plain decoding wrote; None if its answer had ended."""
     found: int | None
-    """Token that the method wrote; None if it had ended."""
+    """Token that the method wrote; None if its answer had ended."""
     gap: float | None
-    """Logit of the plain token minus that of the other; None if one of them had ended."""
+    """Logit of the plain token minus that of the other; None if one of the answers had ended."""
 
 
 @dataclass(frozen=True)
 class Sameness:
-    """One method's answers beside the plain ones."""
+    """One method's answers compared with the plain ones."""
 
     method: str
     num_prompts: int
@@ -42,7 +42,7 @@ class Sameness:
 
     @property
     def identical(self) -> bool:
-        """Every token of every answer is the same."""
+        """Whether every token of every answer is the same."""
         return not self.differences
 
 
@@ -60,17 +60,17 @@ def compare(
     """Compare the greedy answers of methods with those of plain decoding, prompt by prompt.
 
     Args:
-        engine: The model.
-        questions: The prompts.
-        methods: What is compared with ``plain``.
-        max_new_tokens: Longest answer.
-        batch_size: Prompts decoded together by the methods; plain answers them one at a time.
-        raw: Prompts go in without the chat template.
-        exact: Every decoding pass has one number of rows.
-        on_progress: Told (methods done, all).
+        engine: the engine that answers.
+        questions: the prompts.
+        methods: names of the methods to compare with ``plain``.
+        max_new_tokens: length limit of an answer.
+        batch_size: number of prompts that the methods decode together; plain decoding answers them one at a time.
+        raw: whether prompts are used without the chat template.
+        exact: whether every decoding pass has the same number of rows.
+        on_progress: called with the number of methods done and their total.
 
     Returns:
-        New tokens of every plain answer, and each method's answers beside them.
+        The new tokens of every plain answer, and the comparison of each method.
     """
 
     def answers(method: str, size: int) -> list[tuple[int, ...]]:
@@ -97,6 +97,7 @@ def compare(
 def _difference(
     engine: Answering, index: int, question: BenchmarkPrompt, plain: Sequence[int], found: Sequence[int]
 ) -> Difference:
+    """Find where two answers diverge and how far apart the logits are there."""
     shorter = min(len(plain), len(found))
     position = next((place for place in range(shorter) if plain[place] != found[place]), shorter)
     ours = plain[position] if position < len(plain) else None

@@ -1,18 +1,18 @@
-"""Slot errors of the E2E task: which values of a meaning representation a text leaves out or gets wrong.
+"""Slot errors of the E2E task: which values of a meaning representation a text omits or gets wrong.
 
 A *slot* is one attribute of a meaning representation with its value. For each slot the text is searched:
 
-* ``name`` and ``near``: the value itself, in any case, with or without a leading "The". Missing or there.
-* any other attribute: a phrase of the paraphrase table below. *Right* if a phrase of the value is there; else
-  *wrong* if a phrase of another value of that attribute is there; else *missing*.
-* an attribute that the representation does not have but the text expresses counts as *added*, on its own.
+* ``name`` and ``near``: the value itself, in any case, with or without a leading "The". It is found or *missing*.
+* any other attribute: a phrase of the paraphrase table below. *Right* if a phrase of the value is found; else
+  *wrong* if a phrase of another value of that attribute is found; else *missing*.
+* an attribute that the representation does not have but the text expresses counts as *added*, separately.
 
 The writers of the data used amounts and words for prices and ratings alike ("less than £20" and "cheap", "1 out of
 5" and "low"), so each of the three levels of the two attributes is one class, and an amount or number counts too.
-Names are taken out before phrases are searched, as "Café Rouge" says nothing about what kind of place it is near.
+Names are removed before phrases are searched, because "Café Rouge" does not tell what kind of place it is near.
 
-The slot error rate is (wrong + missing) / slots, as in Dušek et al. 2020 (arXiv 1901.07931) but for added slots,
-which are given separately. The table is a reading aid with known limits: it is meant to compare systems.
+The slot error rate is (wrong + missing) / slots, as in Dušek et al. 2020 (arXiv 1901.07931) except for added slots,
+which are reported separately. The table of phrases is incomplete; it serves to compare systems.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _PRICED = r"(?:price\w*|pricing|cost\w*)"
 
 
 def _near(adjective: str, noun: str) -> str:
-    """Adjective before or after a noun, with at most a few words of the same clause between them."""
+    """Return an expression for an adjective before or after a noun, with a few words of the same clause between
+    them.
+    """
     return rf"\b{adjective}[ -](?:\w+[ -]){{0,2}}{noun}\b|\b{noun}\b[^.,;£]{{0,22}}\b{adjective}\b"
 
 
@@ -86,7 +88,7 @@ PHRASES: Mapping[str, Mapping[str, str]] = {
     },
     "familyFriendly": {"no": _UNFRIENDLY, "yes": rf"\b{_CHILDREN}|\ball ages"},
 }
-"""Attribute -> class of values -> expression that any phrase for it matches (in lower case)."""
+"""For each attribute and class of values, a regular expression that any phrase for it matches (in lower case)."""
 
 CLASSES: Mapping[str, Mapping[str, str]] = {
     "priceRange": {
@@ -106,12 +108,12 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "5 out of 5": "high",
     },
 }
-"""Values that stand for the same class; any other value is its own class."""
+"""Class of each value; any other value is its own class."""
 
 
 @dataclass(frozen=True)
 class SlotErrors:
-    """Counts over one text or many; add them up with ``+``."""
+    """Counts over one text or many; they can be added with ``+``."""
 
     num_slots: int = 0
     num_wrong: int = 0
@@ -120,7 +122,7 @@ class SlotErrors:
 
     @property
     def rate(self) -> float:
-        """Share of slots that are wrong or missing; 0 when there are none."""
+        """Share of slots that are wrong or missing; 0 if there are none."""
         return (self.num_wrong + self.num_missing) / self.num_slots if self.num_slots else 0.0
 
     def __add__(self, other: SlotErrors) -> SlotErrors:
@@ -133,12 +135,12 @@ class SlotErrors:
 
 
 def parse_slots(mr: str) -> dict[str, str]:
-    """Attributes and values of ``"name[Fen House], area[riverside]"`` (a prompt around it does not disturb)."""
+    """Return attributes and values of ``"name[Fen House], area[riverside]"``, which may stand inside a prompt."""
     return {attribute.strip(): value.strip() for attribute, value in _SLOT.findall(mr)}
 
 
 def slot_errors(mr: str, text: str) -> SlotErrors:
-    """Compare one text with its meaning representation."""
+    """Count the slot errors of one text."""
     slots = parse_slots(mr)
     lowered = text.lower().replace("’", "'")
     counts = {"right": 0, "wrong": 0, "missing": 0}
@@ -153,18 +155,18 @@ def slot_errors(mr: str, text: str) -> SlotErrors:
         if attribute in slots:
             value = _class_of(attribute, slots[attribute])
             counts["right" if value in found else "wrong" if found else "missing"] += 1
-        elif attribute != "eatType":  # "a place" or "a restaurant" says nothing that was not known
+        elif attribute != "eatType":  # every text calls its subject "a place" or "a restaurant"
             num_added += bool(found)
     return SlotErrors(sum(counts.values()), counts["wrong"], counts["missing"], num_added)
 
 
 def total_slot_errors(mrs: Sequence[str], texts: Sequence[str]) -> SlotErrors:
-    """Sum over pairs of meaning representation and text."""
+    """Add up the slot errors over pairs of meaning representation and text."""
     return sum((slot_errors(mr, text) for mr, text in zip(mrs, texts, strict=True)), SlotErrors())
 
 
 def expressed(attribute: str, text: str) -> set[str]:
-    """Classes of values of an attribute that a lower-case text speaks of, names taken out of it."""
+    """Return the classes of values of an attribute that a text expresses; it is in lower case and without names."""
     found = {value for value in PHRASES[attribute] if _pattern(attribute, value).search(text)}
     if attribute == "familyFriendly" and "no" in found:
         found.discard("yes")
@@ -172,14 +174,17 @@ def expressed(attribute: str, text: str) -> set[str]:
 
 
 def _bare(name: str) -> str:
+    """Return a name in lower case without a leading "the"."""
     return name.lower().removeprefix("the ")
 
 
 def _class_of(attribute: str, value: str) -> str:
+    """Return the class of a value."""
     plain = re.sub(r"£\s+", "£", value).replace(" - ", "-")
     return CLASSES.get(attribute, {}).get(plain, plain)
 
 
 @cache
 def _pattern(attribute: str, value: str) -> re.Pattern[str]:
+    """Return the compiled regular expression of a class."""
     return re.compile(PHRASES[attribute][value])

@@ -1,8 +1,8 @@
-"""Spacing of tokenised text put back: ``family - friendly , £ 20 .`` becomes ``family-friendly, £20.``
+"""Restoring the spacing of tokenised text: ``family - friendly , £ 20 .`` becomes ``family-friendly, £20.``
 
-The train split of E2E is published with spaces around punctuation, its dev split as people wrote it. What the
-tokeniser took apart cannot always be known, so the rules follow what the dev split mostly does: words around a
-hyphen are joined unless a clause starts behind it, and a price range is written ``£20-25``.
+The train split of E2E is published with spaces around punctuation, its dev split as people wrote it. The original
+spacing is not always determined, so the rules follow what the dev split mostly does: words around a
+hyphen are joined unless a clause starts after it, and a price range is written ``£20-25``.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ _PUNCTUATION = re.compile(r" [.,]( |$)")
 
 
 def detokenise(text: str) -> str:
-    """Text with the spaces that a tokeniser put around punctuation taken out again."""
+    """Remove the spaces that a tokeniser put around punctuation."""
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return _join_quotes(" ".join(text.split()))
 
 
 def is_tokenised(texts: Iterable[str]) -> bool:
-    """Whether most of the texts have a space before a full stop or a comma."""
+    """Return whether most of the texts have a space before a full stop or a comma."""
     marks = [_PUNCTUATION.search(text) is not None for text in texts]
     return sum(marks) * 2 > len(marks)
 
 
 def _join_quotes(text: str) -> str:
-    """Attach quotation marks, opening to the right and closing to the left; a lone one is a plural's apostrophe."""
+    """Attach quotation marks, opening ones to the right and closing ones to the left; a lone one is a plural's
+    apostrophe.
+    """
     for mark in ("'", '"'):
         alone = re.compile(rf"(?<!\w){mark}|{mark}(?!\w)")
         spots = [match.start() for match in alone.finditer(text)]

@@ -1,8 +1,8 @@
-"""What the parts of a step take on one machine: passes where nothing is kept, the host's work in sessions.
+"""Timing the parts of a step on one machine: passes with nothing committed, and the work outside of passes in sessions.
 
-Passes are timed as a session makes them. Where several steps are made in one native call, drafts and verifications
-take turns inside it, so each finds in the cache what the other left there, and the way to Python and back is shared.
-Whatever is not a pass is the host's: contexts, what is kept and handed out.
+Passes are timed as a session makes them. If several steps are made in one native call, drafts and verifications
+alternate inside it, so that each finds in the processor's cache what the other left there, and the way to Python and
+back is shared. Everything that is not a pass counts as the host's: building contexts, committing, emitting tokens.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from vivace.evaluate.roofline import run_pass, timed
 from vivace.evaluate.speed_law import Parts
 
 STEPS = 8
-"""Room for this many: more than one native call makes of those with drafts, and as many as it makes of the others."""
+"""Number of steps that there is room for; more than one native call makes with drafts, and as many as without."""
 
 
 @torch.inference_mode()
 def measure_parts(
     model: Decoder, plain: Drafter, drafter: Drafter, tokens: Sequence[int], *, longest: int, repeats: int = 9
 ) -> Parts:
-    """Time P, D(n) and V(n) behind a text, in turns; nothing is kept, so every turn is the same step.
+    """Time P, D(n) and V(n) after a text, in turns; nothing is committed, so every turn repeats the same step.
 
     Args:
         model: the target.
-        plain: plain decoding.
-        drafter: of one of its greedy methods; drafts shorter than asked for are counted as they are.
-        tokens: the text; its last token is the root.
-        longest: guesses of the longest draft.
-        repeats: measurements per median.
+        plain: the drafter of plain decoding.
+        drafter: the drafter of a greedy method; drafts shorter than asked for are counted as they are.
+        tokens: the text; its last token is the one that drafts start from.
+        longest: number of tokens of the longest draft.
+        repeats: number of measurements per median.
 
     Raises:
-        ConfigError: fewer than two tokens, or ``longest`` below 1.
+        ConfigError: there are fewer than two tokens, or ``longest`` is below 1.
     """
     if len(tokens) < 2 or longest < 1:
         raise ConfigError(f"a step needs two tokens and a guess, found {len(tokens)} tokens and {longest} guesses")
@@ -67,7 +67,9 @@ def measure_parts(
 
 
 def _step_seconds(model: Decoder, climb: ForwardPass, drafting: DraftState, context: Context) -> tuple[float, float]:
-    """Of a step, or of each of those made in one call: seconds of the draft, and of the pass that verifies it."""
+    """Return the seconds of drafting and of verifying, for a step or as means over the steps made in one native
+    call.
+    """
     found: list[Draft | Decided] = []
     [proposing] = timed(lambda: found.append(drafting.propose(context)), model.device)
     [proposed] = found
@@ -79,7 +81,7 @@ def _step_seconds(model: Decoder, climb: ForwardPass, drafting: DraftState, cont
 
 
 def host_seconds(model: Decoder, requests: Sequence[Request], *, repeats: int = 3) -> float:
-    """What the host does in a step, on average, while these are answered one by one; first blocks aside.
+    """Return the mean seconds per step outside of passes while requests are answered one by one, without first blocks.
 
     Raises:
         ConfigError: every answer ended with its first block.
@@ -95,7 +97,9 @@ def host_seconds(model: Decoder, requests: Sequence[Request], *, repeats: int = 
 
 
 def _watch(model: Decoder, request: Request) -> tuple[float, int]:
-    """The host's seconds in all steps of an answer but the first, and how many those are."""
+    """Return the seconds outside of passes in all steps of an answer except the first, and the number of those
+    steps.
+    """
     watched = Watched(request.drafter)
     session = Session(model, num_slots=1, capacity=len(request.tokens) + request.max_new_tokens)
     session.admit(replace(request, drafter=watched))
@@ -108,24 +112,24 @@ def _watch(model: Decoder, request: Request) -> tuple[float, int]:
 
 
 class Watched:
-    """A drafter that notes how long the passes of its session take: the native call, or from draft to verdict."""
+    """A drafter that measures the passes of its session: the native call, or from the draft to the verdict."""
 
     def __init__(self, drafter: Drafter) -> None:
-        """Do what ``drafter`` does."""
+        """Wrap ``drafter``, whose behaviour does not change."""
         self.name = drafter.name
         self.passes_s = 0.0
         self._drafter = drafter
 
     def open(self, cache: KVCache) -> WatchedState:
-        """State of the session that is watched."""
+        """Return the state of the session that is measured."""
         return WatchedState(self, self._drafter.open(cache))
 
 
 class WatchedState:
-    """The state of a watched drafter."""
+    """The state of a measured drafter."""
 
     def __init__(self, watched: Watched, inner: DraftState) -> None:
-        """Do what ``inner`` does, and tell ``watched``."""
+        """Wrap ``inner`` and add its times to ``watched``."""
         self.traversal = inner.traversal
         self._watched, self._inner = watched, inner
         self._started, self._is_decided = 0.0, False
@@ -134,11 +138,11 @@ class WatchedState:
 
     @property
     def reason(self) -> str | None:
-        """The drafter's."""
+        """The wrapped drafter's reason."""
         return self._inner.reason
 
     def propose(self, context: Context) -> Draft | Decided:
-        """The drafter's proposal; where it is decided already, the passes end here."""
+        """Return the wrapped drafter's proposal; the passes begin here."""
         self._started = time.perf_counter()
         proposed = self._inner.propose(context)
         self._is_decided = isinstance(proposed, Decided)
@@ -147,7 +151,7 @@ class WatchedState:
         return proposed
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Tell the drafter; where the session verified a draft, the passes end here."""
+        """Pass the verdict to the wrapped drafter; if no native call has decided already, the passes end here."""
         if verdict is not None and not self._is_decided:
             self._watched.passes_s += time.perf_counter() - self._started
         self._inner.observe(draft, passed, verdict)

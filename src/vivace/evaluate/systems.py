@@ -1,4 +1,4 @@
-"""Our own methods as contestants of the bench. The engine comes in from above, as what it can do."""
+"""Our own decoding methods as systems of the benchmark; the engine is passed in, since it is on a floor above."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answered(Protocol):
 
     @property
     def text(self) -> str:
-        """Without special tokens."""
+        """Text of the answer without special tokens."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -31,11 +31,11 @@ class Answered(Protocol):
 
     @property
     def stats(self) -> DecodeStats:
-        """How it went."""
+        """Statistics of how the answer was decoded."""
 
 
 class Answering(Protocol):
-    """What the bench needs of an engine."""
+    """The part of an engine that the benchmark uses."""
 
     @property
     def model(self) -> Decoder:
@@ -45,12 +45,12 @@ class Answering(Protocol):
         """Answer prompts together."""
 
     def logits(self, token_ids: Any) -> Tensor:
-        """(B, T) -> (B, T, V)."""
+        """Return the next-token logits at every position, (B, T) -> (B, T, V)."""
 
 
 @dataclass(frozen=True)
 class MethodSystem:
-    """One of our decoding methods, or ``METHOD@QUALITY`` of one that leaves early."""
+    """One of our decoding methods, or ``METHOD@TARGET`` for one with early exits."""
 
     name: str
     engine: Answering
@@ -59,10 +59,10 @@ class MethodSystem:
 
     @property
     def quality(self) -> float | None:
-        """What stands behind the @.
+        """Agreement target behind the @; None if there is none.
 
         Raises:
-            ConfigError: it is not a number.
+            ConfigError: the target is not a number.
         """
         _, at, quality = self.name.partition("@")
         try:
@@ -71,7 +71,7 @@ class MethodSystem:
             raise ConfigError(f"{self.name!r}: a quality is a number, as in dynamic@0.98") from None
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch, greedily."""
+        """Answer one batch with greedy decoding."""
         requests: list[str | list[Message]] = [question.request for question in batch]
         with peak_memory(self.engine.model.device) as peak:
             start = time.perf_counter()
@@ -108,4 +108,5 @@ class MethodSystem:
 
 
 def _column_sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Add up rows of different lengths, position by position."""
     return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))

@@ -1,4 +1,4 @@
-"""Public task data turned into prompt files.
+"""Turning public task data into prompt files.
 
 Three tasks: *e2e*, a meaning representation to be put into words (Novikova et al. 2017, arXiv 1706.09254);
 *wikisql*, a question to be put into SQL over one table (Zhong et al. 2017, arXiv 1709.00103); and *advising*,
@@ -31,18 +31,18 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Task:
-    """How one row of a public file becomes a prompt and its answer."""
+    """How a row of a public file becomes a prompt and its answer."""
 
     name: str
     prompt: Callable[[Row], str]
     answer: Callable[[Row], str]
     file: str = "{split}"
-    """Name of a public file in a folder, without its ending."""
+    """Name of the public file in a folder, without its ending."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` wrote for one split."""
+    """The file that `convert` wrote for one split."""
 
     source: Path
     output: Path
@@ -52,21 +52,26 @@ class Converted:
 
 
 def describe_prompt(mr: str) -> str:
-    """Prompt of the e2e task for one meaning representation."""
+    """Return the prompt of the e2e task for a meaning representation."""
     return f"Describe: {mr}"
 
 
 def sql_prompt(question: str, columns: Iterable[str]) -> str:
-    """Prompt of the wikisql task for one question over a table with these columns."""
+    """Return the prompt of the wikisql task for a question over a table with these columns."""
     return f"Write SQL for: {question} Columns: {', '.join(columns)}"
 
 
 def advising_prompt(question: str) -> str:
-    """Prompt of the advising task for one question."""
+    """Return the prompt of the advising task for a question."""
     return f"Write SQL for: {question} Database: advising"
 
 
 def _text(row: Row, key: str) -> str:
+    """Return a text field of a row.
+
+    Raises:
+        ValueError: it is missing or not text.
+    """
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"field {key!r} is missing or not text")
@@ -74,6 +79,11 @@ def _text(row: Row, key: str) -> str:
 
 
 def _columns(row: Row) -> list[str]:
+    """Return the columns of a row.
+
+    Raises:
+        ValueError: they are missing or not a list of names.
+    """
     value = row.get("columns_seen")
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError("field 'columns_seen' is missing or not a list of names")
@@ -92,6 +102,7 @@ TASKS: Mapping[str, Task] = {
         file="advising_{split}",
     ),
 }
+"""All tasks by name."""
 
 
 def convert(
@@ -100,21 +111,22 @@ def convert(
     """Write the prompt files of a task.
 
     Args:
-        task: A key of `TASKS`.
-        source: A public file, or a folder that holds ``train.jsonl[.gz]`` and ``dev.jsonl[.gz]``
+        task: a key of `TASKS`.
+        source: a public file, or a folder that holds ``train.jsonl[.gz]`` and ``dev.jsonl[.gz]``
             (``advising_train.jsonl[.gz]`` and so on), itself or in a subfolder named after the task.
-        output: A folder, filled with ``<task>-<split>.jsonl``, or the ``.jsonl`` file to write.
-        split: Only this split; needed for a file whose name says neither ``train`` nor ``dev``.
-        complete: Leave out train references of e2e that miss, get wrong or add a slot (``evaluate/slots.py``).
+        output: a folder, filled with ``<task>-<split>.jsonl``, or the ``.jsonl`` file to write.
+        split: the only split to convert; needed for a file whose name contains neither ``train`` nor ``dev``.
+        complete: whether to leave out train references of e2e that omit, add or get wrong a slot
+            (``evaluate/slots.py``).
 
     Returns:
         One entry for each file written, in the order of `SPLITS`.
 
     Raises:
-        ConfigError: unknown task or split, several files for one output, the source as output, or ``complete`` for
-            a task without slots.
-        NotFoundError: no such source.
-        CorruptError: a row is not what the task needs; nothing is written then.
+        ConfigError: the task or split is unknown, there are several files for one output, the output is the source, or
+            ``complete`` is given for a task without slots.
+        NotFoundError: there is no such source.
+        CorruptError: a row lacks what the task needs; then nothing is written.
     """
     if task not in TASKS:
         raise ConfigError(f"no task {task!r}{nearest(task, TASKS)}")
@@ -138,7 +150,7 @@ def convert(
 
 
 def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
-    """Splits and the files they are in."""
+    """Return the file of each split."""
     wanted = SPLITS if split is None else (split,)
     if source.is_file():
         named = [name for name in SPLITS if name in source.name.lower()]
@@ -158,6 +170,7 @@ def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
 
 
 def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool, complete: bool) -> Converted:
+    """Convert one file."""
     pairs = list(_pairs(task, source))
     was_tokenised = is_tokenised(answer for _, answer in pairs) and task.name == "e2e"
     if was_tokenised:
@@ -176,12 +189,13 @@ def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool, com
 
 
 def _errors(prompt: str, answer: str) -> int:
-    """Slots that the answer leaves out, gets wrong or adds."""
+    """Count the slots that the answer omits, gets wrong or adds."""
     found = slot_errors(prompt, answer)
     return found.num_wrong + found.num_missing + found.num_added
 
 
 def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
+    """Yield the prompt and the answer of each row."""
     opener = gzip.open if source.suffix == ".gz" else open
     number = 0
     try:

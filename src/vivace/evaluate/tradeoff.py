@@ -1,11 +1,13 @@
-"""Quality beside cost, one point for each way to decode: what a lossy method gives up, and what for.
+"""Quality and cost of each way to decode: what a lossy method loses, and what it gains.
 
-A text is judged by the task's metrics and by the whole model: how likely it finds the text (``nll``), and how many of
-its tokens it would have written itself after the same words (``agreement``). Costs are counted, so that they hold on
-other machines too, and measured:
+A text is judged by the task's metrics and by the whole model: by how likely the model finds the text (``nll``), and by
+the share of its tokens that the model would have chosen after the same words (``agreement``). Costs are counted, so
+that they hold on other machines too, and measured:
 
-* *layer passes*: rows times layers for a new token. Accelerated rows, late fills and guesses that were not kept count.
-* *bytes read*: of weights, for a new token, when one sequence decodes alone: a pass reads each layer it enters once.
+* *layer passes*: rows times layers per new token, including accelerated rows, filling the cache of skipped layers,
+  and rejected draft tokens.
+* *bytes read*: bytes of weights per new token, when one sequence is decoded alone: a pass reads each of its layers
+  once.
 
 Intervals are paired bootstraps over prompts of the difference to plain decoding.
 """
@@ -29,64 +31,67 @@ from vivace.prompts import Prompt
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model's weights weigh."""
+    """Sizes of a model's weights."""
 
     layers: int
-    """N."""
+    """N: number of layers."""
     layer_bytes: float
-    """Of one layer."""
+    """Bytes of one layer."""
     head_bytes: float
+    """Bytes of the head."""
 
     @property
     def pass_bytes(self) -> float:
-        """Of a whole pass."""
+        """Bytes of a whole pass."""
         return self.layers * self.layer_bytes + self.head_bytes
 
 
 @dataclass(frozen=True)
 class Guessing:
-    """What a guess runs and reads, for a method that drafts below a gate."""
+    """What drafting a token runs and reads, for a method that drafts with the layers below an exit layer."""
 
     gate: int
+    """Number of layers below the exit layer."""
     read: float = 1.0
-    """Share of the layers' bytes that a rough draft reads."""
+    """Share of the layers' bytes that drafting reads; less than 1 for a draft with quantized layers."""
     head_read: float = 1.0
+    """Share of the head's bytes that drafting reads."""
 
     @property
     def is_rough(self) -> bool:
-        """Whether verification runs the layers below the gate again."""
+        """Whether drafting uses quantized layers, so that verification runs the layers below the exit layer again."""
         return self.read < 1
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A text as its task and the whole model see it."""
+    """The answers of one method, judged by the task's metrics and by the whole model."""
 
     metrics: dict[str, dict[str, float]]
-    """``evaluate/quality.py``."""
+    """Metrics of ``evaluate/quality.py``."""
     values: tuple[float, ...]
-    """Per prompt: ROUGE-L over 100, or exact match."""
+    """ROUGE-L over 100, or exact match, of each prompt."""
     slot_errors: tuple[float, ...]
-    """Per prompt, where the task has slots."""
+    """Number of slot errors of each prompt, if the task has slots."""
     nll: tuple[float, ...]
-    """Per prompt, mean over its tokens."""
+    """Mean negative log-likelihood per token of each prompt's answer."""
     agreement: float
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to decode."""
+    """Quality and cost of one way to decode."""
 
     method: str
     lossless: bool
     speedup: float
     speedup_interval: tuple[float, float]
     layer_passes: float
-    """For a new token."""
+    """Number of layer passes per new token."""
     read_share: float
-    """Bytes read for a new token, beside plain decoding's of the base."""
+    """Bytes read per new token, relative to plain decoding of the base."""
     num_different: int
-    """Answers that are not plain decoding's of the base."""
+    """Number of answers that differ from plain decoding's of the base."""
     early_exit_share: float | None
     metrics: dict[str, dict[str, float]]
     quality: float
@@ -109,14 +114,14 @@ def judge_texts(
     """Judge one method's answers.
 
     Args:
-        whole: the base, which reads every text.
-        prompts: with references, all of one task.
-        asked: their tokens.
-        answers: new tokens.
-        texts: the same as text.
+        whole: the base model, which scores every text.
+        prompts: prompts with references, all of one task.
+        asked: the prompts' tokens.
+        answers: the new tokens of each answer.
+        texts: the text of each answer.
 
     Raises:
-        ConfigError: prompts of several tasks, or without references.
+        ConfigError: the prompts are of several tasks, or lack references.
     """
     tasks = {prompt.task for prompt in prompts}
     if len(tasks) != 1 or not all(prompt.references for prompt in prompts):
@@ -139,12 +144,12 @@ def judge_texts(
 
 
 def costs(record: Record, reading: Reading, guessing: Guessing | None) -> tuple[float, float]:
-    """Layer passes and bytes read for a new token.
+    """Return layer passes and bytes read per new token.
 
     Args:
-        record: takes of one sequence at a time.
-        reading: of the model that decoded.
-        guessing: how it drafts below a gate; other drafts are counted as if making them cost nothing.
+        record: trials of one sequence at a time.
+        reading: sizes of the model that decoded.
+        guessing: how the method drafts with the layers below an exit layer; other drafts count as free.
     """
     trials = [batch[0] for batch in record.trials]
     tokens = sum(trial.num_tokens for trial in trials)
@@ -163,7 +168,7 @@ def costs(record: Record, reading: Reading, guessing: Guessing | None) -> tuple[
 
 
 def point(run: Run, lossless: bool, cost: tuple[float, float], found: Judgement, plain: Judgement) -> Point:
-    """Everything about one way to decode; ``cost`` in layer passes and in shares of plain decoding's bytes."""
+    """Return all results of one way to decode; ``cost`` is layer passes and the share of plain decoding's bytes."""
     return Point(
         method=run.method,
         lossless=lossless,
@@ -184,7 +189,7 @@ def point(run: Run, lossless: bool, cost: tuple[float, float], found: Judgement,
 
 
 def envelope(points: Sequence[Point]) -> list[str]:
-    """Methods that nothing beats in both quality and bytes read, the cheapest first."""
+    """Return the methods that no other beats in both quality and bytes read, the cheapest first."""
     best, names = float("-inf"), []
     for one in sorted(points, key=lambda p: (p.read_share, -p.quality)):
         if one.quality > best:
@@ -194,5 +199,6 @@ def envelope(points: Sequence[Point]) -> list[str]:
 
 
 def _change(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean difference to plain decoding, and its interval."""
     found: Interval = paired_bootstrap(ours, theirs)
     return found.estimate, found.low, found.high
