@@ -24,7 +24,7 @@ from tests.serve.lag import loop_lag
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
-from vivace.engine import Engine
+from vivace.engine import SHIPPED, Engine
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights, QualityPlan
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig
@@ -109,6 +109,9 @@ def serving(folder: Path, log: Path, *words: str, stdin: str = "") -> Iterator[R
         yield Running(url, process, log)
 
 
+DRAFTERS = [f"--adapter={path.name}={path}" for path in sorted((SHIPPED / "adapters").iterdir())]
+"""Of the model that ships."""
+
 TEMPLATE = """\
 {%- if tools %}<|system|>Answer, or write
 <tool_call>
@@ -145,6 +148,13 @@ def make_exits(folder: Path, checkpoint: Path) -> None:
 def server(folder: Path) -> Iterator[Running]:
     adapters = [f"--adapter={name}={folder / name}" for name in ("alpha", "beta", "early")]
     with serving(folder / "tiny", folder / "log", *adapters, "--metrics-compat", "vllm") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The model that ships, with all its drafters."""
+    with serving(SHIPPED, tmp_path_factory.mktemp("shipped") / "log", *DRAFTERS) as running:
         yield running
 
 

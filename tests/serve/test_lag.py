@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.lateness import PROMISED_S, Lateness
+from tests.serve.conftest import local
 from tests.serve.lag import calmest, loop_lag
+from vivace.engine import Engine
+from vivace.serve.app import SWITCH_S
+from vivace.serve.config import ServeConfig
 
 
 @pytest.fixture
@@ -58,3 +63,10 @@ def test_an_idle_loop_is_on_time(loop: asyncio.AbstractEventLoop) -> None:
     lateness = calmest(measure)
     assert lateness.p99_s < PROMISED_S, lateness
     assert len(lateness.late_s) > 50
+
+
+def test_python_changes_threads_sooner_while_a_server_runs(engine: Engine) -> None:
+    before = sys.getswitchinterval()
+    with local(engine, ServeConfig()):
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    assert sys.getswitchinterval() == before

@@ -17,8 +17,8 @@ import httpx2
 import openai
 import pytest
 
-from tests.serve.conftest import Reached, local, serving
-from vivace.engine import Engine
+from tests.serve.conftest import DRAFTERS, Reached, local, serving
+from vivace.engine import SHIPPED, Engine
 from vivace.serve.config import ServeConfig
 
 LONG = {"prompt": "abc", "max_tokens": 900, "ignore_eos": True, "method": "plain"}
@@ -106,30 +106,41 @@ def test_priority_leaves_the_queue_first(narrow: Reached) -> None:
         assert first.result() < last.result()
 
 
-@pytest.mark.slow
+BOUND = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}}
+
+
 @pytest.mark.multiprocess
-def test_a_killed_server_starts_again_and_stops_in_time(folder: Path) -> None:
-    with serving(folder / "tiny", folder / "killed.log") as running:
+def test_a_killed_server_starts_again_and_stops_in_time(tmp_path: Path) -> None:
+    """The model that ships, with its drafters, while greedy, drawn and bound answers are written."""
+    with serving(SHIPPED, tmp_path / "killed.log", *DRAFTERS) as running:
         port = httpx2.URL(running.url).port
-        connection = raw_request(running, {**LONG, "stream": True})
-        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        bodies = [
+            {**LONG, "method": "auto"},
+            {**LONG, "method": "eagle", "model": "eagle", "temperature": 1.0, "seed": 1},
+        ]
+        connections = [raw_request(running, {**body, "stream": True}) for body in bodies]
+        for connection in connections:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        reply = running.http().post(
+            "/v1/completions", json={"prompt": "abc", "max_tokens": 9, "temperature": 1, **BOUND}
+        )
+        assert json.loads(reply.json()["choices"][0]["text"]) in ("a", "b")
         os.kill(running.process.pid, signal.SIGKILL)
         running.process.wait()
-        connection.settimeout(10)
-        with suppress(ConnectionError):
-            while connection.recv(65536):
-                pass  # what was sent before comes, then the end: nobody waits for ever
-    with (
-        serving(folder / "tiny", folder / "again.log", "--port", str(port), "--grace", "2") as again,
-        ThreadPoolExecutor(1) as pool,
-    ):
+        for connection in connections:
+            connection.settimeout(10)
+            with suppress(ConnectionError):
+                while connection.recv(65536):
+                    pass  # what was sent before comes, then the end: nobody waits for ever
+    words = ("--port", str(port), "--grace", "4")
+    with serving(SHIPPED, tmp_path / "again.log", *words) as again, ThreadPoolExecutor(1) as pool:
         endless = raw_request(again, {**LONG, "n": 15, "stream": True})
         again.wait_until(lambda: again.is_running)
-        body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+        body = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 2}
         short = pool.submit(lambda: again.http().post("/v1/completions", json=body))
         again.wait_until(lambda: again.metric("vivace_num_requests_running") == 16)
         again.process.send_signal(signal.SIGTERM)
-        assert short.result().json()["usage"]["completion_tokens"] == 300, "an answer that runs may end"
+        assert short.result().json()["usage"]["completion_tokens"] == 60, "an answer that runs may end"
         assert again.process.wait(30) in (0, -signal.SIGTERM), "one that does not end is cut off"
         assert "Traceback" not in again.log.read_text()
         endless.close()

@@ -20,21 +20,22 @@ def test_the_document_lists_every_field(http: httpx2.Client) -> None:
     assert all(fields[name].get("description") for name in fields), "what a field does stands in the document"
 
 
-@pytest.mark.slow
-def test_no_request_makes_the_server_fail(server: Running, tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json"]
-    options = [
-        "--checks",
-        "not_a_server_error",
-        "--max-examples",
-        "25",
-        "--seed",
-        "1",
-        "--phases",
-        "examples,coverage,fuzzing",
-    ]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+def attacked(server: Running, folder: Path, *options: str) -> None:
+    """Requests that schemathesis makes up; the server is well afterwards."""
+    command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1"]
+    checks = ["--checks", "not_a_server_error"]
+    done = subprocess.run([*command, *checks, *options], cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:]
     server.wait_idle()
     assert server.http().get("/health").status_code == 200
     assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.multiprocess
+def test_no_request_makes_the_server_fail(shipped: Running, tmp_path: Path) -> None:
+    attacked(shipped, tmp_path, "--max-examples", "3", "--phases", "fuzzing")
+
+
+@pytest.mark.slow
+def test_no_request_makes_the_server_fail_at_length(server: Running, tmp_path: Path) -> None:
+    attacked(server, tmp_path, "--max-examples", "25", "--phases", "examples,coverage,fuzzing")
