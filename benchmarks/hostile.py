@@ -36,7 +36,8 @@ from vivace.evaluate.provenance import provenance
 from vivace.methods.table import METHODS
 
 KEYS = ("a-key-of-the-hostile-load", "another-key-of-the-hostile-load")
-LIMITS = ("--head-timeout", "4", "--body-timeout", "6", "--read-timeout", "8", "--prefix-cache", "16MiB")
+LIMITS = ("--head-timeout", "4", "--body-timeout", "6", "--read-timeout", "8", "--prefix-cache", "16MiB",
+          "--default-max-tokens", "64")  # fmt: skip
 """Short waits, so that slow clients meet them; and a cache that is full soon, so that memory comes to its end."""
 KINDS = {**hostile_clients.KINDS, **hostile_strangers.KINDS}
 ROUND = (*KINDS, "greedy", "greedy", "greedy", "sampled", "absurd")
