@@ -13,9 +13,9 @@ from vivace.prompts import packaged_prompts
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-NUM_PROMPTS = 8
+NUM_PROMPTS = 5
 """Of each packaged set."""
-NUM_SEEDS = 3
+NUM_SEEDS = 2
 LONGEST = 48
 
 
