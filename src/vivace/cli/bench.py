@@ -12,7 +12,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.reference import compare_plain, complain, plain_json, plain_lines
 from vivace.cli.systems import drafting, holdings, libraries_memory, method_of, planned_engines
@@ -36,7 +36,9 @@ BASELINE = "plain"
 
 
 @app.command("decode")
+@options.grouped
 def decode(
+    *,
     model: options.Model = None,
     methods: Annotated[
         str, typer.Option(help="Decoding methods, with commas; plain is the baseline.")
@@ -53,14 +55,8 @@ def decode(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
     repeats: Annotated[int, typer.Option(help="Times every prompt is answered by every method.", min=1)] = 3,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
-    weights: options.Weights = "bf16",
-    memory: options.Memory = None,
-    reader: options.Reader = "auto",
+    load: options.LoadFlags,
+    store: options.StoreFlags,
     raw: options.Raw = False,
     plans: Annotated[
         Path | None,
@@ -82,8 +78,7 @@ def decode(
         raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
     rows = read_prompts(prompts, limit)
     rivals_draft = "transformers-assisted" in split_names(peers)
-    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
-    engine = open_engine(choice, [*map(method_of, names), *(["draft"] if rivals_draft else [])])
+    engine = open_engine(model, [*map(method_of, names), *(["draft"] if rivals_draft else [])], load, store)
     if engine.storage is not None and split_names(peers):
         raise ConfigError(
             f"--peers read checkpoints, {engine.folder} is a store; leave them out, or name the checkpoint"
@@ -96,7 +91,7 @@ def decode(
         max_new_tokens=max_new_tokens,
         device=engine.model.device,
         batch_size=batch,
-        draft_folder=draft_model,
+        draft_folder=load.draft_model,
     )
     engines = planned_engines(engine, names, plans)
     systems = [MethodSystem(name, engines[name], max_new_tokens, raw) for name in names]

@@ -10,50 +10,27 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.generate import stream_answer
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.prompts import Message
 
 HELP = "/reset starts over, /exit ends (or Ctrl-D)"
 """The commands that a line may be instead of a message."""
 
 
+@options.grouped
 def chat(
+    *,
     model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="System message the conversation starts with.")] = None,
     method: options.Method = "auto",
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
-    weights: options.Weights = "bf16",
-    memory: options.Memory = None,
-    reader: options.Reader = "auto",
+    load: options.LoadFlags,
+    store: options.StoreFlags,
     max_new_tokens: options.MaxNewTokens = None,
-    do_sample: options.DoSample = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    stop_strings: options.StopStrings = None,
-    seed: options.Seed = None,
+    sampling: options.SamplingFlags,
 ) -> None:
     """Talk with a model; every turn sees the whole conversation."""
-    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
-    engine = open_engine(choice, [method])
-    settings = options.given(
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop_strings=stop_strings,
-        seed=seed,
-        method=method,
-    )
+    engine = open_engine(model, [method], load, store)
+    settings = options.given(max_new_tokens=max_new_tokens, method=method, **vars(sampling))
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     console.note(HELP)

@@ -9,14 +9,16 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.cli.reference import NUM_SHOWN, compare_plain, complain, plain_json, plain_lines
 from vivace.errors import ConfigError
 from vivace.methods.table import METHODS
 
 
+@options.grouped
 def check(
+    *,
     model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
     same_model: options.Model = None,
     methods: Annotated[
@@ -26,12 +28,7 @@ def check(
     limit: Limit = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
     batch: Annotated[int, typer.Option(help="Prompts decoded together by the methods; plain goes alone.", min=1)] = 1,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
-    weights: options.Weights = "bf16",
+    load: options.LoadFlags,
     raw: options.Raw = False,
     exact: options.Exact = False,
     as_json: options.AsJson = False,
@@ -47,7 +44,7 @@ def check(
     model = same_model if model is None else model
     rows = read_prompts(prompts, limit)
     named = split_names(methods or "")
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights), named)
+    engine = open_engine(model, named, load)
     chosen = named or [name for name in engine.methods.ready() if METHODS[name].lossless and name != "plain"]
     questions = questions_of(engine, rows, raw=raw)
     with console.progress("answering") as progress:

@@ -9,7 +9,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import BASELINE, facts, print_runs, roofline_note
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.cli.prompting import questions_of
 from vivace.prompts import PACKAGED, packaged_prompts
 
@@ -31,7 +31,7 @@ def demo(
     from vivace.evaluate.benchmark import run_benchmark, summarise
     from vivace.evaluate.systems import MethodSystem
 
-    engine = open_engine(ModelChoice(model))
+    engine = open_engine(model)
     names = [name for name in METHODS_SHOWN if name in engine.methods.ready()]
     for name in METHODS_SHOWN:
         if name not in names:

@@ -12,7 +12,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.errors import VivaceError
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import METHODS
@@ -36,23 +36,20 @@ class Finding:
     """What was found, or why it does not work."""
 
 
+@options.grouped
 def doctor(
+    *,
     model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
-    weights: options.Weights = "bf16",
+    flags: options.LoadFlags,
     as_json: options.AsJson = False,
 ) -> None:
     """Examine machine, packages, model and methods; ends with status 1 if the model cannot answer."""
-    findings = [*machine_findings(), look("kernels", partial(_kernels, kernels))]
+    findings = [*machine_findings(), look("kernels", partial(_kernels, flags.kernels))]
     engine: Engine | None = None
 
     def load() -> str:
         nonlocal engine
-        engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights))
+        engine = open_engine(model, (), flags)
         c = engine.model.config
         size = f"{c.num_layers} layers of width {c.width}, context {c.max_positions}, {engine.model.dtype}"
         size += f", {format_bytes(engine.num_bytes)} of {engine.weights} weights"

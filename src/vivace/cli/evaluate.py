@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.errors import ConfigError
 from vivace.prompts import PACKAGED, Prompt
@@ -48,14 +48,15 @@ def evaluate(
     if not names:
         raise ConfigError(f"--weights {weights!r} names no format; give some of bf16, exact12, int8, q4, lut4")
     rows = read_prompts(prompts, limit)
-    base = open_engine(ModelChoice(model, None, None, device, dtype, kernels))
+    load = options.LoadFlags(device=device, dtype=dtype, kernels=kernels)
+    base = open_engine(model, (), load)
     with console.progress("answering") as progress:
         stored = answer(base, rows, max_new_tokens, raw=raw)
         found = []
         for name in names:
             engine, own = base, stored
             if name != STORED:
-                engine = open_engine(ModelChoice(model, None, None, device, dtype, kernels, name))
+                engine = open_engine(model, (), replace(load, weights=name))
                 own = answer(engine, rows, max_new_tokens, raw=raw)
             found.append(compare_weights(name, engine, base, rows, own, stored, on_progress=progress))
     if as_json:

@@ -10,7 +10,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine, stats_json
+from vivace.cli.loading import open_engine, stats_json
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import Message, load_prompts
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Request = str | list[Message]
 
 
+@options.grouped
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Argument(help="The prompt, or - for stdin.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="One prompt as text, or many as .jsonl (one JSON object a line).")
@@ -28,47 +30,24 @@ def generate(
     model: options.Model = None,
     method: options.Method = "auto",
     quality: options.Quality = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
-    weights: options.Weights = "bf16",
-    memory: options.Memory = None,
-    reader: options.Reader = "auto",
+    load: options.LoadFlags,
+    store: options.StoreFlags,
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
     exact: options.Exact = False,
-    do_sample: options.DoSample = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
-    stop_strings: options.StopStrings = None,
-    seed: options.Seed = None,
+    sampling: options.SamplingFlags,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
     requests = read_requests(prompt, prompt_file)
-    choice = ModelChoice(model, adapter, draft_model, device, dtype, kernels, weights, memory, reader)
-    engine = open_engine(choice, [method])
+    engine = open_engine(model, [method], load, store)
     settings = options.given(
         max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        no_repeat_ngram_size=no_repeat_ngram_size,
-        stop_strings=stop_strings,
-        seed=seed,
         method=method,
         quality=quality,
         raw=raw,
         exact=exact or None,
+        **vars(sampling),
     )
     with console.progress("reading the prompt") as progress:
         settings["progress"] = progress

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vivace
 from vivace.cli.console import console
-from vivace.cli.options import parse_adapters
+from vivace.cli.options import LoadFlags, StoreFlags, parse_adapters
 from vivace.errors import ConfigError, NotFoundError
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import find_method
@@ -19,58 +19,51 @@ if TYPE_CHECKING:
     from vivace.engine import Engine
 
 
-@dataclass(frozen=True)
-class ModelChoice:
-    """The flags that choose a model and how it is loaded; the fields are arguments of ``vivace.load``."""
-
-    model: str | None = None
-    adapters: list[str] | None = None
-    draft_model: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    kernels: str = "auto"
-    weights: str = "bf16"
-    memory: str | None = None
-    reader: str = "auto"
+NO_FLAGS, NO_STORE_FLAGS = LoadFlags(), StoreFlags()
+"""The defaults of all flags."""
 
 
-def open_engine(choice: ModelChoice, methods: Sequence[str] = ()) -> Engine:
+def open_engine(
+    model: str | None, methods: Sequence[str] = (), load: LoadFlags = NO_FLAGS, store: StoreFlags = NO_STORE_FLAGS
+) -> Engine:
     """Load a model and say so on stderr.
 
     Args:
-        choice: the flags.
+        model: folder or Hub id; None is the model that ships.
         methods: methods to decode with, so that flags they cannot use are refused before anything is read; empty for
             any method.
+        load: flags that say how it is loaded.
+        store: flags for models larger than memory.
 
     Raises:
         UsageError: a method is unknown, or a flag has no effect on any of the methods.
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
     """
     if methods:
-        _check_use(choice, [find_method(name) for name in methods])
-    console.note(f"loading {choice.model or 'the model that ships'}")
+        _check_use(load, [find_method(name) for name in methods])
+    console.note(f"loading {model or 'the model that ships'}")
     engine = vivace.load(
-        choice.model,
-        device=choice.device,
-        dtype=choice.dtype,
-        adapters=parse_adapters(choice.adapters),
-        draft_model=choice.draft_model,
-        kernels=choice.kernels,
-        weights=choice.weights,
-        memory=choice.memory,
-        reader=choice.reader,
+        model,
+        device=load.device,
+        dtype=load.dtype,
+        adapters=parse_adapters(load.adapter),
+        draft_model=load.draft_model,
+        kernels=load.kernels,
+        weights=load.weights,
+        memory=store.memory,
+        reader=store.reader,
     )
     if engine.storage is not None:
         console.note(engine.storage.report)
     return engine
 
 
-def _check_use(choice: ModelChoice, methods: Sequence[MethodSpec]) -> None:
+def _check_use(load: LoadFlags, methods: Sequence[MethodSpec]) -> None:
     """Refuse flags that have no effect on any of the methods."""
     names = ", ".join(method.name for method in methods)
-    if choice.adapters and not any(method.adapter or method.name == "auto" for method in methods):
+    if load.adapter and not any(method.adapter or method.name == "auto" for method in methods):
         raise ConfigError(f"--adapter has no effect on {names}; leave it out, or choose a method that has one")
-    if choice.draft_model and not any(method.name in ("draft", "auto") for method in methods):
+    if load.draft_model and not any(method.name in ("draft", "auto") for method in methods):
         raise ConfigError(f"--draft-model has no effect on {names}; leave it out, or choose method draft")
 
 

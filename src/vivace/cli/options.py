@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -80,6 +84,70 @@ StopStrings = Annotated[
     typer.Option("--stop-strings", help="Text that ends the answer, repeatable.", rich_help_panel=_SAMPLING),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """Flags that say how a model is loaded; ``grouped`` makes one flag of each field."""
+
+    adapter: Adapter = None
+    draft_model: DraftModel = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    kernels: Kernels = "auto"
+    weights: Weights = "bf16"
+
+
+@dataclass(frozen=True)
+class StoreFlags:
+    """Flags that say how much of a model lies in memory, and how the rest is read."""
+
+    memory: Memory = None
+    reader: Reader = "auto"
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Flags that say how tokens are chosen and where an answer ends."""
+
+    do_sample: DoSample = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    no_repeat_ngram_size: NoRepeatNgramSize = None
+    stop_strings: StopStrings = None
+    seed: Seed = None
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of a command whose type is a group of flags by the fields of that group.
+
+    typer reads the flags of a command from its signature. The returned function has one parameter for each field, and
+    calls ``command`` with the groups put together.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type[Any]] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            kinds = get_type_hints(groups[name], include_extras=True)
+            flags = [(field.name, field.default, kinds[field.name]) for field in fields(groups[name])]
+        else:
+            flags = [(name, parameter.default, hints[name])]
+        parameters += [Parameter(flag, Parameter.KEYWORD_ONLY, default=d, annotation=kind) for flag, d, kind in flags]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def given(**flags: Any) -> dict[str, Any]:

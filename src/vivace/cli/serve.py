@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ import typer
 import vivace
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.errors import ConfigError, DependencyError
 
 if TYPE_CHECKING:
@@ -22,16 +23,12 @@ _SERVER = "Server"
 _LIMITS = "Limits"
 
 
+@options.grouped
 def serve(
+    *,
     model: options.Model = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
-    weights: options.Weights = "bf16",
-    memory: options.Memory = None,
-    reader: options.Reader = "auto",
+    load: options.LoadFlags,
+    store: options.StoreFlags,
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
@@ -112,7 +109,7 @@ def serve(
     config_of = _settings()
     if metrics_compat not in (None, "vllm"):
         raise ConfigError(f"--metrics-compat must be vllm, found {metrics_compat!r}")
-    if memory is not None and prefix_cache is not None:
+    if store.memory is not None and prefix_cache is not None:
         raise ConfigError("--prefix-cache takes memory that --memory does not count; give one of the two")
     from vivace.serve.keys import read_keys
     from vivace.units import parse_bytes
@@ -137,14 +134,14 @@ def serve(
         idle_timeout_s=idle_timeout,
         read_timeout_s=read_timeout,
         prefill_budget=prefill_budget,
-        prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if memory is None else "0")),
+        prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if store.memory is None else "0")),
         grace_s=grace,
         stall_timeout_s=stall_timeout,
         metrics_compat=metrics_compat is not None,
     )
-    found = options.parse_adapters(adapter)
+    found = options.parse_adapters(load.adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(ModelChoice(model, None, draft_model, device, dtype, kernels, weights, memory, reader))
+    engine = open_engine(model, (), replace(load, adapter=None), store)
     from vivace.serve.app import Server
 
     server = Server(engine, config, adapters, vivace.__version__)

@@ -11,7 +11,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import print_runs
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt, load_prompts
 
@@ -60,9 +60,10 @@ def train(
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
         outcome = _train_whole(found, _rows(data), out, model, _report(tensorboard))
     else:
-        choice = ModelChoice(model=model, device=device, dtype=dtype, kernels="torch", memory=memory, reader=reader)
         prompts = _rows(data)
-        runs = train_beside(found, open_engine(choice), prompts, out, _report(tensorboard))
+        load = options.LoadFlags(device=device, dtype=dtype, kernels="torch")
+        engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
+        runs = train_beside(found, engine, prompts, out, _report(tensorboard))
         if not as_json:
             print_runs(runs)
         outcome = {"out": str(out), "runs": [asdict(run) for run in runs]}

@@ -9,7 +9,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.loading import ModelChoice, open_engine
+from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts
 from vivace.errors import ConfigError
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from vivace.tuning import TunedPlan
 
 
+@options.grouped
 def tune(
+    *,
     method: Annotated[str, typer.Argument(help="The method whose draft is searched.")] = "multirate",
     model: options.Model = None,
     prompts: Prompts = "e2e",
@@ -25,11 +27,7 @@ def tune(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64,
     longest: Annotated[int, typer.Option(help="Longest draft that is tried.", min=1)] = 8,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kernels: options.Kernels = "auto",
+    load: options.LoadFlags,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the winner into the adapter.")] = True,
     as_json: options.AsJson = False,
 ) -> None:
@@ -40,7 +38,7 @@ def tune(
         raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(tuned_methods())} has")
     if method == "draft" and keep:
         raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
-    engine = open_engine(ModelChoice(model, adapter, draft_model, device, dtype, kernels), [method])
+    engine = open_engine(model, [method], load)
     asked = questions_of(engine, read_prompts(prompts, limit), raw=False)
     trials = search(
         engine,
