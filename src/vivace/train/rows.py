@@ -21,13 +21,13 @@ class RowsConfig:
     epochs: int
     """How often every row is learnt from."""
     batch_rows: int
-    """Rows of an update."""
+    """Rows from which one update is made."""
     rate: float
     """Learning rate of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), without weight decay."""
     falls: bool = False
     """Whether the rate falls to zero in a straight line."""
     seed: int = 0
-    """Of the order of the rows."""
+    """Seed of the order of the rows."""
 
 
 def fit_rows(parameters: Sequence[Tensor], loss: Callable[[Tensor], Tensor], num_rows: int, config: RowsConfig) -> None:

@@ -39,7 +39,7 @@ class Slot:
     read: PendingRead | None = None
     """The read that fills the slot, while it is under way."""
     error: Exception | None = None
-    """Why the expert could not be read; it stays until somebody is told."""
+    """Why the expert could not be read; kept until whoever fetches it has received the error."""
     is_prefetch: bool = False
     """The expert was read because it was predicted, and has not been used yet."""
     due: int = 0
