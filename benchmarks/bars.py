@@ -1,7 +1,7 @@
-"""What weights in few bits give beside other engines, and which of the bars that were set they miss, as Markdown.
+"""Tables of weight formats beside other engines, with the speeds that were set as targets, and of their quality.
 
-The bars are those that plain decoding was to clear on the models of random weights: 1.2 times llama.cpp's speed in the
-same format, and 4 and 3.5 times transformers'.
+The targets were set for plain decoding on the models with random weights: 1.2 times llama.cpp's speed in the same
+format, and 4 and 3.5 times transformers'.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ PAIRS = (
     *(("vivace bf16", "llama.cpp", 1.2), ("vivace int8", "llama.cpp-q8_0", 1.2), ("vivace q4", "llama.cpp-q4_0", 1.2)),
     ("vivace bf16", "transformers", None),
 )
-"""Ours, theirs, and how many times their speed was asked for."""
+"""Our engine, the other engine, and the target: how many times its speed; None takes it from `TRANSFORMERS`."""
 TRANSFORMERS = {"100M": 4.0, "360M": 3.5}
-"""The same beside transformers, by model."""
+"""The target beside transformers, by model."""
 
 
 def tables(folder: Path) -> str:
-    """A table for each file of ``benchmarks.peers``: our speed over theirs, the bar, and whether it is met."""
+    """Return a table for each file of ``benchmarks.peers``: our speed over theirs, the target, and whether it is
+    met.
+    """
     parts = []
     for path in sorted(folder.glob("peers*.json"), key=lambda path: (len(path.stem), path.stem)):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -40,6 +42,7 @@ def tables(folder: Path) -> str:
 
 
 def _rows(model: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of one model."""
     runs = {run["method"]: run for run in found["runs"]}
     rows = []
     for ours, theirs, asked in PAIRS:
@@ -52,7 +55,7 @@ def _rows(model: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def formats(folder: Path) -> str:
-    """Memory and quality of every format: the files of ``vivace evaluate --json``."""
+    """Return a table of memory and quality of every format for each file of ``vivace evaluate --json``."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -67,10 +70,12 @@ def formats(folder: Path) -> str:
 
 
 METRICS = {"bleu": "BLEU", "slot_error_rate": "slot errors", "exact_match": "exact match"}
+"""Metrics in the tables, with their names there."""
 HEADER = ("weights", "memory", "quality", "reference nll", "answer nll", "agreement", "same answers")
 
 
 def _format(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of one format, one for each task."""
     rows = []
     for values in found["tasks"].values():
         shown = ", ".join(f"{label} {values[name]:.4g}" for name, label in METRICS.items() if name in values)
@@ -89,7 +94,7 @@ def _format(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def card(folder: Path) -> str:
-    """Quality of the weights as stored: a row for each file."""
+    """Return a table of the quality of the weights as stored, with a row for each file."""
     rows = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -103,7 +108,7 @@ def card(folder: Path) -> str:
 
 
 def quality_of(folder: Path, name: str, metric: str) -> float:
-    """A metric of the weights as stored, from one of these files."""
+    """Return a metric of the weights as stored from the file ``name``."""
     report = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     stored = next(found for found in report["weights"] if found["weights"] == "bf16")
     return float(next(values[metric] for values in stored["tasks"].values()))

@@ -1,13 +1,13 @@
-"""What it costs to compare the checksum of every page that is streamed: pairs of runs, with and without.
+"""Measure the cost of comparing the checksum of every page that is streamed, in pairs of runs with and without.
 
     python -m benchmarks.checksums make streamed-models
     python -m benchmarks.checksums run streamed-models --out benchmarks/results/checksums/NAME.json
 
-``make`` writes three models of half a gigabyte and more with random weights, as stores: a dense one and a mixture of
+``make`` writes three models of at least half a gigabyte with random weights, as stores: a dense one and a mixture of
 experts in the layout ``layers``, and one in the layout ``neurons`` (``flash_models.make``, whose sparsity is
-synthetic). ``run`` decodes the same prompt with threads that compare and with threads that do not, in turns, with half
-of the model in memory, reading directly from the device. Both fill the same memory of one process: where memory happens
-to lie makes more of a difference than what is measured.
+synthetic). ``run`` decodes the same prompt with threads that compare checksums and with threads that do not, in turns,
+with half of the model in memory, reading directly from the device. Both read into the same memory of one process,
+because the place of the memory changes the speed by more than the checksums do.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ from vivace.storage.loading import SCATTERED_THREADS, Storage, load_stored
 from vivace.storage.store import open_store
 
 KINDS = ("layers", "experts", "neurons")
+"""Names of the three models."""
 SHARE = 0.5
+"""Share of the model in memory."""
 TOKENS = 256
-"""Of prompt and answer, that memory is planned for."""
+"""Number of tokens of prompt and answer for which memory is planned."""
 
 
 def main() -> None:
@@ -87,7 +89,7 @@ def make(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[Decoder, Storage]]:
-    """A store with half of its weights in memory, on the kernels that it was written for."""
+    """Open a store with half of its weights in memory, with the kernels that it was written for."""
     store = open_store(folder)
     body = choose("auto").body if store.is_tiled or store.layout == "neurons" else None
     budget = int(SHARE * plan_memory(store, None, TOKENS).total_bytes)
@@ -99,7 +101,7 @@ def opened(folder: Path) -> Iterator[tuple[Decoder, Storage]]:
 
 
 def decode(model: Decoder, new_tokens: int) -> tuple[float, list[int]]:
-    """Seconds for each token after the prompt, and the tokens."""
+    """Return the seconds per token after the prompt, and the tokens."""
     prompt = torch.randint(0, model.config.vocab_size, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     session = Session(model, num_slots=1, capacity=TOKENS)
     session.admit(Request(tuple(prompt), new_tokens, NoDrafts()))
@@ -110,7 +112,7 @@ def decode(model: Decoder, new_tokens: int) -> tuple[float, list[int]]:
 
 
 def switches(storage: Storage) -> dict[str, Callable[[], None]]:
-    """What makes reads go to threads that compare, and to others that do not, into the same memory."""
+    """Return functions that direct reads to threads that compare checksums or to others, into the same memory."""
     reader = storage.reader.reader
     assert isinstance(reader, CheckedReader)
     if storage.experts is not None:
@@ -127,7 +129,7 @@ def switches(storage: Storage) -> dict[str, Callable[[], None]]:
 
 
 def measure(folder: Path, pairs: int, new_tokens: int) -> dict[str, Any]:
-    """With and without in turns; the order changes from pair to pair."""
+    """Measure one model with and without checksums in turns; the order alternates from pair to pair."""
     seconds: dict[str, list[float]] = {"checked": [], "unchecked": []}
     texts = []
     with opened(folder / "store") as (model, storage):
@@ -155,14 +157,16 @@ def measure(folder: Path, pairs: int, new_tokens: int) -> dict[str, Any]:
 
 
 def bytes_read(storage: Storage) -> int:
-    """So far."""
+    """Return the number of bytes read so far."""
     if storage.experts is None:
         return storage.async_reader.traffic.num_bytes
     return storage.experts.counts.loads * storage.experts.store.expert_bytes
 
 
 def summing_gb_per_s(num_bytes: int = 1 << 20) -> float | None:
-    """10^9 bytes a second of one thread over memory in its cache; None without the native library."""
+    """Return the speed of checksums in 10^9 bytes per second of one thread, in its cache; None without native
+    library.
+    """
     library = found_library()
     if library is None:
         return None
@@ -190,7 +194,7 @@ def run(folder: Path, out: Path, pairs: int, new_tokens: int) -> None:
 
 
 def tables(folder: Path) -> str:
-    """One table a file, with what it was measured on."""
+    """Return one table for each file, with what it was measured on."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -204,7 +208,7 @@ def tables(folder: Path) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """As Markdown."""
+    """Return one result as a Markdown table."""
     heads = (
         "",
         "GB on disk",

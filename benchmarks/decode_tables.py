@@ -1,4 +1,4 @@
-"""What ``vivace bench decode --json`` wrote, as Markdown: the README's table, every figure, one method's figures."""
+"""Tables from the files of ``vivace bench decode --json``: the README's, all figures, and those of one method."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from benchmarks.trainings import training
 from tools.blocks import table
 
 PARTS = ("provenance", "roofline", "setting", "runs")
+"""Keys that every file must have."""
 NONE_YET = "No results are committed yet."
 OURS = (
     *("plain", "multirate", "multirate+lookup", "lookup", "multistream", "medusa", "eagle", "deed", "draft", "auto"),
     *("llama.cpp", "transformers"),
 )
-"""Rows of the README's tables come in this order, and then the others."""
+"""Order of the rows in the README's tables; other methods follow."""
 HEADLINE = "multirate"
-"""The method that the README's first sentence is about."""
+"""Method that the README's first sentence reports."""
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,38 @@ class Result:
 
     @property
     def prompt_set(self) -> str:
-        """File of prompts without its ending, and how many of them where its name says another number."""
+        """Name of the prompt file without its ending, with the number of prompts if it differs from the one in the
+        name.
+        """
         name, count = str(self.setting["prompts"]).removesuffix(".jsonl"), self.setting["num_prompts"]
         says = name.rpartition("-")[2]
         return f"{name}, the first {count}" if says.isdigit() and int(says) != count else name
 
     @property
     def is_twin(self) -> bool:
-        """Made by ``vivace widen``."""
+        """Whether the model was made by ``vivace widen``."""
         return re.search(r"-x\d+$", self.setting["model"]) is not None
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Processor and kernels: a table holds results of one kind."""
+        """Processor and kernels; a table has results of one kind."""
         return (self.provenance["cpu"], self.setting["kernels"])
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The run that all others are beside."""
+        """The run of plain decoding, with which all others are compared."""
         return next(run for run in self.runs if run["method"] == "plain")
 
     def run(self, method: str) -> dict[str, Any] | None:
-        """A method's run, if it took part."""
+        """Return a method's run, None if it was not measured."""
         return next((run for run in self.runs if run["method"] == method), None)
 
 
 def read_results(folder: Path) -> list[Result]:
-    """Every result in a folder, by name.
+    """Read every result in a folder, in the order of names.
 
     Raises:
-        ValueError: a file is not a result; names the file and what is missing.
+        ValueError: a file is not a result; the message names the file and what is missing.
     """
     return [_read(path) for path in sorted(folder.glob("*.json"))]
 
@@ -92,7 +95,7 @@ def _read(path: Path) -> Result:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """What the README shows: a sentence, and a table of speeds for each kind of kernels.
+    """Return what the README shows: a sentence, and a table of speeds for each kind of kernels.
 
     Raises:
         ValueError: a result is not of a clean commit, or two are of different processors.
@@ -114,12 +117,14 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _is_slower(result: Result) -> bool:
-    """Whether the processor has better kernels than those that ran: their table comes second."""
+    """Return whether the processor has faster kernels than those that ran; the table of those results comes second."""
     return bool(result.provenance.get("best_kernels", result.setting["kernels"]) != result.setting["kernels"])
 
 
 def _lead(results: Sequence[Result]) -> list[str]:
-    """The headline: decoding and whole answers, on a twin where memory binds and on the model that ships."""
+    """Return the first sentence: decoding and whole answers, on the shipped model and on a twin that exceeds the
+    cache.
+    """
     parts = []
     for model in dict.fromkeys(result.setting["model"] for result in results):
         own = [result for result in results if result.setting["model"] == model]
@@ -140,7 +145,7 @@ def _lead(results: Sequence[Result]) -> list[str]:
 
 
 def _speeds(results: Sequence[Result]) -> list[str]:
-    """A table whose rows are methods and whose columns are models and prompts, all of one kind of machine."""
+    """Return caption and table of methods by models and prompts, all of one kind of machine."""
     first = results[0]
     commits = sorted({captions.tree(result.provenance) for result in results})
     s = first.setting
@@ -172,7 +177,9 @@ def _training(results: Sequence[Result], method: str) -> str:
 
 
 def _streams_note(runs: Sequence[dict[str, Any]]) -> str:
-    """What tokens a target pass leave out for streams that follow the kept node."""
+    """Return a note on the layers that "tokens a target pass" does not count, for streams that follow the accepted
+    node.
+    """
     for run in runs:
         layers = run.get("layers_per_step")
         if run["method"] == "multistream" and layers and layers["draft"]:
@@ -198,7 +205,7 @@ def _cell(result: Result, method: str) -> str:
 
 
 def details(results: Sequence[Result]) -> str:
-    """Everything else: setting, machine, roofline, quality, memory, end-to-end rate."""
+    """Return everything else: setting, machine, roofline, quality, memory, and rates of whole answers."""
     if not results:
         return NONE_YET
     return "\n\n".join(_details(result) for result in results)
@@ -236,7 +243,7 @@ def _cache(result: Result) -> str:
 
 
 def _memory_lines(result: Result) -> list[str]:
-    """What the process took: all methods share it, so it stands here once and not beside each."""
+    """Return the peak memory of the process, which all methods share."""
     peak = max((run["peak_memory_bytes"] or 0 for run in result.runs), default=0)
     if not peak:
         return []
@@ -248,7 +255,7 @@ def _memory_lines(result: Result) -> list[str]:
 
 
 def _quality(result: Result) -> list[str]:
-    """A line per task; shares are between 0 and 1, BLEU and ROUGE-L between 0 and 100."""
+    """Return one line per task; shares are between 0 and 1, BLEU and ROUGE-L between 0 and 100."""
     return [
         f"- quality of the plain answers, {task}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         for task, values in (result.quality or {}).items()
@@ -280,7 +287,7 @@ def _detail_table(result: Result) -> str:
 
 
 def _held(result: Result, method: str) -> tuple[str, str, str]:
-    """MiB of weights, cache and drafter."""
+    """Return the memory of weights, cache and drafter in MiB."""
     held = (result.memory or {}).get("held", {}).get(method)
     if held is None:
         return ("-", "-", "-")
@@ -289,13 +296,13 @@ def _held(result: Result, method: str) -> tuple[str, str, str]:
 
 
 def _whole(run: dict[str, Any], plain: dict[str, Any]) -> str:
-    """Rate and ratio of whole answers, with the interval where it was kept."""
+    """Return rate and speed-up of whole answers, with the interval if it was recorded."""
     shown = f"{run['end_to_end_tokens_per_s']:.1f}, {captions.whole_answers(run, plain):.2f}x"
     return shown + (" ({:.2f} to {:.2f})".format(*run["end_to_end_interval"]) if "end_to_end_interval" in run else "")
 
 
 def technique(results: Sequence[Result], method: str) -> str:
-    """What was measured of one method and of those built on it, a table for each kind of machine."""
+    """Return the results of one method and of those built on it, in a table for each kind of machine."""
     parts = []
     for (cpu, kernels), group in captions.by_kind(results, lambda result: result.kind).items():
         rows = [
@@ -322,12 +329,12 @@ def technique(results: Sequence[Result], method: str) -> str:
 
 
 def positions(run: dict[str, Any]) -> str:
-    """Shares of guesses that were kept, by depth."""
+    """Return the share of drafted tokens that were accepted, by position in the draft."""
     return " ".join(f"{share:.2f}" for share in run["acceptance_per_position"]) or "-"
 
 
 def layers(run: dict[str, Any]) -> str:
-    """Layers of the target that a step runs: to verify and to draft."""
+    """Return the layers of the target that a step runs: to verify and to draft."""
     found = run.get("layers_per_step")
     if not found:
         return "-"
@@ -335,13 +342,13 @@ def layers(run: dict[str, Any]) -> str:
 
 
 def interval(run: dict[str, Any]) -> str:
-    """Speed while decoding beside plain decoding's, with its interval."""
+    """Return the speed-up of decoding with its interval."""
     low, high = run["speedup_interval"]
     return f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def identical(run: dict[str, Any]) -> str:
-    """Whether every answer is plain decoding's."""
+    """Return whether every answer is plain decoding's."""
     return "yes" if run["identical"] else f"no ({run['num_different']} differ)"
 
 

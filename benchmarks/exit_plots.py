@@ -1,4 +1,6 @@
-"""Pictures of early exits: how fast residuals turn, what speed costs in agreement, and everybody's quality and cost."""
+"""Plots of early exits: how fast residuals converge, agreement against speed, and quality against cost of all
+methods.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ CURVES = (("cosine", "cosine to the last residual"), ("step", "step / residual")
 
 @contextmanager
 def _plain_settings() -> Iterator[None]:
-    """The same report gives the same bytes, whatever the user has set."""
+    """Reset matplotlib's settings, so that the same report gives the same bytes whatever the user has set."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -27,9 +29,9 @@ def _plain_settings() -> Iterator[None]:
 
 
 def draw_tradeoff(report: dict[str, Any], path: Path) -> Path:
-    """Draw every way to decode of a report of ``benchmarks.tradeoff``: quality beside bytes read, and beside speed.
+    """Plot every way to decode of a report of ``benchmarks.tradeoff``: quality against bytes read, and against speed.
 
-    Ways that differ in the stated agreement only are joined; rings are lossless.
+    Points that differ only in the agreement target are joined; lossless methods are rings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _plain_settings():
@@ -52,11 +54,11 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> Path:
 
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw both pictures of a report of ``benchmarks.exits``.
+    """Draw both plots of a report of ``benchmarks.exits``.
 
     Args:
-        report: What it measured.
-        folder: Where the pictures go.
+        report: the measurements.
+        folder: folder for the plots.
 
     Returns:
         The files written; the same report gives the same bytes.
@@ -67,6 +69,7 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _axes(count: int) -> tuple[Any, list[Any]]:
+    """Return a figure with axes side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * count, 3.2), layout="constrained")
@@ -77,6 +80,7 @@ def _axes(count: int) -> tuple[Any, list[Any]]:
 
 
 def _velocity(streams: dict[str, Any], path: Path) -> Path:
+    """Plot how residuals change over the layers."""
     figure, axes = _axes(len(CURVES))
     for axis, (key, label) in zip(axes, CURVES, strict=True):
         axis.plot(streams["slow"]["depths"], streams["slow"][key], color="#6e7781", label="slow")
@@ -89,6 +93,7 @@ def _velocity(streams: dict[str, Any], path: Path) -> Path:
 
 
 def _tradeoff(report: dict[str, Any], path: Path) -> Path:
+    """Plot agreement and speed against layers per token."""
     figure, axes = _axes(2)
     for row, colour in zip(report["routers"], COLOURS, strict=False):
         points = [(t["mean_layers"], t["agreement"]) for t in row["tradeoffs"]]
@@ -103,5 +108,6 @@ def _tradeoff(report: dict[str, Any], path: Path) -> Path:
 
 
 def _save(figure: Any, path: Path) -> Path:
+    """Write a figure as SVG without a date."""
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path

@@ -1,7 +1,7 @@
-"""Early exits in figures: ``python -m benchmarks.exits --adapter DIR --learn FILE --prompts FILE --out DIR``.
+"""Measure early exits: ``python -m benchmarks.exits --adapter DIR --learn FILE --prompts FILE --out DIR``.
 
-Writes ``exits.json`` (routers compared, agreement bought by thresholds, residual velocity, and decoding at each
-stated agreement beside plain) and draws ``velocity.svg`` and ``exits.svg`` from it.
+Writes ``exits.json`` (comparison of routers, agreement after calibration, velocity of residuals, and decoding at each
+agreement target beside plain decoding) and draws ``velocity.svg`` and ``exits.svg`` from it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from vivace.prompts import Prompt, load_prompts
 from vivace.train.data import Rows, pairs_of
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)
+"""Agreement targets."""
 KINDS = ("arla", "linear", "mlp", "gap", "cosine")
+"""Kinds of routers."""
 
 
 def weights_of(engine: Engine, folder: Path) -> DynamicWeights:
-    """The gates and the router of an adapter."""
+    """Load the gates and the router of an adapter."""
     written, tensors = load_adapter(folder)
     weights = DynamicWeights(build(DynamicConfig, written["config"]), engine.model.config)
     weights.load(tensors)
@@ -43,13 +45,13 @@ def weights_of(engine: Engine, folder: Path) -> DynamicWeights:
 
 
 def batches_of(engine: Engine, prompts: list[Prompt]) -> list[Any]:
-    """Rows with their first reference, padded together."""
+    """Return batches of prompts with their first reference, padded together."""
     pairs = pairs_of([replace(prompt, references=prompt.references[:1]) for prompt in prompts])
     return Rows(engine.tokenizer, 256).batches(pairs, 2048)
 
 
 def routers(engine: Engine, weights: DynamicWeights, learn: list[Prompt], held: list[Prompt]) -> list[dict[str, Any]]:
-    """Every kind of router on the same positions; half of the held-back rows calibrate, half are counted."""
+    """Compare all kinds of routers on the same positions; half of the held-out rows calibrate, the others evaluate."""
     config = weights.config.router
 
     def trails(prompts: list[Prompt]) -> Trails:
@@ -64,7 +66,7 @@ def routers(engine: Engine, weights: DynamicWeights, learn: list[Prompt], held: 
 
 
 def decoding(engine: Engine, prompts: list[Prompt], repeats: int) -> list[dict[str, Any]]:
-    """Plain decoding and every stated agreement on the same prompts, in turns: speed, exits and quality."""
+    """Measure plain decoding and every agreement target on the same prompts, in turns: speed, exits and quality."""
     names = ["plain", *(f"dynamic@{quality:g}" for quality in QUALITIES)]
     asked = [BenchmarkPrompt(p.request, tuple(engine.tokenizer.encode_prompt(p.request))) for p in prompts]
     records = run_benchmark([MethodSystem(name, engine, 64) for name in names], asked, repeats=repeats)
@@ -76,7 +78,7 @@ def decoding(engine: Engine, prompts: list[Prompt], repeats: int) -> list[dict[s
 
 
 def main() -> None:
-    """Measure and draw."""
+    """Measure, write the report and draw the plots."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--adapter", type=Path, required=True)

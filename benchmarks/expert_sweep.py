@@ -1,11 +1,11 @@
-"""Where loading ahead of time pays: ``python -m benchmarks.expert_sweep --trace FILE --out DIR``.
+"""Find where prefetching experts pays off: ``python -m benchmarks.expert_sweep --trace FILE --out DIR``.
 
-The simulator runs a recorded trace on stated machines: caches of 10 to 75 % of the experts, 1 to 50 GB/s, and as many
-expected experts as asked for. A trace holds guesses for one rate R; ``--rate R=FILE`` adds another's, for half of the
-experts in memory. Writes ``sweep.json`` and draws ``experts.svg``: how many times as fast as two baselines, reading on
-demand with an LRU cache and without a cache, and the latter by R and k'. The default sizes and times are those of a
-mixture like OLMoE-1B-7B in bfloat16 on an accelerator with memory of 800 GB/s: 12.58 MB an expert, 16 us to read one,
-40 us for the rest of a layer.
+The simulator replays a recorded trace on given machines: caches of 10 to 75 % of the experts, 1 to 50 GB/s, and as many
+predicted experts as asked for. A trace has predictions for one rate R; ``--rate R=FILE`` adds those of another, for
+half of the experts in memory. Writes ``sweep.json`` and draws ``experts.svg``: the speed-up over two baselines, loading
+on demand with an LRU cache and without a cache, and the latter by R and k'. The default sizes and times are those of a
+mixture like OLMoE-1B-7B in bfloat16 on an accelerator with a memory bandwidth of 800 GB/s: 12.58 MB per expert, 16 us
+to read one, 40 us for the rest of a layer.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from benchmarks.expert_traces import Trace
 from vivace.storage.experts.policy import NextUse
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
+"""Shares of the experts in memory."""
 BANDWIDTHS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0)
+"""Bandwidths of the device in GB/s."""
 CLAIM = 2.9
+"""Speed-up that the method's paper reports; cells that reach it are framed."""
 HALF = 0.5
+"""Share of the experts in memory for the sweep of rates."""
 COUNTS = (1, 2)
-"""k', experts expected of each guess, for the sweep of rates."""
+"""Numbers k' of experts used of each prediction, for the sweep of rates."""
 
 
 def asked_for(trace: Trace, count: int | None) -> Trace:
-    """The first ``count`` of every guess."""
+    """Keep the first ``count`` experts of every prediction."""
     return replace(trace, predictions=[replace(each, likely=each.likely[:count]) for each in trace.predictions])
 
 
 def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, Any]]:
-    """Every share and bandwidth."""
+    """Simulate every share and bandwidth."""
     rows, of_layer = [], trace.num_experts
     for share in SHARES:
         for bandwidth in BANDWIDTHS:
@@ -62,7 +66,7 @@ def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, An
 
 
 def sweep_rates(traces: Mapping[str, Trace], num_experts: int, machine: Machine) -> list[dict[str, Any]]:
-    """Every rate, number of expected experts and bandwidth, with half of the experts in memory."""
+    """Simulate every rate, number of predicted experts and bandwidth, with half of the experts in memory."""
     rows = []
     for rate, trace in traces.items():
         for count in COUNTS:
@@ -84,7 +88,7 @@ def sweep_rates(traces: Mapping[str, Trace], num_experts: int, machine: Machine)
 
 
 def draw(rows: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel for each baseline and one for rates; cells of at least 2.9 times are framed."""
+    """Draw a panel for each baseline and one for rates; cells of at least 2.9 times are framed."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -118,7 +122,7 @@ def draw(rows: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], path: 
 
 
 def _cells(rows: Sequence[dict[str, Any]], key: str, name: Callable[[dict[str, Any]], str]) -> dict[str, list[float]]:
-    """Lines of a panel by their names, each along the bandwidths."""
+    """Return the lines of a panel by name, each along the bandwidths."""
     lines: dict[str, list[float]] = {}
     for row in sorted(rows, key=lambda row: row["gb_per_s"]):
         lines.setdefault(name(row), []).append(row[key])
@@ -126,7 +130,7 @@ def _cells(rows: Sequence[dict[str, Any]], key: str, name: Callable[[dict[str, A
 
 
 def main() -> None:
-    """Simulate, write and draw."""
+    """Simulate, write the report and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--rate", action="append", default=[], metavar="R=FILE", help="a trace of another rate")

@@ -1,4 +1,4 @@
-"""Experts from disk as Markdown: the files of ``results/experts``, which ``benchmarks.experts`` wrote."""
+"""Tables of experts read from disk, from the files of ``results/experts`` that ``benchmarks.experts`` wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ COLUMNS = (
 
 
 def headline(path: Path) -> str:
-    """What loading ahead gives at the equal point, and what the accelerated residual itself gives there."""
+    """Return a sentence on the gain from prefetching when loading takes as long as computing, and the residual's part
+    in it.
+    """
     if not path.is_file():
         return "No run is committed yet."
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -40,11 +42,12 @@ def headline(path: Path) -> str:
 
 
 def _of_oracle(runs: list[dict[str, dict[str, Any]]], policy: str) -> str:
+    """Return a policy's speed relative to the oracle's, for each run."""
     return " and ".join(f"{rows[policy]['over_oracle']:.2f}" for rows in runs)
 
 
 def tables(folder: Path) -> str:
-    """One table a file and share."""
+    """Return one table for each file and share."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -63,6 +66,7 @@ def tables(folder: Path) -> str:
 
 
 def _device(report: dict[str, Any]) -> str:
+    """Describe the device that the experts were read from."""
     if report["is_paced"]:
         return "**a stand-in device**: experts lie in memory, a load only waits and takes no processor's time"
     return (
@@ -72,7 +76,7 @@ def _device(report: dict[str, Any]) -> str:
 
 
 def _warning(report: dict[str, Any]) -> str:
-    """What the rows of a real run cannot be used for, counted from the rows themselves."""
+    """Return what the rows of a run on a real device cannot be used for, counted from the rows themselves."""
     if report["is_paced"]:
         return ""
     rows = [(run, row) for run in report["runs"] for row in run["policies"]]
@@ -90,7 +94,7 @@ def _warning(report: dict[str, Any]) -> str:
 
 
 def _seen(found: dict[str, Any]) -> str:
-    """What an adapter sees with."""
+    """Describe what an adapter predicts experts from."""
     rate, taught, leads = found["config"]["rate"], found["config"]["leads"], found["plan"]["leads"]
     parts = [f"the accelerated residual at rate {rate:g}"] if rate else ["no accelerated residual (`rate: null`)"]
     parts += ["a forecast"] if found["config"]["forecast"] else []
@@ -103,6 +107,7 @@ def _seen(found: dict[str, Any]) -> str:
 
 
 def _of_share(run: dict[str, Any], report: dict[str, Any]) -> str:
+    """Return caption and table for one share of experts in memory."""
     lru = next(row for row in run["policies"] if row["policy"] == "lru")
     load, compute = lru["load_ms_per_token"], lru["compute_ms_per_token"]
     off = [row["simulated_ms_per_token"] / row["ms_per_token"] - 1 for row in run["policies"]]
@@ -139,11 +144,11 @@ def _row(row: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
 
 
 def sweep(path: Path, runs: Path) -> str:
-    """What ``benchmarks.expert_sweep`` found: a row for each cache, a column for each bandwidth.
+    """Return the table of ``benchmarks.expert_sweep``: a row for each cache size, a column for each bandwidth.
 
     Args:
         path: its file.
-        runs: the folder of measured runs, which say how far the simulator is off.
+        runs: folder of measured runs, from which the simulator's error follows.
     """
     if not path.is_file():
         return "No sweep is committed yet."
@@ -164,7 +169,7 @@ def sweep(path: Path, runs: Path) -> str:
 
 
 def _errors(folder: Path) -> str:
-    """How far the simulator is off each measured run."""
+    """Return the simulator's error for each measured run."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -181,7 +186,7 @@ def _speeds(speeds: list[float]) -> tuple[str, ...]:
 
 
 def _rates(rows: list[dict[str, Any]], speeds: list[float]) -> list[str]:
-    """Beside no cache and beside LRU for each rate and number of expected experts."""
+    """Return a table of speed-ups over no cache and over LRU for each rate and number of predicted experts."""
     if not rows:
         return []
     cells = []

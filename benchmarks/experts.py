@@ -1,12 +1,12 @@
-"""Experts from disk in figures: ``python -m benchmarks.experts --store DIR --foresight NAME=DIR --out DIR``.
+"""Measure experts that are read from disk: ``python -m benchmarks.experts --store DIR --foresight NAME=DIR --out DIR``.
 
-Policies take turns on every prompt, each over a cache of its own, with direct reads from the store; every adapter of
-foresight is one, used as its own plan says. Writes ``experts.json`` (seconds and tokens of all answers, hits by kind,
-recall, wasted and device bytes, the bound, and what the simulator says of the same traces) and ``trace-NAME.json``;
-``benchmarks.expert_sweep`` draws the sweep from the latter.
+Policies take turns on every prompt, each with a cache of its own and direct reads from the store; every foresight
+adapter is one of them, used by its own plan. Writes ``experts.json`` (seconds and tokens of all answers, hits by kind,
+recall, wasted bytes and bytes from the device, the bound, and the simulator's result on the same traces) and
+``trace-NAME.json``, from which ``benchmarks.expert_sweep`` draws its plot.
 
-``--pace`` stands for a device of a stated speed that is not here (``paced_device.py``), and ``--pace equal`` for one
-with which LRU's loads of a decoded token take as long as its compute, for each share; the figures say so. Loads of
+``--pace`` replaces the disk by a simulated device of the given speed (``paced_device.py``), and ``--pace equal`` by one
+with which LRU's loads of a decoded token take as long as its computation, for each share; the figures say so. Loads of
 prompts do not count there.
 """
 
@@ -51,15 +51,16 @@ from vivace.storage.io.readers import aligned
 from vivace.storage.store import Store, open_store
 
 CAPACITY = 512
+"""Number of cache entries."""
 POLICIES = {"plain", "on_demand", "lru", "next_use", "static", "next_layer", "oracle", "recorded"}
 """Systems that need no adapter."""
 UNLIMITED = 1e9
-"""GB/s of a device that takes no time: what is reckoned before a pace is."""
+"""GB/s of a device that takes no time, used until a pace is set."""
 
 
 @dataclass
 class MethodSystem:
-    """A policy with its own cache, and what it took so far."""
+    """A policy with its own cache, and the times of its answers so far."""
 
     name: str
     cache: ExpertCache
@@ -68,16 +69,18 @@ class MethodSystem:
     model: Decoder
     drafter: Drafter
     decode_s: list[float] = field(default_factory=list)
-    """Seconds that decoding took, answer by answer."""
+    """Seconds of decoding of each answer."""
     num_tokens: list[int] = field(default_factory=list)
-    """Decoded, without the first of an answer."""
+    """Number of decoded tokens of each answer, without its first."""
     from_device: int = 0
+    """Bytes read from the device."""
     decode_loads: int = 0
-    """Loads while they were."""
+    """Number of experts loaded while these tokens were decoded."""
     texts: list[tuple[int, ...]] = field(default_factory=list)
+    """Tokens of each answer."""
 
     def answer(self, prompt: tuple[int, ...], num_tokens: int, *, counts: bool) -> None:
-        """Greedy tokens after a prompt; the first comes with the prompt and is not timed."""
+        """Decode greedy tokens after a prompt; the first is computed with the prompt and not timed."""
         session = Session(self.model, num_slots=1, capacity=CAPACITY)
         session.admit(Request(prompt, num_tokens, self.drafter))
         read, loads = device_bytes() or 0, 0
@@ -97,18 +100,20 @@ class MethodSystem:
 
     @property
     def loads_per_token(self) -> float:
-        """While decoding."""
+        """Number of experts loaded per decoded token."""
         return self.decode_loads / max(1, sum(self.num_tokens))
 
     @property
     def token_s(self) -> float:
-        """Seconds a token took, over all answers."""
+        """Mean seconds per token over all answers."""
         return sum(self.decode_s) / sum(self.num_tokens)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """The traces that all systems record are not looked through for garbage, which decoding would pay for."""
+    """Switch off garbage collection during a block, since it would search the traces of all systems while they
+    decode.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -118,13 +123,13 @@ def _uncollected() -> Iterator[None]:
 
 
 def foresight_of(folder: Path, store: Store) -> tuple[Foresight, ForesightPlan]:
-    """The weights of an adapter of the store's checkpoint, and how they are used."""
+    """Return the weights and the plan of an adapter of the store's checkpoint."""
     weights, plan = trained(folder, *read_adapter("foresight", folder, store.base), store.config)
     return weights.to(store.dtype), plan
 
 
 class Bench:
-    """One run: a store, a reader, prompts."""
+    """One benchmark: a store, a reader, prompts and adapters."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -142,7 +147,7 @@ class Bench:
         self.foresight = {name: foresight_of(folder, self.store) for name, folder in options.foresight}
 
     def system(self, policy: Policy, num_slots: int, drafter: Drafter, name: str) -> MethodSystem:
-        """A policy over a cache of its own."""
+        """Return a policy with a cache of its own."""
         layers = self.store.config.num_layers
         experts = self.paced_experts() if self.is_paced else self.experts
         recording = RecordingPolicy(policy, layers)
@@ -152,13 +157,13 @@ class Bench:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Stop all threads at the end."""
+        """Stop all threads at the end of the block."""
         with self.stack:
             yield
         self.stack = ExitStack()
 
     def recorded(self, name: str) -> Trace:
-        """What the routers choose on these prompts, and what is expected by whoever goes by that name."""
+        """Record what the routers choose on these prompts, and what the drafter of this name predicts."""
         with self.closing():
             system = self.system(LeastRecent(), self.experts.num_experts, self.drafters()[name], "recorded")
             for prompt in self.prompts:
@@ -166,14 +171,14 @@ class Bench:
             return system.trace
 
     def drafters(self) -> dict[str, Drafter]:
-        """Ways of decoding that expect experts, and the one that does not."""
+        """Return the ways of decoding that predict experts, and plain decoding, which does not."""
         assert self.store.config.moe is not None
         guess = NoDrafts("next_layer", NextLayerForwardPass(self.store.config.moe.top_k))
         seeing = {name: ForesightDrafter(weights, plan, name) for name, (weights, plan) in self.foresight.items()}
         return {"plain": NoDrafts(), "next_layer": guess, **seeing}
 
     def set_pace(self, share: float, compute_s: float) -> float | None:
-        """GB/s of the device for a share of the experts; None is the one that is here."""
+        """Set the speed of the device for a share of the experts and return it in GB/s; None is the real device."""
         pace = self.options.pace
         if pace == "equal":
             pace = self.lru_loads(share) * self.experts.expert_bytes / compute_s / 1e9
@@ -183,13 +188,13 @@ class Bench:
         return pace  # type: ignore[no-any-return]
 
     def paced_experts(self) -> PacedExperts:
-        """Experts behind a device that is not here, for one cache."""
+        """Return the experts behind a simulated device, for one cache."""
         offsets = {key: self.experts.offset(key) for key in self.experts.keys}
         return PacedExperts(self.experts.expert_bytes, offsets, self.in_memory, self.gb_per_s * 1e9)
 
     @cached_property
     def in_memory(self) -> dict[int, Expert]:
-        """All experts by where they lie, read once."""
+        """All experts by their offsets in the file, read once."""
         found = {}
         for place in map(self.experts.offset, self.experts.keys):
             memory = aligned(self.experts.expert_bytes)
@@ -198,7 +203,7 @@ class Bench:
         return found
 
     def lru_loads(self, share: float) -> float:
-        """Experts that LRU loads for a decoded token."""
+        """Return the number of experts that LRU loads per decoded token."""
         self.gb_per_s = UNLIMITED
         with self.closing():
             system = self.system(LeastRecent(), self.num_slots(share), NoDrafts(), "lru")
@@ -208,16 +213,16 @@ class Bench:
 
     @property
     def num_experts(self) -> int:
-        """Of a layer."""
+        """Number of experts in a layer."""
         assert self.store.config.moe is not None
         return self.store.config.moe.num_experts
 
     def num_slots(self, share: float) -> int:
-        """Experts in memory."""
+        """Return the number of experts in memory."""
         return max(1, round(share * self.experts.num_experts))
 
     def compute_s(self) -> dict[str, float]:
-        """Seconds a token takes with every expert resident, by who expects what."""
+        """Return the seconds per token with every expert in memory, by drafter."""
         with self.closing():
             full = self.experts.num_experts
             systems = [self.system(LeastRecent(), full, way, name) for name, way in self.drafters().items()]
@@ -228,7 +233,7 @@ class Bench:
             return {e.name: e.token_s for e in systems}
 
     def held(self, share: float, trace: Trace) -> list[MethodSystem]:
-        """All policies on all prompts, in turns; the first prompt only fills caches."""
+        """Run all policies on all prompts, in turns; the first prompt only fills the caches."""
         num = self.num_slots(share)
         layers, experts = self.store.config.num_layers, self.num_experts
         seeing = self.drafters()
@@ -249,7 +254,7 @@ class Bench:
         return systems
 
     def simulated(self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float) -> float:
-        """Seconds a token takes by the simulator."""
+        """Return the seconds per token according to the simulator."""
         moe = self.store.config.moe
         assert moe is not None
         layers = trace.num_layers
@@ -268,7 +273,7 @@ class Bench:
         return simulate(trace, policy, machine, warm_up=1).pass_s
 
     def expert_s(self) -> float:
-        """Seconds one resident expert takes for one row, the least of many."""
+        """Return the seconds that one expert in memory takes for one row, the least of many."""
         memory = torch.zeros(self.experts.expert_bytes, dtype=torch.uint8)
         expert = self.experts.expert(memory)
         x = torch.randn(1, self.store.config.width).to(self.store.dtype)
@@ -283,7 +288,7 @@ class Bench:
 
 
 def named(word: str) -> tuple[str, Path]:
-    """``--foresight`` as it is given."""
+    """Parse the value of ``--foresight``."""
     name, _, folder = word.partition("=")
     if not (name and folder):
         raise argparse.ArgumentTypeError(f"NAME=DIR is needed, found {word}")
@@ -291,7 +296,7 @@ def named(word: str) -> tuple[str, Path]:
 
 
 def pace(word: str) -> float | str:
-    """``--pace`` as it is given."""
+    """Parse the value of ``--pace``."""
     found = word if word == "equal" else float(word)
     if not isinstance(found, str) and not found > 0:
         raise argparse.ArgumentTypeError(f"a device reads more than {word} GB/s")
@@ -299,7 +304,7 @@ def pace(word: str) -> float | str:
 
 
 def row(system: MethodSystem, bench: Bench, compute_s: dict[str, float], expert_s: float) -> dict[str, Any]:
-    """What is told of a policy."""
+    """Return the results of one policy."""
     counts, size = system.cache.counts, bench.experts.expert_bytes
     trace = system.trace
     kind = system.name if system.name in compute_s else "plain"
@@ -325,8 +330,8 @@ def row(system: MethodSystem, bench: Bench, compute_s: dict[str, float], expert_
 
 
 def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each policy beside the baselines: tokens a second over all answers, the least and the greatest gain of an answer;
-    and how much faster than LRU any order of its loads could be.
+    """Add to each policy its speed-ups over the baselines, over all answers and the least and greatest of an answer,
+    and the largest speed-up over LRU that any order of its loads could give.
     """
     times = {each["policy"]: each["ms_by_answer"] for each in rows}
     whole = {each["policy"]: each["ms_per_token"] for each in rows}
@@ -342,7 +347,7 @@ def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument(
@@ -364,7 +369,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure every share and write the report."""
     options = arguments()
     torch.set_num_threads(options.threads)
     bench = Bench(options)

@@ -1,27 +1,27 @@
 """The ablation of LLM in a flash (Alizadeh et al. 2023, arXiv:2312.11514, table 3) on this machine's disk.
 
-Run it on a machine with nothing else to do, with room for three copies of the model on the disk to be measured:
+Run it on a machine that does nothing else, with room for three copies of the model on the disk to be measured:
 
     python -m benchmarks.flash make flash-model
     python -m benchmarks.flash run flash-model --out flash.json
 
-``take`` makes the stores of a trained ReLU model that is large enough, a widened one say, with predictors trained on
-the prompts of a file; it then decodes a packaged prompt, greedily. ``agree`` holds its choices against the resident
-model's:
+``take`` makes the stores of a trained ReLU model that is large enough (for example a widened one), with predictors
+trained on the prompts of a file; ``run`` then decodes a packaged prompt, greedily. ``agree`` compares its choices with
+those of the model that is completely in memory:
 
     python -m benchmarks.flash take relu-x8 flash-relu --calibrate prompts.jsonl
     python -m benchmarks.flash agree flash-relu
 
 ``make`` writes an OPT checkpoint of 1.2 GB with random weights. Its sparsity is synthetic: up-projections have rank 64
-and biases that leave about a tenth of the neurons active, embeddings share a component, so that neighbouring tokens
-activate many of the same. Predictors are the factors themselves and miss nothing. What is measured is therefore how
-much is read, how fast, and what it costs; not what predictors of a trained model miss.
+and biases that leave about a tenth of the neurons active, and embeddings share a component, so that neighbouring tokens
+activate many of the same neurons. The predictors are the factors themselves and miss nothing. The benchmark therefore
+measures how much is read, how fast, and what it costs; not what predictors of a trained model miss.
 
-Every row reads directly from the device, past the page cache, decodes the same prompt for itself, and says what the
-kernel counted. All rows but the last two run on PyTorch, and all but the last read with threads of Python. naive reads
-all matrices for every token; hybrid keeps half of the model; the others keep what fits beside attention in half of the
-model. Rows take turns within a repeat, each in a process of its own. Tokens are sampled, nearly evenly: greedy decoding
-of random weights repeats itself, and would read nothing new.
+Every row reads directly from the device, bypassing the page cache, decodes the same prompt, and reports the bytes that
+the kernel counted. All rows except the last two run on PyTorch, and all except the last read with threads of Python.
+naive reads all matrices for every token; hybrid keeps half of the model in memory; the others keep what fits beside
+attention in half of the model. Rows take turns within a repeat, each in a process of its own. Tokens are sampled from a
+nearly uniform distribution, because greedy decoding of random weights repeats itself and would read nothing new.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.flash_models import ApartReader, make, setting_of, trial
+from benchmarks.flash_models import ApartReader, make, setting_of, take
 from vivace.checkpoint.load import put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
@@ -68,35 +68,35 @@ from vivace.storage.store import Store, is_store, open_store
 from vivace.storage.streaming import Stream, StreamedParts
 
 PROMPT, TOKENS = 128, 256
-"""Tokens of the prompt, and of prompt and answer that memory is planned for."""
+"""Number of tokens of the prompt, and of prompt and answer for which memory is planned."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of running the model, per token decoded."""
+    """One way of running the model, per decoded token."""
 
     name: str
     tokens_per_s: float
     ms: float
     read_ms: float
-    """The model stood still for."""
+    """Time that computing waited for reads."""
     manage_ms: float
     compute_ms: float
     gb_read: float
     gb_from_device: float | None
-    """As the kernel counts it."""
+    """Bytes read from the device, as the kernel counts them."""
     gb_per_s: float
-    """While reading."""
+    """Rate while reading."""
     planned_gb: float
-    """Of weights, buffers and cache in memory."""
+    """Planned size of weights, buffers and cache in memory."""
     anonymous_gb: float | None
-    """More than before loading, as the kernel counts it (RssAnon and RssShmem), after the last token."""
+    """Growth of memory since before loading, as the kernel counts it (RssAnon and RssShmem), after the last token."""
     asked: float | None
-    """Share of a layer's neurons that were asked for, and of them ..."""
+    """Share of a layer's neurons that were needed."""
     found: float | None
-    """... what was in memory."""
+    """Share of those neurons that were in memory."""
     tokens: list[int]
-    """Decoded."""
+    """Decoded tokens."""
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
     elif options.command == "take":
         predictors = PredictorConfig(options.rank, options.recall, options.epochs)
-        trial(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
+        take(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
     elif options.command == "make":
         make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
     elif options.command == "agree":
@@ -156,17 +156,17 @@ def main() -> None:
 
 
 class Forgetful(NeuronCache):
-    """No window: every token reads all it needs."""
+    """A cache without a window: every token reads all neurons it needs."""
 
     def turn(self, active: Tensor) -> Runs:
-        """Begin with nothing."""
+        """Empty the cache, then select the active neurons."""
         self.forget()
         return super().turn(active)
 
 
 @contextmanager
 def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Decoder, Storage]]:
-    """Dense: a share of the model stays, the rest is read for every token."""
+    """Open a dense model: a share of it stays in memory, the rest is read for every token."""
     reader = DirectReader(store.path)
     plan = plan_memory(store, None, TOKENS)
     if share:
@@ -192,7 +192,16 @@ def streamed(store: Store, share: float, num_buffers: int) -> Iterator[tuple[Dec
 def sparse(
     store: Store, share: float, window: int, *, is_bundled: bool = True, computes: bool = False, reads: bool = False
 ) -> Iterator[tuple[Decoder, Storage]]:
-    """The neurons that predictors ask for; window 0 keeps none of them. Native code ``computes`` and ``reads``."""
+    """Open a model that reads the neurons its predictors select.
+
+    Args:
+        store: the store of neurons.
+        share: share of the model in memory.
+        window: number of tokens whose neurons are kept; 0 keeps none.
+        is_bundled: whether rows and columns of a neuron lie side by side.
+        computes: whether native kernels compute.
+        reads: whether native code reads.
+    """
     budget = int(share * plan_memory(store, None, TOKENS).total_bytes)
     keep = max(1, window)
     body = choose("auto").body if computes else None
@@ -218,7 +227,7 @@ Opening = Callable[[], AbstractContextManager[tuple[Decoder, Storage]]]
 
 
 def rows(folder: Path, share: float) -> dict[str, Opening]:
-    """Every way, by name; each opens as a context of (model, storage)."""
+    """Return every way of running the model by name; each opens as a context of (model, storage)."""
     dense, neurons = open_store(folder / "layers"), open_store(folder / "neurons")
     return {
         "naive": lambda: streamed(dense, 0.0, 1),
@@ -233,7 +242,7 @@ def rows(folder: Path, share: float) -> dict[str, Opening]:
 
 
 def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None:
-    """Measure rows, print a table, write a file."""
+    """Measure rows, print a table and write a file."""
     new_tokens, share = options.new_tokens, options.share
     assert is_store(folder / "layers"), f"{folder} was not made by this benchmark"
     store = open_store(folder / "layers")
@@ -262,11 +271,11 @@ def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None
 
 
 def agree(folder: Path, num_prompts: int, new_tokens: int, share: float) -> dict[str, Any]:
-    """How far the neurons' choices are those of the resident model, along its own greedy answers to packaged prompts.
+    """Compare the neurons' choices with the full model's, along its own greedy answers to packaged prompts.
 
     Returns:
-        For each set: tokens; the share of them that the neurons would have chosen; by how much more surprised they are,
-        nats a token; and the share of neurons that were asked for.
+        For each set: number of tokens; share of them that the neurons would have chosen; increase of the negative
+        log-likelihood in nats per token; and share of neurons that were needed.
     """
     dense, neurons = open_store(folder / "layers"), open_store(folder / "neurons")
     tokenizer = load_tokenizer(dense.folder)
@@ -301,7 +310,7 @@ def agree(folder: Path, num_prompts: int, new_tokens: int, share: float) -> dict
 
 
 def _answer(model: Decoder, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log-probabilities."""
+    """Return greedy tokens and their log-probabilities."""
     session = Session(model, num_slots=1, capacity=len(prompt) + new_tokens)
     session.admit(Request(tuple(prompt), new_tokens, NoDrafts(), sampling=Sampling(), logprobs=True))
     with torch.inference_mode():
@@ -311,7 +320,7 @@ def _answer(model: Decoder, prompt: Sequence[int], new_tokens: int) -> tuple[lis
 
 @torch.inference_mode()
 def _followed(model: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """Log-probabilities (n - 1, V) after each token but the last, decoded one by one."""
+    """Return the log-probabilities (n - 1, V) after each token except the last, decoded one by one."""
     cache, scores = model.new_cache(1, len(prompt) + len(tokens)), []
     ForwardPass().run(model, Draft.committed_only({0: list(prompt)}), cache, chunk=True)
     cache.commit([0], [list(range(len(prompt)))])
@@ -323,7 +332,7 @@ def _followed(model: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> T
 
 
 def measure(name: str, open_row: Opening, new_tokens: int) -> Row:
-    """Decode once; the prompt is not counted."""
+    """Decode once without timing the prompt."""
     at_rest = _anonymous_bytes()
     with open_row() as (model, storage):
         row = _decode(name, model, storage, new_tokens)
@@ -332,6 +341,7 @@ def measure(name: str, open_row: Opening, new_tokens: int) -> Row:
 
 
 def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row:
+    """Decode and return the figures per token."""
     draw = torch.Generator().manual_seed(1)
     random = torch.randint(0, model.config.vocab_size, (PROMPT,), generator=draw).tolist()
     prompt = setting_of(storage.store.folder.parent).get("prompt")
@@ -365,6 +375,7 @@ def _decode(name: str, model: Decoder, storage: Storage, new_tokens: int) -> Row
 
 
 def _counters(storage: Storage) -> dict[str, float]:
+    """Return the counters of reads and neurons."""
     traffic = (storage.async_reader if storage.neurons is None else storage.neurons.reader).traffic
     counts = NeuronCounts() if storage.neurons is None else storage.neurons.counts
     return {
@@ -379,6 +390,7 @@ def _counters(storage: Storage) -> dict[str, float]:
 
 
 def _anonymous_bytes() -> int | None:
+    """Return the bytes of this process that are not mapped from files; None if the system does not report them."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -387,34 +399,35 @@ def _anonymous_bytes() -> int | None:
 
 
 def _median(each: list[Row]) -> Row:
+    """Return the row with the median time."""
     middle = statistics.median_low(row.ms for row in each)
     return next(row for row in each if row.ms == middle)
 
 
 def _same(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens until two texts part."""
+    """Return the number of tokens until two texts differ."""
     return next((place for place, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), len(a))
 
 
 def equal_ms(first: Row, fastest: Row) -> float:
-    """Milliseconds a token of the first row, had it read as many bytes a second as the fastest row did.
+    """Return the milliseconds per token of the first row if it had read at the rate of the fastest row.
 
-    The first row reads everything and waits for all of it, so its wait shrinks as its reads get faster.
+    The first row reads everything and waits for all of it, so that its waiting time shrinks in proportion.
     """
     return first.ms - first.read_ms * (1 - first.gb_per_s / fastest.gb_per_s)
 
 
 def fastest_like(measured: Sequence[Row]) -> Row:
-    """The row that read fastest in the way of the first: whole matrices, waited for. Reading ahead is another way."""
+    """Return the row with the highest rate among those that read whole matrices and wait for them, like the first."""
     alike = [row for row in measured if row.asked is None and "ahead" not in row.name]
     return max(alike, key=lambda row: row.gb_per_s)
 
 
 def table(measured: list[Row]) -> str:
-    """As Markdown, speed and text beside those of the first row; speed also as if that had read as fast as others.
+    """Return a Markdown table with speed and text relative to the first row, and the speed at equal reading rates.
 
-    Whole matrices are read at another speed than neurons, and rows were measured at other times on one disk. The last
-    speed is beside the first row at the highest speed at which a row that reads whole matrices, too, did.
+    Whole matrices are read at another rate than neurons, and rows were measured at different times on one disk. The
+    last column therefore compares with the first row at the highest rate that a row with whole matrices reached.
     """
     first = measured[0]
     fastest = fastest_like(measured)

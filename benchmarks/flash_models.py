@@ -1,4 +1,4 @@
-"""The stores that ``benchmarks/flash.py`` measures: of a trained model with ReLU, or of one made for measuring."""
+"""The stores that ``benchmarks/flash.py`` measures: of a trained model with ReLU, or of a synthetic one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ from vivace.storage.neurons.predictors import Predictor, PredictorConfig, save_p
 from vivace.storage.store import Store
 
 RANK = 64
+"""Rank of the synthetic up-projections."""
 ACTIVE_SHARE = 0.1
+"""Share of the neurons that are active in the synthetic model."""
 SHARED = 0.8
-"""Of the length of an embedding, what all have in common."""
+"""Length of the component that all embeddings share, relative to an embedding."""
 SETTING = "setting.json"
+"""File that describes a store made by ``take``."""
 
 
 def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int) -> None:
-    """The checkpoint, its store of layers, its store of neurons, and the latter with rows and columns apart."""
+    """Write the synthetic checkpoint, its store of layers, its store of neurons, and a copy with rows and columns
+    apart.
+    """
     import transformers
 
     config = transformers.OPTConfig(
@@ -66,8 +71,8 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int
     print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
 
 
-def trial(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
-    """The stores of a checkpoint, as ``make`` has them, and a prompt for it."""
+def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
+    """Write the stores of a checkpoint as ``make`` does, and a prompt for it."""
     tokenizer = load_tokenizer(source)
     texts = [
         (*tokenizer.encode_prompt(row.request), *tokenizer.encode(row.references[0], special=False))
@@ -95,13 +100,13 @@ def trial(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig
 
 
 def setting_of(folder: Path) -> dict[str, Any]:
-    """What ``take`` wrote; of a model that was made for measuring, that its sparsity is synthetic."""
+    """Return what ``take`` wrote; for a synthetic model, that its sparsity is synthetic."""
     path = folder / SETTING
     return json.loads(path.read_text()) if path.is_file() else {"sparsity": "synthetic"}  # type: ignore[no-any-return]
 
 
 def split(store: Store, path: Path) -> None:
-    """Copy a store, rows of gate and up and columns of down of each layer one after the other, not side by side."""
+    """Copy a store so that rows of gate and up and columns of down follow one another instead of lying side by side."""
     with store.path.open("rb") as source, path.open("wb") as target:
         for bundle in store.bundles.values():
             if bundle.count == 1:
@@ -116,9 +121,9 @@ def split(store: Store, path: Path) -> None:
 
 
 class ApartReader(DirectReader):
-    """Gives the bytes of a store of neurons from a file that has rows and columns apart: two or three reads for one.
+    """Reads a store of neurons from a file that has rows and columns apart, with two or three reads instead of one.
 
-    It reads whole records, so an asynchronous reader must cut there (``chunk_bytes``).
+    It reads whole records, so a pool must split its reads at records (``chunk_bytes``).
     """
 
     def __init__(self, store: Store) -> None:
@@ -129,7 +134,7 @@ class ApartReader(DirectReader):
         self.chunk_bytes = max(1, CHUNK_BYTES // stride) * stride
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Whole records."""
+        """Read whole records."""
         bundle = next((b for b in self._bundles if b.offset <= offset < b.offset + b.num_bytes), None)
         if bundle is None:
             self._whole.read(offset, into)

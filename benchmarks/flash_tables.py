@@ -1,4 +1,4 @@
-"""The ablation of LLM in a flash as Markdown: the files of ``results/flash``, which ``benchmarks.flash run`` wrote."""
+"""Tables of the ablation of LLM in a flash, from the files of ``results/flash`` that ``benchmarks.flash run`` wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.flash import Row, equal_ms, fastest_like, table
 
 
 def tables(folder: Path) -> str:
-    """One table a file."""
+    """Return one table for each file."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def tables(folder: Path) -> str:
 
 
 def _equal(rows: list[Row]) -> str:
-    """What of the last rows' speed is left when the first reads as fast as the second did."""
+    """Return a sentence on the speed-up of the last rows if the first row had read as fast as the second."""
     first, fastest = rows[0], fastest_like(rows)
     gains = [equal_ms(first, fastest) / row.ms for row in rows if "bundling" in row.name or "native" in row.name]
     return (

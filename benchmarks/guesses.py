@@ -1,16 +1,16 @@
-"""Measures how good the guesses of every drafter that ships are, and writes the bands that the tests hold them to.
+"""Measure how many tokens each shipped drafter has accepted, and write the bands that tests compare with.
 
     python -m benchmarks.guesses --json benchmarks/results/guesses/shipped.json
 
-A drafter may be crippled without any text changing: it only guesses worse, and decoding is slower. So the tests answer
-the same prompts again and compare tokens a target pass with this file (``tests/benchmarks/test_guesses.py``). Methods
-whose tokens leave early are held to their mean exit layer instead.
+An error in a drafter need not change any text: fewer of its tokens are accepted, and decoding is slower. Therefore the
+tests answer the same prompts again and compare the tokens per target pass with this file
+(``tests/benchmarks/test_guesses.py``). For methods with early exits the mean exit layer is compared instead.
 
-One kind of kernels gives the same figures every time. Another rounds sums in another order, so that here and there a
-guess, or a token that two were nearly as likely for, is another one. Every kind that runs here is measured, and a band
+One kind of kernels gives the same figures every time. Other kinds round sums in another order, so that a few draft
+tokens differ, and a few tokens whose probabilities are nearly equal. Every kind that runs here is measured, and a band
 goes from the lowest figure to the highest, widened on both sides for kinds that do not run here. AVX2 and PyTorch were
-up to 2.5 % apart, and a margin is about twice that: the few prompts have some forty passes, so one of them is 2.5 %,
-too. A drafter that is broken loses far more (``tests/mutants``).
+up to 2.5 % apart, and the margin is about twice that; the short set of prompts has some forty passes, of which one is
+2.5 % too. A broken drafter loses far more (``tests/mutants``).
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from vivace.kernels.library import open_library, runnable
 from vivace.prompts import PACKAGED, packaged_prompts
 
 FULL, SHORT = 20, 4
-"""Prompts, half of them of each packaged set; tests answer the few, and all of them before a release."""
+"""Numbers of prompts, half of them from each packaged set: all of them before a release, the few in the default
+tests.
+"""
 MARGINS = {FULL: 0.04, SHORT: 0.06}
-"""By the number of prompts, how far a band is widened on either side."""
+"""Share by which a band is widened on both sides, by number of prompts."""
 MAX_NEW_TOKENS = 48
 
 
 def shipped_methods() -> list[str]:
-    """Methods that draft or leave early with weights that ship: those of adapters, and the draft model."""
+    """Return the methods whose weights ship: those with adapters, and the draft model."""
     return [*sorted(path.name for path in (SHIPPED / "adapters").iterdir()), "multirate+lookup", "draft"]
 
 
 def measure(engine: Engine, method: str, num_prompts: int = FULL, *, batch_size: int = 1) -> dict[str, float]:
-    """Tokens a target pass over the prompts, and the mean exit layer where tokens may leave early.
+    """Return the tokens per target pass over the prompts, and the mean exit layer if tokens can exit early.
 
     Args:
-        engine: The shipped model.
-        method: How it decodes.
-        num_prompts: How many of the packaged prompts are answered.
-        batch_size: Prompts decoded together.
+        engine: the shipped model.
+        method: name of the method.
+        num_prompts: number of packaged prompts to answer.
+        batch_size: number of prompts decoded together.
     """
     each = num_prompts // len(PACKAGED)
     asked = [prompt.request for name in PACKAGED for prompt in packaged_prompts(name)[:each]]
@@ -61,7 +63,7 @@ def measure(engine: Engine, method: str, num_prompts: int = FULL, *, batch_size:
 
 
 def bands(measured: Sequence[Mapping[str, float]], margin: float) -> dict[str, list[float]]:
-    """Lowest and highest of each figure, widened."""
+    """Return the lowest and highest value of each figure, widened by ``margin``."""
     return {
         name: [min(m[name] for m in measured) * (1 - margin), max(m[name] for m in measured) * (1 + margin)]
         for name in measured[0]
@@ -69,7 +71,7 @@ def bands(measured: Sequence[Mapping[str, float]], margin: float) -> dict[str, l
 
 
 def main(args: Sequence[str]) -> None:
-    """Measure every method on every kernel that runs here, and write the file."""
+    """Measure every method with every kernel that runs here, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="Write the results there.")
     target = parser.parse_args(args).json

@@ -1,15 +1,15 @@
-"""Times passes over 1 to 16 rows beside what memory gives: how much of a pass is reading weights, what more rows cost.
+"""Time passes over 1 to 16 rows: how close to memory bandwidth a pass over one row is, and what more rows cost.
 
-Run it on a machine with nothing else to do:
+Run it on a machine that does nothing else:
 
     python -m benchmarks.kernels --models shipped,twin,100M,360M --weights bf16,exact12 --out kernels.json
 
-All models, numbers of rows and the two measures of memory take turns within a repeat, so that a drifting clock hits
-them alike. The first measure is PyTorch's sum of a buffer, the second the fastest we know to read weights: one row
-times one packed matrix far larger than any cache. A model's bandwidth is its weights over the time of its pass over
-one row, greedy choice included; ``verify(k)`` stands in full and in units of that pass. A token is one of plain
-decoding's as a session gives them, everything included. Models of 100 and 360 million parameters have random weights,
-which take as long to read.
+All models, numbers of rows and the two measures of memory take turns within a repeat, so that a changing clock rate
+affects them alike. The first measure is PyTorch's sum of a buffer, the second the fastest way we know to read weights:
+one row times one packed matrix far larger than any cache. A model's bandwidth is the bytes of its weights over the time
+of its pass over one row, greedy choice included; ``verify(k)`` is shown in milliseconds and in units of that pass. A
+token is one of plain decoding in a session, everything included. Models of 100 and 360 million parameters have random
+weights, which take as long to read.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ from vivace.kernels.low_bit import Weights, check_weights
 from vivace.kernels.native import Matrix, NativeBody, pack
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+"""Numbers of rows that are measured."""
 SHOWN = (2, 4, 8, 16)
+"""Numbers of rows in the printed table."""
 CONTEXT = 128
+"""Number of tokens in the cache."""
 LONGEST = 1024
 TOKEN = -1
-"""Beside the numbers of rows: a token of plain decoding."""
+"""Stands among the numbers of rows for a token of plain decoding."""
 MODELS = ("shipped", "twin", *SHAPES)
 READ = (1024, 131072)
 """in x out of the matrix that is read to measure memory: 256 MiB."""
@@ -76,7 +79,7 @@ def main() -> None:
 
 
 def measure(models: list[str], formats: list[str], body: NativeBody, repeats: int) -> dict[str, Any]:
-    """Median and best seconds of every pass, and the best bandwidth of both measures of memory."""
+    """Return median and best seconds of every pass, and the best bandwidth of both measures of memory."""
     reads = _reads(body)
     kinds = [check_weights(name) for name in formats]
     decoders = {_named(model, kind): _decoder(model, kind, body) for model in models for kind in kinds}
@@ -107,7 +110,7 @@ def measure(models: list[str], formats: list[str], body: NativeBody, repeats: in
 
 
 def _tokens(decoder: Decoder) -> Callable[[], list[Emitted]]:
-    """Plain decoding behind a context: a few tokens at every call."""
+    """Return a function that decodes a few tokens plainly after a context, at every call."""
     session = Session(decoder, num_slots=1, capacity=LONGEST)
     prompt = tuple(range(1, CONTEXT + 1))
     session.admit(Request(prompt, LONGEST - CONTEXT, MultiStepPlain(decoder)))
@@ -117,7 +120,7 @@ def _tokens(decoder: Decoder) -> Callable[[], list[Emitted]]:
 
 
 def _reads(body: NativeBody) -> dict[str, tuple[Callable[[], object], int]]:
-    """What measures memory: work and the bytes it reads."""
+    """Return what measures memory: a function and the bytes it reads."""
     in_width, out_width = READ
     weight = torch.randn(out_width, in_width, dtype=torch.bfloat16)
     matrix = Matrix(pack(weight), None, in_width, out_width)
@@ -128,10 +131,12 @@ def _reads(body: NativeBody) -> dict[str, tuple[Callable[[], object], int]]:
 
 
 def _named(model: str, weights: Weights) -> str:
+    """Return the name of a model in a weight format."""
     return model if weights == "bf16" else f"{model} {weights}"
 
 
 def _decoder(name: str, weights: Weights, body: NativeBody) -> Decoder:
+    """Load or make a model and pack it."""
     if name in ("shipped", "twin"):
         decoder = load_decoder(SHIPPED, dtype="bfloat16", device="cpu")
         decoder = decoder if name == "shipped" else widen(decoder, 4)
@@ -142,6 +147,7 @@ def _decoder(name: str, weights: Weights, body: NativeBody) -> Decoder:
 
 
 def _random_llama(shape: dict[str, int]) -> Decoder:
+    """Make a decoder with random weights."""
     config = ModelConfig(
         vocab_size=shape["vocab_size"],
         width=shape["hidden_size"],
@@ -161,7 +167,7 @@ def _random_llama(shape: dict[str, int]) -> Decoder:
 
 
 def print_tables(result: dict[str, Any]) -> None:
-    """Bandwidth at one row, and what more rows cost; the line below is of the best repeats instead of the median."""
+    """Print bandwidth at one row and the cost of more rows, from medians and below from the best repeats."""
     reads = result["read_bytes_per_s"]
     best = max(reads.values())
     shown = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in reads.items())
@@ -174,7 +180,7 @@ def print_tables(result: dict[str, Any]) -> None:
 
 
 def print_line(name: str, size: int, seconds: dict[str, float], best: float, token: float | None = None) -> None:
-    """One model."""
+    """Print the line of one model."""
     one = seconds["1"]
     costs = "".join(f"{seconds[str(k)] * 1e3:9.2f} ms {seconds[str(k)] / one:5.2f} x" for k in SHOWN)
     costs = f"{token * 1e3:9.2f} ms{costs}" if token else f"{'':12}{costs}"

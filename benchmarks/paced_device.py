@@ -1,8 +1,8 @@
-"""A device that is not here: reads of experts take the time that it would take, and no processor's.
+"""A simulated device: loading an expert takes the time that a device of a given speed would need, and no computation.
 
-All experts are in memory. Reading one only takes time: chunks go one after the other at a stated speed, the most urgent
-first, as over a channel of its own; the memory of a slot says which expert is in it. So reads overlap compute as a
-device's own transfers do, while threads that copied would take turns with the threads that compute.
+All experts are in memory. A load only waits: chunks follow one another at the given speed, the most urgent first, as
+over a channel of its own, and the memory of a slot records which expert it holds. Loads therefore overlap with
+computation as a device's own transfers do, whereas threads that copied would compete with the threads that compute.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from vivace.storage.io.async_reader import AsyncReader, PendingRead, Traffic
 from vivace.storage.io.readers import Reader, address
 
 SPIN_S = 2e-4
-"""Seconds at the end of a wait that are not slept, because sleeping ends late."""
+"""Seconds at the end of a wait that are spent in a loop, because sleeping ends late."""
 
 
 @dataclass(order=True)
 class _Load:
-    """A read that waits, ordered by urgency."""
+    """A pending load, ordered by urgency."""
 
     due: int
     rank: int
     number: int
     left: int = field(compare=False)
-    """Bytes that were not read yet."""
+    """Number of bytes that have not been read yet."""
     read: PendingRead = field(compare=False)
 
 
 class PacedDevice(AsyncReader):
-    """An asynchronous reader without threads: what has happened by now is worked out whenever somebody asks."""
+    """An asynchronous reader without threads: every call computes what has finished by now."""
 
     def __init__(
         self,
@@ -47,40 +47,40 @@ class PacedDevice(AsyncReader):
         now: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Begin idle.
+        """Start without loads.
 
         Args:
-            chunk_bytes: bytes that are read at once; something more urgent waits for no more.
-            bytes_per_s: speed of all reads together.
+            chunk_bytes: bytes that are read at once; a more urgent load waits for no more than this.
+            bytes_per_s: speed of all loads together.
             now: the clock, in seconds.
-            sleep: sleeps so many seconds.
+            sleep: sleeps for a number of seconds.
         """
         self.chunk_bytes, self.bytes_per_s = chunk_bytes, bytes_per_s
         self._now, self._sleep = now, sleep
         self.offsets: dict[int, int] = {}
-        """By the address of a memory, the offset in the file of what it holds or will hold."""
+        """Offset in the file of what a memory holds or will hold, by its address."""
         self._waiting: list[_Load] = []
         self._arriving: list[tuple[float, PendingRead]] = []
-        """When each read ends, the first first."""
+        """Time when each load ends, in order."""
         self._free_at = 0.0
         self._count = itertools.count()
 
     @property
     def reader(self) -> Reader:
-        """There is no file."""
+        """Not available, since there is no file."""
         raise NotImplementedError
 
     @property
     def traffic(self) -> Traffic:
-        """Nothing is counted."""
+        """Empty, since nothing is counted."""
         return Traffic()
 
     def submit(self, memory: memoryview, extents: Tensor, due: int = 0, rank: int = 0) -> PendingRead:
-        """Experts are read whole."""
+        """Not available, since experts are read whole."""
         raise NotImplementedError
 
     def submit_whole(self, memory: memoryview, offset: int, due: int = 0, rank: int = 0) -> PendingRead:
-        """Begin to fill a memory."""
+        """Start to fill a memory."""
         self._go_on(until := self._now())
         self._free_at = max(self._free_at, until) if not self._waiting else self._free_at
         self.offsets[address(memory)] = offset
@@ -112,18 +112,19 @@ class PacedDevice(AsyncReader):
         return found
 
     def join(self, read: PendingRead) -> None:
-        """Nobody waits for one read."""
+        """Not available, since nothing waits for a single load."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing, since there are no threads."""
 
     def _go_on(self, now: float) -> None:
+        """Read chunks until the given time."""
         while self._waiting and self._free_at < now:
             self._read()
 
     def _read(self) -> None:
-        """Read one chunk of what is most urgent."""
+        """Read one chunk of the most urgent load."""
         load = self._waiting[0]
         size = min(self.chunk_bytes, load.left)
         load.left -= size
@@ -133,6 +134,7 @@ class PacedDevice(AsyncReader):
             self._arriving.append((self._free_at, load.read))
 
     def _wait(self, until: float) -> float:
+        """Wait until a time and return the time then."""
         while (left := until - (now := self._now())) > 0:
             if left > SPIN_S:
                 self._sleep(left - SPIN_S)
@@ -140,7 +142,7 @@ class PacedDevice(AsyncReader):
 
 
 class PacedExperts:
-    """Fills ``ExpertStore`` over experts that are all in memory; for one cache."""
+    """An ``ExpertStore`` with all experts in memory behind a simulated device, for one cache."""
 
     def __init__(
         self, expert_bytes: int, offsets: Mapping[Key, int], experts: Mapping[int, Expert], bytes_per_s: float
@@ -149,8 +151,8 @@ class PacedExperts:
 
         Args:
             expert_bytes: bytes of an expert.
-            offsets: where each would lie.
-            experts: by these offsets.
+            offsets: offset at which each expert would lie in a file.
+            experts: experts by these offsets.
             bytes_per_s: speed of the device.
         """
         self.expert_bytes, self.bytes_per_s = expert_bytes, bytes_per_s
@@ -178,6 +180,8 @@ class PacedExperts:
 
 @dataclass(frozen=True)
 class _InSlot:
+    """A feed-forward that runs the expert that is in its slot when it is called."""
+
     experts: PacedExperts
     slot: int
 

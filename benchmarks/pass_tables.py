@@ -1,4 +1,4 @@
-"""What a pass costs and how other engines compare, as Markdown: the files of ``results/passes``."""
+"""Tables of the cost of passes and of other engines, from the files of ``results/passes``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from benchmarks import captions
 from tools.blocks import table
 
 MORE_ROWS = ("2", "4", "8", "16")
-"""Rows of the passes that stand beside the pass of one row."""
+"""Numbers of rows that are compared with a pass over one row."""
 
 
 def tables(folder: Path) -> str:
-    """All files of a folder: those of ``benchmarks.kernels``, then those of ``benchmarks.peers``."""
+    """Return the tables of all files in a folder: those of ``benchmarks.kernels``, then those of
+    ``benchmarks.peers``.
+    """
     parts = []
     for kind, make in (("kernels", costs), ("peers", engines)):
         for path in sorted(folder.glob(f"{kind}*.json")):
@@ -24,7 +26,7 @@ def tables(folder: Path) -> str:
 
 
 def costs(report: Mapping[str, Any]) -> str:
-    """Of ``benchmarks.kernels``: one row beside memory's bandwidth, more rows beside one."""
+    """Return the table of a file of ``benchmarks.kernels``: one row beside memory bandwidth, more rows beside one."""
     reads = report["read_bytes_per_s"]
     best = max(reads.values())
     rows = [
@@ -57,7 +59,7 @@ def costs(report: Mapping[str, Any]) -> str:
 
 
 def engines(report: Mapping[str, Any]) -> str:
-    """Of ``benchmarks.peers``: plain decoding, and passes over one and eight rows, of every engine."""
+    """Return the tables of a file of ``benchmarks.peers``: plain decoding, and passes over one and eight rows."""
     parts = [f"### Other engines: {_machine(report)}"]
     for model, found in report["models"].items():
         passes = found["passes"]
@@ -84,8 +86,8 @@ def engines(report: Mapping[str, Any]) -> str:
 
 
 def _token(found: Mapping[str, Any], best: float) -> tuple[str, str]:
-    """A token of plain decoding, and how often the weights could be read in that time."""
-    if "token_seconds" not in found:  # measured before it was
+    """Return the time of a token of plain decoding, and how often the weights could be read in that time."""
+    if "token_seconds" not in found:  # files of earlier versions lack it
         return "-", "-"
     return f"{found['token_seconds'] * 1e3:.2f} ms", f"{found['token_seconds'] * best / found['weight_bytes']:.2f}x"
 
@@ -95,7 +97,7 @@ def _pass(found: Mapping[str, float] | None, rows: str) -> str:
 
 
 def _weights(name: str) -> str:
-    """A model alone is read in bfloat16."""
+    """Return model and format; a model without a format is in bfloat16."""
     return name if " " in name else f"{name} bf16"
 
 

@@ -1,14 +1,15 @@
-"""Times plain decoding in every weight format beside transformers and llama.cpp, on the same weights, in one run.
+"""Time plain decoding in every weight format beside transformers and llama.cpp, on the same weights, in one run.
 
-Run it on a machine with nothing else to do; it needs the extra ``llamacpp``:
+Run it on a machine that does nothing else; it needs the extra ``llamacpp``:
 
     python -m benchmarks.peers --models shipped,twin,100M,360M --out peers.json
 
-For each model two tables. *Decoding*: everybody answers the same prompts in turns, as in ``vivace bench decode``.
-*Passes*: one pass over k rows with 128 tokens stored, everybody in turns, llama.cpp with logits for all rows. What
-speculation has to pay is the pass over eight rows, so its time stands there in full and not only beside k = 1.
+There are two tables for each model. *Decoding*: all engines answer the same prompts in turns, as in ``vivace bench
+decode``. *Passes*: one pass over k rows with 128 tokens in the cache, all engines in turns, llama.cpp with logits for
+all rows. Speculation pays for the pass over eight rows, so its time is shown in milliseconds and not only relative to
+k = 1.
 
-The models of 100 and 360 million parameters are Llamas with random weights: they say nothing and have no end token,
+The models of 100 and 360 million parameters are Llamas with random weights: their text has no meaning and no end token,
 but reading them takes as long. They are made once, in ``--folder``.
 """
 
@@ -41,7 +42,9 @@ from vivace.methods.composition import twins
 from vivace.prompts import packaged_prompts
 
 ROWS = (1, 2, 4, 8, 16)
+"""Numbers of rows that are measured."""
 CONTEXT = 128
+"""Number of tokens in the cache."""
 PROMPT_WORDS = 48
 PEERS = ("transformers", *LLAMA_CPP)
 
@@ -55,12 +58,12 @@ SHAPES: dict[str, dict[str, int]] = {
         **{"num_attention_heads": 15, "num_key_value_heads": 5},
     },
 }
-"""Llamas with D = 64 and a tied head: 100.1 and 361.8 million parameters."""
+"""Llamas with D = 64 and a tied head, of 100.1 and 361.8 million parameters."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A contestant under another name: one method, several weight formats."""
+    """A system under another name: one method in several weight formats."""
 
     name: str
     inner: System
@@ -95,7 +98,7 @@ def main() -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Both tables of one model."""
+    """Return both tables of one model."""
     folder = model_folder(name, options.folder)
     engines = {f"vivace {kind}": open_as(folder, kind) for kind in options.weights.split(",")}
     first = next(iter(engines.values()))
@@ -120,7 +123,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_as(folder: Path, weights: str) -> Engine:
-    """A checkpoint in one of our weight formats."""
+    """Load a checkpoint in one of our weight formats."""
     return vivace.load(folder) if weights == "bf16" else vivace.load(folder, weights=weights)
 
 
@@ -128,10 +131,10 @@ def open_as(folder: Path, weights: str) -> Engine:
 def time_passes(
     engines: dict[str, Engine], rivals: Sequence[LlamaCppPeer], repeats: int
 ) -> dict[str, dict[int, float]]:
-    """Median seconds of a pass by contestant and rows.
+    """Return the median seconds of a pass by engine and rows.
 
-    A contestant that has just waited finds its weights gone from the cache and its threads asleep, so each runs twice
-    in its turn and the second time counts.
+    While an engine waits, its weights leave the cache and its threads fall asleep. Therefore each pass runs twice in
+    its turn and the second time counts.
     """
     passes: dict[str, list[Callable[[], object]]] = {
         name: passes_over(engine.model, ROWS, context=CONTEXT) for name, engine in engines.items()
@@ -149,7 +152,7 @@ def time_passes(
 
 
 def model_folder(name: str, place: Path) -> Path:
-    """Where a model of this run lies; it is made if need be."""
+    """Return the folder of a model, which is made if it does not exist."""
     if name == "shipped":
         return SHIPPED
     folder = place / name
@@ -161,7 +164,7 @@ def model_folder(name: str, place: Path) -> Path:
 
 
 def make_random(folder: Path, shape: dict[str, int]) -> Path:
-    """Write a Llama with random bfloat16 weights, and a tokenizer that knows a word for every id."""
+    """Write a Llama with random bfloat16 weights, and a tokenizer with a word for every id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -181,12 +184,12 @@ def make_random(folder: Path, shape: dict[str, int]) -> Path:
 
 
 def words() -> list[str]:
-    """Pieces of four letters behind a space, as byte-level tokenizers spell it: enough for 65,000 ids."""
+    """Return pieces of four letters behind a space in the spelling of byte-level tokenizers, enough for 65,000 ids."""
     return ["Ġ" + "".join(letters) for letters in islice(product(string.ascii_lowercase, repeat=4), 65536)]
 
 
 def random_texts(folder: Path, count: int) -> list[str]:
-    """Prompts of `PROMPT_WORDS` random tokens."""
+    """Return prompts of `PROMPT_WORDS` random tokens."""
     vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     known = [piece for piece in vocab if len(piece) > 1]
     draw = random.Random(0)
@@ -194,12 +197,12 @@ def random_texts(folder: Path, count: int) -> list[str]:
 
 
 def packaged_texts(count: int) -> list[str]:
-    """Prompts that the package carries."""
+    """Return prompts that come with the package."""
     return [str(prompt.request) for prompt in packaged_prompts("e2e")[:count]]
 
 
 def print_model(name: str, found: dict[str, Any]) -> None:
-    """Both tables, to be read."""
+    """Print both tables."""
     print(f"\n{name}: {found['weight_bytes'] / 1e6:.0f} MB of bf16 weights a pass, {found['kernels']} kernels")
     print(f"{'':16}{'tokens/s':>10}{'x bf16':>8}{'lowest':>9}{'highest':>9}  identical")
     for run in found["runs"]:

@@ -1,4 +1,4 @@
-"""Two pictures of results: how often the guess at each depth was kept, and where the time of a token goes."""
+"""Two plots of results: acceptance by position in the draft, and the parts of the time per token."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PARTS = (("prefill_s", "prefill", "#8c959f"), ("draft_s", "draft", "#d4a72c"), (
 COLOURS = ("#0969da", "#d4a72c", "#1a7f37", "#cf222e", "#8250df", "#6e7781")
 
 Panel = tuple[str, Sequence[dict[str, Any]]]
-"""(title, runs)."""
+"""Title and runs of one panel."""
 
 
 def draw(panels: Sequence[Panel], folder: Path) -> list[Path]:
-    """Draw both pictures, one panel for each result.
+    """Draw both plots, with one panel for each result.
 
     Args:
         panels: title and runs of each result.
-        folder: Where the pictures go.
+        folder: folder for the plots.
 
     Returns:
         The files written; the same panels give the same bytes.
@@ -35,6 +35,7 @@ def draw(panels: Sequence[Panel], folder: Path) -> list[Path]:
 
 
 def _figure(num_panels: int, height: float) -> tuple[Any, list[Any]]:
+    """Return a figure with axes in at most two columns."""
     from matplotlib.figure import Figure
 
     columns = min(2, num_panels)
@@ -47,6 +48,7 @@ def _figure(num_panels: int, height: float) -> tuple[Any, list[Any]]:
 
 
 def _acceptance(panels: Sequence[Panel], path: Path) -> Path:
+    """Plot the share of drafted tokens that were accepted, by position."""
     figure, axes = _figure(len(panels), 3.2)
     methods = [run["method"] for _, runs in panels for run in runs if run["acceptance_per_position"]]
     colours = dict(zip(dict.fromkeys(methods), COLOURS, strict=False))
@@ -64,6 +66,7 @@ def _acceptance(panels: Sequence[Panel], path: Path) -> Path:
 
 
 def _time(panels: Sequence[Panel], path: Path) -> Path:
+    """Plot milliseconds per new token for reading the prompt, drafting and verifying."""
     figure, axes = _figure(len(panels), 2.6)
     for axis, (title, runs) in zip(axes, panels, strict=True):
         timed = [run for run in runs if run["verify_s"] is not None][::-1]
@@ -79,5 +82,6 @@ def _time(panels: Sequence[Panel], path: Path) -> Path:
 
 
 def _save(figure: Any, path: Path) -> Path:
+    """Write a figure as SVG without a date."""
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path

@@ -1,13 +1,12 @@
-"""Tables and plots from committed results: ``python -m benchmarks.report`` (``--check`` only looks).
+"""Write tables and plots from committed results: ``python -m benchmarks.report`` (``--check`` only compares).
 
-A result is what ``vivace bench decode --json benchmarks/results/decode/NAME.json`` wrote. The files are read in the
-order of their names and go into the README (a sentence, a table for each kind of kernels, two plots),
-``docs/results.md`` (everything else that was measured) and ``docs/techniques/multirate.md``. Results of other machines
-and of commits before are in ``benchmarks/results/earlier`` and stand in ``docs/results.md`` behind the others. Other
-folders belong to other scripts, and the pages of techniques show them. The same files give the same text and, with the
-same matplotlib, the same pictures.
+A result is a file written by ``vivace bench decode --json benchmarks/results/decode/NAME.json``. The files are read in
+the order of their names; they fill parts of the README (a sentence, a table for each kind of kernels, two plots),
+``docs/results.md`` (all other figures) and ``docs/techniques/multirate.md``. Results of other machines and earlier
+commits are in ``benchmarks/results/earlier`` and follow in ``docs/results.md``. Other folders belong to other scripts,
+and the pages of techniques show them. The same files give the same text and, with the same matplotlib, the same plots.
 
-What a caption has to say is in ``captions.py``; the README takes results of clean commits and of one processor only.
+``captions.py`` writes the captions. The README only takes results of clean commits and of one processor.
 """
 
 from __future__ import annotations
@@ -38,22 +37,24 @@ from vivace.evaluate.speed_law import Shape, head_share
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DECODE = RESULTS / "decode"
-"""What the README shows."""
+"""Results that the README shows."""
 EARLIER = RESULTS / "earlier"
-"""Of other machines, other models and commits before; none of them is in the README."""
+"""Results of other machines, other models and earlier commits; none of them is in the README."""
 RIVALS = RESULTS / "rivals"
-"""What ``benchmarks.rivals measure`` wrote."""
+"""Files that ``benchmarks.rivals measure`` wrote."""
 QUALITY = RESULTS / "quality"
-"""What ``vivace evaluate --json`` wrote."""
+"""Files that ``vivace evaluate --json`` wrote."""
 CARD = ROOT / "src" / "vivace" / "weights" / "vivace-14m" / "README.md"
-"""Of the model that ships."""
+"""Model card of the model that ships."""
 IMAGES = ROOT / "docs" / "images"
 
 __all__ = ["NONE_YET", "details", "read_results", "summary", "technique", "wanted"]
 
 
 def law(results: Sequence[Result]) -> str:
-    """The speed law beside measured speeds, and what it says of a large model at the acceptance measured here."""
+    """Return predicted beside measured speed-ups, and predictions for a large model from the acceptance measured
+    here.
+    """
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((RESULTS / "law").glob("*.json"))]
     parts = []
     for report in reports:
@@ -77,12 +78,15 @@ def law(results: Sequence[Result]) -> str:
 
 
 def _best(shape: Shape, run: dict[str, Any]) -> str:
+    """Return the largest speed-up and the number of draft tokens that gives it."""
     guesses, gain = shape.best(run["acceptance_per_position"])
     return f"{gain:.2f}x ({guesses})"
 
 
 def starts() -> dict[str, tuple[float, str]]:
-    """Quality of the models that the shared mode and the fine-tune beside it started from, and where it is written."""
+    """Return the quality of the models from which the shared mode and the fine-tune beside it started, and its
+    source.
+    """
     found = {
         "e2e-dev": (bars.quality_of(QUALITY, "e2e", "rouge_l") / 100, "`quality/e2e.json`"),
         "wikisql-dev": (bars.quality_of(QUALITY, "sql", "exact_match"), "`quality/sql.json`"),
@@ -91,7 +95,7 @@ def starts() -> dict[str, tuple[float, str]]:
 
 
 def wanted(results: Sequence[Result]) -> dict[Path, str]:
-    """Every page this script has a say in, with the text it should have."""
+    """Return the text that every page with generated parts should have."""
     docs = ROOT / "docs"
     techniques = docs / "techniques"
     rivals = rivals_table.read_reports(RIVALS)
@@ -127,7 +131,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
 
 
 def main(args: list[str]) -> int:
-    """Write, or with ``--check`` name what is out of date; returns the exit status."""
+    """Write the pages, or with ``--check`` name those that are out of date; return the exit status."""
     check = "--check" in args
     try:
         results = read_results(DECODE)

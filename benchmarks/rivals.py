@@ -1,10 +1,10 @@
-"""All methods in one interleaved run: ``python -m benchmarks.rivals train|tune|measure --runs DIR ...``.
+"""Compare all methods in one interleaved run: ``python -m benchmarks.rivals train|tune|measure --runs DIR ...``.
 
-``train`` gives every rival the same data, minutes and two learning rates, finds the best draft of each with the search
-of ``vivace tune``, and keeps the faster of the two. ``tune`` finds drafts for what lies in ``--runs`` already, for what
-ships and for what needs no weights. ``measure`` lets all of these play on the given prompts, in turns, and writes JSON
-and a table (``benchmarks.report`` makes one of several files). Rivals that need another model are set beside plain
-decoding of their own model, for their text, and of the base, for their speed.
+``train`` trains every method with the same data, for the same minutes, at two learning rates, searches the best draft
+of each like ``vivace tune``, and keeps the faster of the two. ``tune`` searches drafts for the weights already in
+``--runs``, for those that ship and for methods without weights. ``measure`` runs all of them on the given prompts, in
+turns, and writes JSON and a table (``benchmarks.report`` makes one from several files). Methods that need a model of
+their own are compared with plain decoding of that model for their text, and of the base for their speed.
 """
 
 from __future__ import annotations
@@ -39,43 +39,49 @@ from vivace.train.resume import read_state
 from vivace.tuning import candidates_of, keep_plan, planned, search, tuned_methods
 
 ADAPTERS = ("multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "uno", "calm")
-"""Kinds that lie beside the base, by the name of their folder in ``--runs``."""
+"""Methods with an adapter for the base, by the name of their folder in ``--runs``."""
 WHOLE: Mapping[str, tuple[str, ...]] = {
     "layerskip": ("layerskip",),
     "supervised": ("layerskip", "lite@0.98"),
     "skipdecode": ("skipdecode",),
     "mod": ("mod",),
 }
-"""Kinds that are models of their own, and what is decoded with on each."""
+"""Kinds with a model of their own, and the methods that decode with it."""
 TRAINED = ("medusa", "eagle", "deed", "uno", "draft")
+"""Methods that ``train`` trains."""
 RATES = {"layerskip": (0.0001, 0.0003), "supervised": (0.0001, 0.0003), "skipdecode": (0.0002,), "mod": (0.0002,)}
-"""Rates of AdamW that are tried, Muon's being five times as high; kinds beside the base have (0.001, 0.003)."""
+"""Learning rates of AdamW that are tried (Muon's are five times as high), for kinds with a model of their own.
+
+Methods with an adapter try 0.001 and 0.003.
+"""
 VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "draft-free": ("draft", ("shape.num_layers=4", "shape.width=256", "shape.ffn_width=768", "shape.num_heads=8")),
     "multirate-brief": ("multirate", ()),
 }
-"""Others of a kind, beside the base too: the kind, and what its recipe changes. A draft model of four times the bytes,
-and the accelerated residual with no more training than its rivals."""
+"""Further variants of a method with an adapter: the method, and what its recipe changes.
+
+They are a draft model of four times the bytes, and the accelerated residual with no more training than the others.
+"""
 PLANS = "plans.json"
-"""In ``--runs``: tuned drafts of methods that have no folder there, by method."""
+"""File in ``--runs`` with the tuned drafts of methods that have no folder there, by method."""
 FACTS = "training.json"
-"""In a kind's folder: how long it was trained."""
+"""File in a folder of weights that records how long they were trained."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """Fills ``System`` under a name of its own."""
+    """A system under a name of its own."""
 
     name: str
     system: MethodSystem
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch, greedily."""
+        """Answer one batch with greedy decoding."""
         return self.system.answer(batch)
 
 
 def train(given: argparse.Namespace) -> None:
-    """Every rival at two rates; the faster stays as ``RUNS/<kind>``, what was tried in ``RUNS/tuning.json``."""
+    """Train every kind at two rates; the faster is kept as ``RUNS/<kind>``, all trials in ``RUNS/tuning.json``."""
     tried: list[dict[str, Any]] = []
     for kind in given.kinds or (*TRAINED, *VARIANTS, *WHOLE):
         speeds: dict[float, float] = {}
@@ -96,11 +102,14 @@ def train(given: argparse.Namespace) -> None:
 
 
 def _write(path: Path, content: object) -> None:
+    """Write a value as JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def training_facts(folder: Path) -> dict[str, float] | None:
-    """Steps and minutes of a training, all its stages: kept beside the weights, else from its snapshots."""
+    """Return steps and minutes of a training over all its stages, from the file beside the weights or from
+    snapshots.
+    """
     if (folder / FACTS).is_file():
         facts: dict[str, float] | None = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         return facts
@@ -111,7 +120,7 @@ def training_facts(folder: Path) -> dict[str, float] | None:
 
 
 def tune(given: argparse.Namespace) -> None:
-    """The best draft of everything there is: kept in its folder in ``--runs``, else in ``RUNS/plans.json``."""
+    """Search the best draft of every method: it is kept in its folder in ``--runs``, else in ``RUNS/plans.json``."""
     tried: list[dict[str, Any]] = []
     found, plans = _beside(given.runs), dict[str, Any]()
     base = _loaded(given.model, found, None)
@@ -140,7 +149,7 @@ def tune(given: argparse.Namespace) -> None:
 
 
 def _searched(engine: Engine, method: str, name: str, given: argparse.Namespace, tried: list[dict[str, Any]]) -> Plan:
-    """The fastest draft of a method; what played is added to ``tried`` under a name."""
+    """Return the fastest draft of a method; all trials are added to ``tried`` under the given name."""
     asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
     trials = search(engine, method, candidates_of(engine, method), asked, max_new_tokens=64)
     tried += [{"out": name, "plan": t.plan.label, "prompts": t.num_prompts, **asdict(t.run)} for t in trials]
@@ -148,21 +157,22 @@ def _searched(engine: Engine, method: str, name: str, given: argparse.Namespace,
 
 
 def _kind_of(name: str) -> str:
+    """Return the method of a variant."""
     return VARIANTS[name][0] if name in VARIANTS else name
 
 
 def _variants(runs: Path) -> list[str]:
-    """Those of ``VARIANTS`` that were trained."""
+    """Return the variants that have been trained."""
     return [name for name in VARIANTS if (runs / name / "config.json").is_file()]
 
 
 def _beside(runs: Path) -> dict[str, Path]:
-    """Folders of kinds that lie beside the base."""
+    """Return the folders of methods with an adapter for the base."""
     return {kind: runs / kind for kind in (*ADAPTERS, "draft") if (runs / kind / "config.json").is_file()}
 
 
 def _training(kind: str, rate: float, out: Path, given: argparse.Namespace) -> list[str]:
-    """The command that trains a kind."""
+    """Return the command that trains a kind."""
     recipe, changes = VARIANTS.get(kind, (kind, ()))
     words = ["train", recipe, "--out", str(out), *(["--model", given.model] if given.model else [])]
     words += [word for path in given.data for word in ("--data", str(path))]
@@ -174,13 +184,13 @@ def _training(kind: str, rate: float, out: Path, given: argparse.Namespace) -> l
 
 
 def _calibrating(model: Path, given: argparse.Namespace) -> list[str]:
-    """The command that finds LITE's thresholds on the model that was fine-tuned for it."""
+    """Return the command that calibrates LITE's thresholds on the model that was fine-tuned for it."""
     data = [word for path in given.data for word in ("--data", str(path))]
     return ["train", "lite", "--model", str(model), "--out", str(model / "adapters" / "lite"), *data]
 
 
 def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str, Any]]) -> float:
-    """Tokens per second of the best draft; it is kept in the folder."""
+    """Search the best draft, keep it in the folder, and return its tokens per second."""
     method = WHOLE[kind][0] if kind in WHOLE else _kind_of(kind)
     engine = _loaded(given.model, {}, out) if kind in WHOLE else _loaded(given.model, {method: out}, None)
     if method not in tuned_methods():
@@ -193,7 +203,7 @@ def _tuned(kind: str, out: Path, given: argparse.Namespace, tried: list[dict[str
 
 
 def _loaded(model: str | None, kinds: Mapping[str, Path], whole: Path | None) -> Engine:
-    """The base with some kinds beside it, or a whole model in its place."""
+    """Load the base with some adapters, or another model instead."""
     if whole is not None:
         return vivace.load(whole)
     adapters = {kind: folder for kind, folder in kinds.items() if kind != "draft"}
@@ -201,7 +211,7 @@ def _loaded(model: str | None, kinds: Mapping[str, Path], whole: Path | None) ->
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Everything there is, in turns on the same prompts."""
+    """Measure all methods in turns on the same prompts."""
     found = _beside(given.runs)
     base = _loaded(given.model, found, None)
     prompts = read_prompts(given.prompts, given.limit)
@@ -241,20 +251,20 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _methods(engine: Engine) -> list[str]:
-    """Every method that is ready, plain first; those that leave early at their usual quality."""
+    """Return every method that is ready, plain first; those with early exits have their default agreement target."""
     ready = [name for name in engine.methods.ready() if name not in ("plain", "skipdecode", "foresight")]
     return ["plain", *ready]
 
 
 def _folder_of(method: str, engine: Engine, found: Mapping[str, Path]) -> Path | None:
-    """Where the weights of a method lie: in ``--runs``, or beside the model."""
+    """Return the folder of a method's weights: in ``--runs``, or beside the model."""
     kind = METHODS[method].adapter or method
     own = engine.folder / OWN_DRAFT if kind == "draft" else engine.methods.adapter_folder(kind)
     return found.get(kind) or (own if own is not None and own.is_dir() else None)
 
 
 def _facts(engine: Engine, name: str, folder: Path | None) -> dict[str, Any]:
-    """What a method takes: bytes beside the base, training, and its draft."""
+    """Return what a method needs: bytes beside the base, training, and its draft."""
     method, _, quality = name.partition("@")
     drafter = engine.methods.drafter(method, quality=float(quality) if quality else None)
     plan = getattr(drafter, "plan", None)
@@ -275,7 +285,7 @@ def _facts(engine: Engine, name: str, folder: Path | None) -> dict[str, Any]:
 def _row(
     record: Record, records: Sequence[Record], facts: Mapping[str, Any], prompts: Sequence[Prompt], engine: Engine
 ) -> dict[str, Any]:
-    """Speed beside the base's plain decoding, sameness beside the own model's, and quality of the text."""
+    """Return speed beside the base's plain decoding, identity with its own model's plain text, and quality."""
     speed = next(run for run in summarise(records, "plain") if run.method == record.name)
     own = next(run for run in summarise(records, facts["plain"]) if run.method == record.name)
     texts = [engine.tokenizer.decode(ids) for trials in record.trials for ids in trials[0].token_ids]

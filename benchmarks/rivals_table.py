@@ -1,4 +1,4 @@
-"""What ``benchmarks.rivals measure`` found, as one Markdown table for each model, processor and kernels."""
+"""Tables of the results of ``benchmarks.rivals measure``, one for each model, processor and kernels."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from tools.blocks import table
 
 NONE_YET = "No results are committed yet."
 QUALITIES = {"exact_match": "exact match", "bleu": "BLEU"}
-"""Metrics that stand in the table; the others are in the file."""
+"""Metrics in the table; the others are in the file."""
 PYTHON = ("medusa", "eagle", "uno", "draft", "lookahead")
-"""Methods that come back to Python in every step."""
+"""Methods that return to Python in every step."""
 INSERTION, LAYERS = 12, 24
-"""Of the streams in these files. They name the plan only; every model in them has 24 layers, and the size of the
-streams' weights is that of streams from layer 12."""
+"""Insertion layer of the streams, and number of layers of the models, in these files.
+
+The files name only the plan; the size of the streams' weights is that of streams from layer 12, and every model in
+them has 24 layers.
+"""
 STREAMS_BYTES = (3656696, 24035168)
-"""Of such streams beside the model and beside its wide twin of four times the width."""
+"""Bytes of such streams for the model and for its copy of four times the width."""
 ROUTERS = {"arla": "the paper's latent attention (ARLA)", "mlp": "one hidden layer (MLP), not the paper's ARLA"}
-"""Kinds that opened the gates of ``dynamic``, as captions say them."""
+"""Descriptions of the kinds of routers of ``dynamic``."""
 FORMER_ROUTERS = {"vivace-14m": "mlp", "vivace-14m-x4": "mlp"}
-"""Of the adapters that ship, for files that do not say."""
+"""Router of the adapters that ship, for files that do not record it."""
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """Every report in a folder, by name.
+    """Read every report in a folder, in the order of names.
 
     Raises:
-        ValueError: a file is not a report; names it.
+        ValueError: a file is not a report; the message names it.
     """
     reports = []
     for path in sorted(folder.glob("*.json")):
@@ -47,10 +50,10 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
 
 def stream_layers(row: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Layers that a step of ``multistream`` runs, to verify and for the streams; None for every other method.
+    """Return the layers that a step of ``multistream`` runs, to verify and for the streams; None for other methods.
 
     Raises:
-        ValueError: streams of which the files do not say where they are inserted.
+        ValueError: the file does not tell where the streams are inserted.
     """
     if row["method"] != "multistream":
         return None
@@ -64,7 +67,7 @@ def stream_layers(row: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
-    """All reports: those of one model, processor and kernels side by side, a column for each prompt set."""
+    """Return all reports: those of one model, processor and kernels side by side, with a column for each prompt set."""
     groups = captions.by_kind(
         reports, lambda report: (report["setting"]["model"], report["provenance"]["cpu"], report["setting"]["kernels"])
     )
@@ -72,6 +75,7 @@ def tables(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _group(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return caption and table of the reports of one model, processor and kernels."""
     by_set = {str(report["setting"]["prompts"]): report for report in reports}
     found = [{row["method"]: row for row in report["runs"]} for report in reports]
     names = list(dict.fromkeys(name for rows in found for name in rows))
@@ -94,7 +98,7 @@ def _group(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _notes(model: str, found: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
-    """What the figures of some rows rest on."""
+    """Return notes that some rows need."""
     names = {name for rows in found for name in rows}
     notes = ["Speeds are those of decoding, then of whole answers with their prompts; both beside plain decoding."]
     python = [f"`{name}`" for name in PYTHON if name in names]
@@ -122,7 +126,7 @@ def _notes(model: str, found: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def _mean(found: Sequence[Mapping[str, Mapping[str, Any]]], name: str, *, whole: bool) -> str:
-    """Geometric mean over prompt sets, of a method that played on all of them."""
+    """Return the geometric mean over prompt sets for a method that was measured on all of them."""
     if any(name not in rows for rows in found):
         return "-"
     gains = [captions.whole_answers(rows[name], rows["plain"]) if whole else rows[name]["speedup"] for rows in found]
@@ -130,11 +134,14 @@ def _mean(found: Sequence[Mapping[str, Mapping[str, Any]]], name: str, *, whole:
 
 
 def _size(row: Mapping[str, Any]) -> str:
+    """Return the size of a method's weights in MB."""
     return f"{row['extra_bytes'] / 1e6:.1f}" if row["extra_bytes"] else "0"
 
 
 def _cell(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
-    """Speeds beside the base's plain decoding, tokens a pass, layers a token, and how the text is."""
+    """Return speed-ups over the base's plain decoding, tokens per pass, layers per token, and identity and quality of
+    text.
+    """
     if row is None:
         return "-"
     low, high = row["speedup_interval"]

@@ -1,4 +1,4 @@
-"""Throughput of ``vivace serve`` beside ``transformers serve``: one run, every server in turn, the same prompts.
+"""Throughput of ``vivace serve`` beside ``transformers serve``: one run, the servers in turns, the same prompts.
 
 It starts the servers itself, all with the same checkpoint, dtype and threads, and needs ``accelerate`` for those of
 transformers:
@@ -6,10 +6,10 @@ transformers:
     python -m benchmarks.serving --model MODEL --out serving.json
 
 ``transformers`` answers one request after the other; ``transformers-batching`` is the same server with
-``--continuous-batching``, which runs on a CPU too. ``vivace-plain`` drafts nothing: what batching alone gives. Our
-prompt cache is off, since every server sees the same prompts in every round. Tokens are counted from ``usage``, never
-from events; the end token counts with us and does not with transformers, so answers a second stand beside them. A
-round is only begun when it is likely to end within ``--minutes``.
+``--continuous-batching``, which also runs on a CPU. ``vivace-plain`` drafts nothing and shows the gain from batching
+alone. Our prompt cache is off, since every server sees the same prompts in every round. Tokens are counted from
+``usage``, never from events; vivace counts the end token and transformers does not, so answers per second are shown
+too. A round only begins if it is likely to end within ``--minutes``.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 def main() -> None:
-    """Start the servers, measure, print medians, write everything."""
+    """Start the servers, measure, print medians and write everything."""
     asked = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are stopped then too
     rows = packaged_prompts(asked.prompts) if asked.prompts in PACKAGED else load_prompts(asked.prompts)
@@ -181,7 +181,7 @@ def _get(url: str) -> str:
 
 
 def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens: int) -> tuple[Run, list[str]]:
-    """Answer all prompts, ``concurrency`` at a time; returns the run and the texts."""
+    """Answer all prompts, ``concurrency`` at a time; return the run and the texts."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
 
     def answer(prompt: str) -> tuple[int, str]:
@@ -206,7 +206,7 @@ def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens
 def _rounds(
     servers: Sequence[Server], prompts: Sequence[str], levels: Sequence[int], asked: argparse.Namespace, ends_at: float
 ) -> tuple[list[Run], dict[str, list[str]]]:
-    """Every server at every concurrency, in turns, the first round always; and the texts of each server."""
+    """Measure every server at every concurrency, in turns, at least one round; return the runs and the texts."""
     runs: list[Run] = []
     texts: dict[str, list[str]] = {}
     for repeat in range(asked.repeats):
@@ -223,7 +223,7 @@ def _rounds(
 
 
 def _line(name: str, concurrency: int, runs: Sequence[Run], same: int, num_prompts: int) -> dict[str, Any]:
-    """Medians of a server, and how it stands to the first one."""
+    """Return the medians of a server, and its speed relative to the first one."""
     own = [run for run in runs if run.server == name and run.concurrency == concurrency]
     first = [run for run in runs if run.server == runs[0].server and run.concurrency == concurrency]
     rate = statistics.median([run.rate for run in own])

@@ -1,8 +1,10 @@
-"""The shared mode beside a plain fine-tune: ``python -m benchmarks.shared_mode --shared A --plain B --prompts FILE``.
+"""Compare the shared mode with a plain fine-tune: ``python -m benchmarks.shared_mode --shared A --plain B --prompts
+FILE``.
 
-Both models were trained for as many steps on the same rows, the second without its streams' loss. Their plain answers
-are judged by the task's metric, with a paired bootstrap of the ratio over prompts; the shared model's streams decode in
-turns with its own plain decoding, whose text they have to give. Writes JSON; where nothing is right there is no ratio.
+Both models were trained for the same number of steps on the same rows, the second without the streams' loss. Their
+plain answers are scored by the task's metric, with a paired bootstrap of the ratio over prompts. The shared model's
+streams decode in turns with its own plain decoding, whose text they must reproduce. Writes JSON; if no answer is right,
+there is no ratio.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ STREAMS = "multistream"
 
 
 def compare(shared: Engine, plain: Engine, prompts: Sequence[Prompt], limit: int | None, most: int) -> dict[str, Any]:
-    """Quality of both on all prompts; speed of the streams on the first ``limit``."""
+    """Return the quality of both models on all prompts, and the speed of the streams on the first ``limit``."""
     asked = questions_of(shared, list(prompts), raw=False)
     sides = [Named("shared", MethodSystem("plain", shared, most)), Named("plain", MethodSystem("plain", plain, most))]
     records = run_benchmark(sides, asked, repeats=1)
@@ -51,6 +53,7 @@ def compare(shared: Engine, plain: Engine, prompts: Sequence[Prompt], limit: int
 
 
 def _judge(engine: Engine, prompts: Sequence[Prompt], record: Record) -> Judgement:
+    """Judge the answers of a record."""
     answers = _answers(record)
     texts = [engine.tokenizer.decode(ids) for ids in answers]
     asked = [question.token_ids for question in questions_of(engine, list(prompts), raw=False)]
@@ -58,15 +61,17 @@ def _judge(engine: Engine, prompts: Sequence[Prompt], record: Record) -> Judgeme
 
 
 def _answers(record: Record) -> list[tuple[int, ...]]:
+    """Return the tokens of the first trial of each prompt."""
     return [ids for trials in record.trials for ids in trials[0].token_ids]
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of some values."""
     return sum(values) / len(values)
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure every prompt set and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", required=True)
     parser.add_argument("--plain", required=True)

@@ -1,8 +1,8 @@
-"""Measured speed beside the speed law: ``python -m benchmarks.speed_law --model DIR [--model DIR] --json OUT``.
+"""Compare measured and predicted speed-ups: ``python -m benchmarks.speed_law --model DIR [--model DIR] --json OUT``.
 
-For each model and prompt set the passes of a step and the host's work are timed by themselves, before and after a
-contest of plain decoding and the method, and the law that they and the measured acceptance give is set beside the
-measured speed. Asked for: within 15 %.
+For each model and prompt set the passes of a step and the time outside of passes are measured by themselves, before and
+after a benchmark of plain decoding and the method. The speed-up predicted from them and from the measured acceptance
+(``vivace.evaluate.speed_law``) should be within 15 % of the measured one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from vivace.evaluate.step_parts import host_seconds, measure_parts
 from vivace.evaluate.systems import MethodSystem
 
 FOLLOWS = 16
-"""Tokens of the first answer that the text of the timed step has: a step in the middle of an answer."""
+"""Number of tokens of the first answer in the text of the timed step, so that it is a step in the middle of an
+answer.
+"""
 WATCHED = 8
-"""Answers in which the host's work is timed."""
+"""Number of answers in which the time outside of passes is measured."""
 
 
 def compare(
     engine: Engine, method: str, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """The law and the measurement for one method on some prompts, greedily, one at a time."""
+    """Return the predicted and the measured speed-up of one method on some prompts, decoded greedily one at a time."""
     before = measured_parts(engine, method, questions, max_new_tokens=max_new_tokens)
     players = [MethodSystem(name, engine, max_new_tokens) for name in ("plain", method)]
     records = run_benchmark(players, questions, repeats=repeats)
@@ -43,7 +45,7 @@ def compare(
 
 
 def measured_parts(engine: Engine, method: str, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int) -> Parts:
-    """Passes in the middle of the first answer, and the host's work in the first few."""
+    """Measure passes in the middle of the first answer, and the time outside of passes in the first few answers."""
     plain, drafter = engine.methods.drafter("plain"), engine.methods.drafter(method)
     first = engine.generate([questions[0].request], method="plain", max_new_tokens=FOLLOWS, do_sample=False)[0]
     text = [*questions[0].token_ids, *first.token_ids]
@@ -58,7 +60,7 @@ def measured_parts(engine: Engine, method: str, questions: Sequence[BenchmarkPro
 
 
 def mean(one: Parts, other: Parts) -> Parts:
-    """Of two measurements."""
+    """Return the mean of two measurements."""
     pairs = (zip(one.draft_s, other.draft_s, strict=True), zip(one.verify_s, other.verify_s, strict=True))
     draft, verify = (tuple((a + b) / 2 for a, b in pair) for pair in pairs)
     plain_host, host = (one.plain_host_s + other.plain_host_s) / 2, (one.host_s + other.host_s) / 2
@@ -66,7 +68,7 @@ def mean(one: Parts, other: Parts) -> Parts:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report in Markdown."""
+    """Return the report as a Markdown table."""
     lines = [
         "| model, prompts, kernels | tokens a step | P | h | D(n) | V(n) | g | law | measured | off |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",

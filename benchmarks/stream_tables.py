@@ -1,4 +1,4 @@
-"""Speculative streams beside what their paper reports, what their parts give, and what they weigh, as Markdown."""
+"""Tables of speculative streams: beside the paper's results, by their parts, and the sizes of their weights."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ PAPER = (
     ("SQL", "Phi-1.3b", 3.53, 2.62),
     ("SQL", "OpenLlama-7b", 4.13, 3.14),
 )
-"""Prompts, model, call reduction, speed-up: Bhendawade et al. 2024, arXiv:2402.11131v1, table 1."""
+"""Prompts, model, call reduction and speed-up in table 1 of Bhendawade et al. 2024, arXiv:2402.11131v1."""
 SHAPES = (
     ("vivace-14m", 256, 4096),
     ("OPT-1.3b", 2048, 50272),
     ("OpenLlama-7b", 4096, 32000),
 )
-"""Model, E, V."""
+"""Model, E and V."""
 LAYERS, INSERTION = 24, 12
-"""Of the model whose streams were taken apart, and where they are inserted unless a row says otherwise."""
+"""Number of layers of the model in the ablation, and the insertion layer of its streams unless a row names another."""
 
 
 def beside_paper(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Committed runs of ``multistream``, one kind of machine a table, then the paper's rows."""
+    """Return the committed runs of ``multistream``, in a table for each kind of machine, then the paper's rows."""
     played = [report for report in reports if any(run["method"] == "multistream" for run in report["runs"])]
     parts = []
     kinds = captions.by_kind(played, lambda report: (report["provenance"]["cpu"], report["setting"]["kernels"]))
@@ -63,6 +63,7 @@ HEADER = (
 
 
 def _measured(report: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the row of one report."""
     runs = {run["method"]: run for run in report["runs"]}
     run, plain = runs["multistream"], runs["plain"]
     layers = stream_layers(run)
@@ -82,7 +83,7 @@ def _measured(report: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def parts(path: Path) -> str:
-    """What ``benchmarks.streams`` found: every part of streams, and drafts of other widths."""
+    """Return the ablation of ``benchmarks.streams``: every part of streams, and drafts of other widths."""
     report = json.loads(path.read_text(encoding="utf-8"))
     caption = (
         f"{captions.heading(report['provenance'], report['kernels'])}; {report['prompts']}, "
@@ -105,6 +106,7 @@ def parts(path: Path) -> str:
 
 
 def _part(run: Mapping[str, Any], plain: Mapping[str, Any], weights: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the row of one variant."""
     name = run["method"]
     inserted = int(name.removeprefix("insertion ")) if name.startswith("insertion ") else INSERTION
     low, high = run["speedup_interval"]
@@ -121,14 +123,14 @@ def _part(run: Mapping[str, Any], plain: Mapping[str, Any], weights: Mapping[str
 
 
 def shared(folder: Path, starts: Mapping[str, tuple[float, str]]) -> str:
-    """The shared mode beside a plain fine-tune of as many steps, and beside the model that both start from.
+    """Return the shared mode beside a plain fine-tune of as many steps, and beside the model that both start from.
 
     Args:
         folder: files that ``benchmarks.shared_mode`` wrote.
-        starts: quality of the starting model by prompt set, and where that comes from.
+        starts: quality of the starting model by prompt set, and its source.
 
     Raises:
-        ValueError: files are of different processors or kernels, or there is a prompt set without a start.
+        ValueError: the files are of different processors or kernels, or the start of a prompt set is unknown.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json"), reverse=True):
@@ -168,7 +170,9 @@ def shared(folder: Path, starts: Mapping[str, tuple[float, str]]) -> str:
 
 
 def weights() -> str:
-    """The paper's count for four streams and a pruner of rank eight, and Medusa's for as many heads."""
+    """Return the paper's number of weights for four streams and a pruner of rank eight, and Medusa's for as many
+    heads.
+    """
     config = MultistreamConfig(streams=4, insertion=1, rank=0, bottleneck=0, pruner_rank=8)
     rows = []
     for model, width, vocab_size in SHAPES:

@@ -1,9 +1,9 @@
-"""What each part of speculative streams gives: ``python -m benchmarks.streams --data FILE --prompts FILE --out DIR``.
+"""Measure each part of speculative streams: ``python -m benchmarks.streams --data FILE --prompts FILE --out DIR``.
 
-Short variants of one recipe are trained on the same rows for as many steps, one change each. All of them decode the
-same prompts in turns with plain decoding; then the first one does with drafts of other depths and widths, with and
-without pruning. Writes ``streams.json`` and a table, and draws speed against width (``widths.svg``). What was
-trained is kept in ``DIR/<variant>``; the same command goes on where it was stopped.
+Short variants of one recipe, with one change each, are trained on the same rows for the same number of steps. All of
+them decode the same prompts in turns with plain decoding; then the first one decodes with drafts of other depths and
+widths, with and without pruning. Writes ``streams.json`` and a table, and plots speed against width (``widths.svg``).
+Trained weights are kept in ``DIR/<variant>``; the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "values rotated, no embeddings": ("adapter.marks=rotation",),
     "tokens, no law": ("loss.hard=1.0",),
 }
-"""Changes of each variant."""
+"""Changes of the recipe in each variant."""
 WIDTHS = (1, 2, 3, 4, 6)
-"""Tokens of the first stream that are tried, one below each."""
+"""Numbers of tokens of the first stream that are drafted, each with one continuation."""
 
 
 def train(given: argparse.Namespace) -> dict[str, Path]:
-    """Train what is not there yet; returns where everything lies."""
+    """Train the variants that are missing; return the folders of all."""
     folders = {}
     for name in given.only or VARIANTS:
         folders[name] = given.out / name.replace(",", "").replace(" ", "-")
@@ -67,7 +67,7 @@ def train(given: argparse.Namespace) -> dict[str, Path]:
 
 
 def measure(given: argparse.Namespace, folders: Mapping[str, Path]) -> dict[str, Any]:
-    """All variants after their own plan, then the first one's drafts."""
+    """Measure all variants with their own plans, then the first one with other drafts."""
     engines = {name: vivace.load(given.model, adapters={"multistream": path}) for name, path in folders.items()}
     first, config = next(iter(engines.values())), MultistreamConfig(**_written(next(iter(folders.values()))))
     asked = questions_of(first, read_prompts(given.prompts, given.limit), raw=False)
@@ -89,24 +89,25 @@ def measure(given: argparse.Namespace, folders: Mapping[str, Path]) -> dict[str,
 
 
 def _written(folder: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter."""
     config: dict[str, Any] = load_adapter(folder)[0]["config"]
     return config
 
 
 def plans(config: MultistreamConfig, threshold: float) -> list[StreamPlan]:
-    """Chains of every depth, then every width without and with pruning."""
+    """Return chains of every depth, then every width without and with pruning."""
     chains = [StreamPlan((1,) * depth, "kept") for depth in range(1, config.streams + 1)]
     return list(dict.fromkeys([*chains, *widths(config, 0.0), *widths(config, threshold)]))
 
 
 def widths(config: MultistreamConfig, threshold: float) -> list[StreamPlan]:
-    """Trees that are wider and wider at the first stream, one branch below each."""
+    """Return trees of growing width at the first stream, with one branch below each token."""
     below = (1,) * (config.streams - 1)
     return [StreamPlan((width, *below), "kept", threshold) for width in WIDTHS]
 
 
 def compare(engines: Mapping[str, Engine], asked: Sequence[BenchmarkPrompt], repeats: int) -> list[dict[str, Any]]:
-    """Plain decoding and each of these, in turns."""
+    """Measure plain decoding and each of these engines, in turns."""
     first = next(iter(engines.values()))
     players = [Named(name, MethodSystem("multistream", engine, 64)) for name, engine in engines.items()]
     records = run_benchmark([Named("plain", MethodSystem("plain", first, 64)), *players], asked, repeats=repeats)
@@ -114,7 +115,7 @@ def compare(engines: Mapping[str, Engine], asked: Sequence[BenchmarkPrompt], rep
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Variants and drafts in Markdown."""
+    """Return variants and drafts as Markdown tables."""
     titles = {"variants": "variant", "drafts": "draft of the first"}
     parts = [_rows(title, report[key][1:], report["weights"]) for key, title in titles.items()]
     own, heads = report["paper_weights"], report["medusa_weights"]
@@ -126,6 +127,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def _rows(title: str, runs: Sequence[Mapping[str, Any]], weights: Mapping[str, int]) -> str:
+    """Return the table of some runs."""
     lines = [
         f"| {title} | weights | tokens a pass | kept by position | speed-up | text |",
         "|---|---:|---:|---|---:|---|",
@@ -143,7 +145,7 @@ def _rows(title: str, runs: Sequence[Mapping[str, Any]], weights: Mapping[str, i
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Speed beside plain decoding against width, without and with pruning; the same report gives the same bytes."""
+    """Plot the speed-up against width, without and with pruning; the same report gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -163,7 +165,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Train, measure, draw."""
+    """Train, measure and plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--data", type=Path, action="append", required=True, help="rows with the model's own answers")

@@ -1,8 +1,8 @@
-"""Quality beside cost for everything there is: ``python -m benchmarks.tradeoff --runs DIR --prompts FILE --json OUT``.
+"""Measure quality and cost of all methods: ``python -m benchmarks.tradeoff --runs DIR --prompts FILE --json OUT``.
 
-Lossy methods at every agreement they were calibrated to, exits at a fixed layer with and without the accelerated
-residual, models fine-tuned to leave early, and the lossless methods beside them, in one interleaved run of one task.
-Whatever lies in ``--runs`` (``benchmarks/rivals.py``) or beside the base takes part; the rest is left out and named.
+One interleaved run on one task compares lossy methods at every agreement target they were calibrated for, exits at a
+fixed layer with and without the accelerated residual, models fine-tuned for early exits, and the lossless methods.
+All weights in ``--runs`` (``benchmarks/rivals.py``) or beside the base are used; methods without weights are named.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ READS = {"bf16": (1.0, 1.0), "int8": (0.52, 0.52), "q4": (0.28, 0.52), "lut4": (
 """Shares of a layer's and of the head's bytes that a draft in such weights reads, scales included."""
 
 FORMER_ROUTER = "mlp"
-"""Of the adapter that ships, with which files that do not say were measured."""
+"""Router of the adapter that ships, for files that do not record it."""
 
 
 @dataclass(frozen=True)
 class Player:
-    """A way to decode, and the engine it decodes with."""
+    """A way to decode, with its engine."""
 
     named: Named
     engine: Engine
@@ -57,31 +57,31 @@ class Player:
 
 
 class FixedExit:
-    """Fills ``ExitPolicy``: every token leaves at one layer, by the slow residual (early exit in its plainest form)."""
+    """An ``ExitPolicy`` by which every token exits at one layer with the ordinary residual, the simplest early exit."""
 
     def __init__(self, layer: int) -> None:
         self.gates = (layer,)
 
     def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
-        """To the layer, where all leave."""
+        """Run the layers up to the exit, where all rows leave."""
         h = model.run(h, step, 0, self.gates[0])
         return EarlyExit(h, torch.ones(len(asking), dtype=torch.bool), h[asking])
 
 
 @dataclass(frozen=True)
 class Only:
-    """Stands for ``Methods`` with a single drafter."""
+    """Stands in for ``Methods`` with a single drafter."""
 
     only: Drafter
     folder: Path | None
 
     def drafter(self, *asked: object) -> Drafter:
-        """It."""
+        """Return the only drafter."""
         return self.only
 
 
 def players(engine: Engine, runs: Path | None, max_new_tokens: int) -> tuple[list[Player], list[str]]:
-    """Everything that can decode, plain first, and the methods that cannot."""
+    """Return all ways to decode, plain first, and the lossy methods that lack weights."""
     found = [
         Player(Named(name, MethodSystem(name, engine, max_new_tokens)), engine, _is_lossless(name))
         for name in _sweep(engine)
@@ -103,7 +103,7 @@ def players(engine: Engine, runs: Path | None, max_new_tokens: int) -> tuple[lis
 
 
 def _sweep(engine: Engine) -> list[str]:
-    """Ready methods; those that leave early once for every agreement."""
+    """Return the methods that are ready; those with early exits once for every agreement target."""
     names = ["plain"]
     for name in engine.methods.ready():
         if METHODS[name].has_quality:
@@ -117,11 +117,12 @@ def _sweep(engine: Engine) -> list[str]:
 
 
 def _is_lossless(name: str) -> bool:
+    """Return whether a method is lossless."""
     return METHODS[name.partition("@")[0]].lossless
 
 
 def _fixed(engine: Engine) -> Iterator[tuple[str, Drafter]]:
-    """Exits at fixed layers: at the quarters of the model, and at the gates of ``dynamic`` where there is one."""
+    """Yield exits at fixed layers: at the quarters of the model, and at the gates of ``dynamic`` if it has weights."""
     layers = engine.model.config.num_layers
     for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
         yield f"exit at {layer}", NoDrafts(f"exit at {layer}", Depth(FixedExit(layer), missing="propagate"))
@@ -137,7 +138,7 @@ def _fixed(engine: Engine) -> Iterator[tuple[str, Drafter]]:
 
 
 def measure(engine: Engine, found: Sequence[Player], prompts: list[Prompt], repeats: int) -> list[Point]:
-    """Everybody answers every prompt, in turns, one at a time."""
+    """Answer every prompt in every way, in turns, one at a time, and return quality and cost."""
     asked = questions_of(engine, prompts, raw=False)
     records = run_benchmark([player.named for player in found], asked, repeats=repeats)
     runs = summarise(records, "plain")
@@ -151,20 +152,21 @@ def measure(engine: Engine, found: Sequence[Player], prompts: list[Prompt], repe
 
 
 def _judge(engine: Engine, prompts: list[Prompt], asked: Sequence[BenchmarkPrompt], record: Record) -> Any:
+    """Judge the answers of a record."""
     answers = [ids for trials in record.trials for ids in trials[0].token_ids]
     texts = [engine.tokenizer.decode(ids) for ids in answers]
     return judge_texts(engine, prompts, [question.token_ids for question in asked], answers, texts)
 
 
 def reading_of(engine: Engine) -> Reading:
-    """Bytes of a model's layers and head, in the precision it is stored in."""
+    """Return the bytes of a model's layers and head, in the precision it is stored in."""
     c = engine.model.config
     head = c.vocab_size * c.width * 2
     return Reading(c.num_layers, (pass_bytes(engine.model) - head) / c.num_layers, head)
 
 
 def router_of(engine: Engine) -> str | None:
-    """The kind of the router of ``dynamic``; None where there is none."""
+    """Return the kind of the router of ``dynamic``; None if it has no weights."""
     if "dynamic" not in engine.methods.ready():
         return None
     folder = engine.methods.adapter_folder("dynamic")
@@ -174,7 +176,7 @@ def router_of(engine: Engine) -> str | None:
 
 
 def guessing_of(player: Player) -> Guessing | None:
-    """How a method drafts below a gate; None for all others."""
+    """Return how a method drafts with the layers below an exit layer; None for all others."""
     name = player.named.system.name.partition("@")[0]
     if not player.lossless or name in ("plain", "auto"):
         return None
@@ -185,7 +187,7 @@ def guessing_of(player: Player) -> Guessing | None:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report in Markdown."""
+    """Return the report as a Markdown table."""
     lines = [
         "| method | quality | change | nll | agreement | rows x layers | bytes read | speed | answers that differ |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
@@ -202,10 +204,10 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def tables(folder: Path) -> str:
-    """Every report in a folder.
+    """Return the tables of every report in a folder.
 
     Raises:
-        ValueError: a report's speeds are of another processor than its answers.
+        ValueError: the speeds of a report are of another processor than its answers.
     """
     parts = []
     for path in sorted(folder.glob("*.json")):
@@ -226,7 +228,7 @@ def tables(folder: Path) -> str:
 
 
 def with_speeds(report: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, Any]:
-    """A report whose speeds are those of another, which timed the same methods on fewer prompts.
+    """Return a report with the speeds of another one, which timed the same methods on fewer prompts.
 
     Raises:
         ValueError: the other lacks a method, or is of another model.
@@ -242,7 +244,7 @@ def with_speeds(report: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str
 
 
 def main() -> None:
-    """Measure, write and draw."""
+    """Measure, write the report and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--runs", type=Path, help="a folder per kind, as benchmarks.rivals leaves it")

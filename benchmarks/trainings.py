@@ -1,7 +1,7 @@
-"""What a method's weights were trained with: all stages, so that rows can be compared; what nobody recorded is said.
+"""How long the weights of each method were trained, over all stages, so that rows of a table can be compared.
 
-A result may carry its own facts (``{"steps": ..., "minutes": ...}``); those of weights that ship are in
-``trainings.json``, which repeats what their model card and the log say. A wide twin has the weights of its model.
+A result may have its own facts (``{"steps": ..., "minutes": ...}``); those of weights that ship are in
+``trainings.json``, which repeats what the model card and the log record. A widened model has the weights of its source.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from vivace.methods.table import METHODS
 
 FILE = Path(__file__).with_name("trainings.json")
 UNTRAINED = "none"
+"""Text for methods without weights."""
 
 
 @cache
 def recorded() -> dict[str, dict[str, dict[str, Any]]]:
-    """By model and method."""
+    """Return the recorded trainings by model and method."""
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def training(model: str, method: str, own: Mapping[str, Any] | None = None) -> str:
-    """Steps of every stage and minutes of a method's training on a model.
+    """Return the steps of every stage and the minutes of a method's training on a model, as text.
 
     Args:
-        model: the name of its folder; the twin of a model, ``NAME-x4``, has its weights.
-        method: as it is called in tables; a variant with a name of its own has facts of its own.
-        own: facts that lie with the result.
+        model: name of its folder; a widened copy, ``NAME-x4``, has the same weights.
+        method: name of the method in tables; a variant with a name of its own has facts of its own.
+        own: facts stored with the result.
     """
     if own is not None:
         return f"{own['steps']} steps, {own['minutes']:.0f} min"
@@ -51,6 +52,7 @@ def training(model: str, method: str, own: Mapping[str, Any] | None = None) -> s
 
 
 def _said(found: Mapping[str, Any]) -> str:
+    """Return recorded facts as text."""
     stages = found["stages"]
     steps = [stage["steps"] for stage in stages]
     minutes = f"{found['minutes']} min" if found["minutes"] is not None else f"minutes {NOT_RECORDED}"
@@ -62,4 +64,5 @@ def _said(found: Mapping[str, Any]) -> str:
 
 
 def _steps(count: int | None) -> str:
+    """Return a number of steps as text."""
     return f"(steps {NOT_RECORDED})" if count is None else f"{count} steps"
