@@ -25,7 +25,7 @@ from tests.methods.bigram.spec import BIGRAM
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter
-from vivace.decode.plain import NoDrafts, StepBudget
+from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.engine import Engine
@@ -67,14 +67,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_the_table() -> Iterator[None]:
-    """The toy too; and native calls make three steps whatever the clock says, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """The toy too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS, BIGRAM.name, BIGRAM)  # type: ignore[arg-type]
-        patch.setattr(StepBudget, "count", lambda self, context, tokens=1.0: 3)
         yield
-    torch.set_num_threads(threads)
 
 
 class Bench:
@@ -112,7 +108,9 @@ class Bench:
         return [finish(self.session(of, dtype, 1), [request])[0] for request in self.requests(case, of, dtype)]
 
     def session(self, method: str, dtype: str, slots: int) -> Session:
-        return Session(self.engine_of(method, dtype).model, num_slots=slots, capacity=96, chunk=8)
+        """One whose native calls make three steps, whatever the clock says."""
+        model = self.engine_of(method, dtype).model
+        return Session(model, num_slots=slots, capacity=96, chunk=8, steps_per_call=3)
 
     def expected(self, case: Case, dtype: str) -> list[Result]:
         """The answers of plain decoding, or of a method that has its own."""
