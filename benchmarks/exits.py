@@ -16,11 +16,11 @@ import torch
 
 import vivace
 from benchmarks import exit_plots
+from benchmarks.exit_measures import RouterTrial, compare_routers, velocities
 from vivace.checkpoint.adapters import load_adapter
 from vivace.configuration import build
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
-from vivace.evaluate.exits import RouterTrial, compare_routers, velocities
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.evaluate.systems import MethodSystem

@@ -18,13 +18,13 @@ from typing import Any
 
 import vivace
 from benchmarks.rivals import Named
+from benchmarks.tradeoff_measures import Judgement, judge_texts
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import Record, run_benchmark, summarise
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
-from vivace.evaluate.tradeoff import Judgement, judge_texts
 from vivace.prompts import Prompt
 
 STREAMS = "multistream"

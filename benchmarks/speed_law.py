@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.step_parts import host_seconds, measure_parts
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine, Options
 from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.speed_law import Parts, judge
-from vivace.evaluate.step_parts import host_seconds, measure_parts
 from vivace.evaluate.systems import MethodSystem
 
 FOLLOWS = 16

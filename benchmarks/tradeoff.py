@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks import captions, exit_plots
 from benchmarks.rivals import ADAPTERS, WHOLE, Named
 from benchmarks.rivals_table import ROUTERS
+from benchmarks.tradeoff_measures import Guessing, Point, Reading, costs, envelope, judge_texts, point
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -34,7 +35,6 @@ from vivace.evaluate.benchmark import BenchmarkPrompt, Record, run_benchmark, su
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes
 from vivace.evaluate.systems import MethodSystem
-from vivace.evaluate.tradeoff import Guessing, Point, Reading, costs, envelope, judge_texts, point
 from vivace.methods.dynamic.drafter import AcceleratedExit, DynamicDepth
 from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.table import METHODS

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import vivace
+from benchmarks.exit_measures import velocities
 from vivace.checkpoint.adapters import load_adapter
 from vivace.configuration import build
 from vivace.engine import SHIPPED
-from vivace.evaluate.exits import velocities
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.objective import RouterTraining
 from vivace.prompts import packaged_prompts

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from benchmarks.step_parts import Watched, host_seconds, measure_parts
 from vivace import load
 from vivace.core.seams import Context, Draft
 from vivace.decode.plain import NoDrafts
@@ -13,7 +14,6 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine
 from vivace.errors import ConfigError
-from vivace.evaluate.step_parts import Watched, host_seconds, measure_parts
 
 PASS_S, HOST_S = 0.05, 0.01
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.tradeoff_measures import Guessing, Judgement, Reading, costs, envelope, judge_texts, point
 from vivace.errors import ConfigError
 from vivace.evaluate.benchmark import Record, Trial, summarise
-from vivace.evaluate.tradeoff import Guessing, Judgement, Reading, costs, envelope, judge_texts, point
 from vivace.prompts import Prompt
 
 READING = Reading(layers=6, layer_bytes=10.0, head_bytes=30.0)

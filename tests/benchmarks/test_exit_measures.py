@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.exit_measures import RouterTrial, compare_routers, roc_auc, tradeoff, velocities
 from tests.decode.tiny_decoders import build
 from tests.methods.dynamic.gated import GATES, make_weights, text_batch
 from vivace.errors import ConfigError
-from vivace.evaluate.exits import RouterTrial, compare_routers, roc_auc, tradeoff, velocities
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.dynamic.objective import RouterTraining, trails_of
 from vivace.methods.dynamic.router import RouterConfig
