@@ -155,8 +155,8 @@ class ExpertSlots:
         """Ask the policy about all experts, and keep those used last as candidates."""
         keys = self.keys
         uses = self._policy.next_uses(keys, clock)
-        num_busy = len(self.in_use) + sum(slot.read is not None for slot in self._slots)
-        count = len(keys) if self._sorted_at == clock else CANDIDATES + num_busy
+        # Experts in use cannot be evicted; the few that are being read are not counted, as that would take longer.
+        count = len(keys) if self._sorted_at == clock else CANDIDATES + len(self.in_use)
         last = np.argsort(uses, kind="stable")[-count:].tolist() if keys else []
         self._candidates = [(uses[place], keys[place]) for place in last]
         self._sorted_at, self._has_all = clock, count >= len(keys)
