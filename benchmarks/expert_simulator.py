@@ -26,21 +26,21 @@ from vivace.storage.experts.policy import Key, Policy
 
 @dataclass(frozen=True)
 class Machine:
-    """What experts are loaded over and run on."""
+    """The hardware that is simulated: a channel, fast memory and a processor."""
 
     bytes_per_s: float
-    """Of the channel; ``inf`` is a channel that takes no time."""
+    """Bandwidth of the channel; ``inf`` is a channel that takes no time."""
     expert_bytes: int
     num_slots: int
     """Experts in fast memory at once."""
     layer_s: float
-    """Of a layer until its experts are known."""
+    """Seconds that a layer takes until its experts are known."""
     expert_s: float
-    """Of one expert."""
+    """Seconds that one expert takes."""
     latency_s: float = 15e-6
-    """From asking to the first byte."""
+    """Seconds from the request to the first byte."""
     chunk_bytes: int = 256 * 1024
-    """After which a more urgent load may go first."""
+    """Bytes after which a more urgent load may go first."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.expert_bytes < 1 or self.num_slots < 1 or self.chunk_bytes < 1:
@@ -64,27 +64,27 @@ class Simulated:
     total_s: float = 0.0
     compute_s: float = 0.0
     channel_s: float = 0.0
-    """Busy."""
+    """Seconds that the channel was busy."""
     hits: int = 0
     prefetched: int = 0
     late: int = 0
     misses: int = 0
     loads: int = 0
     wasted: int = 0
-    """Loads never used."""
+    """Loads whose expert was never used."""
 
     @property
     def pass_s(self) -> float:
-        """Mean of a pass."""
+        """Mean seconds of a pass."""
         return self.total_s / max(1, self.num_passes)
 
     @property
     def uses(self) -> int:
-        """Chosen experts."""
+        """Number of chosen experts."""
         return self.hits + self.prefetched + self.late + self.misses
 
     def bound(self, baseline: Simulated) -> float:
-        """How many times as fast as a baseline any order of this policy's loads could be."""
+        """Return how many times as fast as a baseline any order of this policy's loads could be."""
         return (baseline.channel_s + baseline.compute_s) / max(self.channel_s, self.compute_s, 1e-12)
 
 
@@ -95,7 +95,7 @@ class _Load:
     asked: float
     is_prefetch: bool
     outcome: Simulated
-    """Of the pass that ran when it began."""
+    """The totals of the pass that ran when the load began."""
     is_ready: bool = False
 
 
@@ -106,10 +106,10 @@ class _State:
     slots: dict[Key, _Load] = field(default_factory=dict)
     likely: dict[Key, tuple[int, int]] = field(default_factory=dict)
     queue: list[tuple[int, int, int, _Load]] = field(default_factory=list)
-    """Started loads by (due, rank, number)."""
+    """Loads under way, as (due, rank, number, load)."""
     held: set[Key] = field(default_factory=set)
     channel: float = 0.0
-    """When it is free."""
+    """Time at which the channel is free."""
 
 
 def simulate(trace: Trace, policy: Policy, machine: Machine, *, guesses: bool = True, warm_up: int = 0) -> Simulated:
@@ -134,7 +134,7 @@ class _Run:
         self._number = 0
 
     def run(self, *, guesses: bool) -> Simulated:
-        """All visits in order."""
+        """Run all visits in order."""
         said: list[Prediction | ReusePrediction] = [*self.trace.reuses, *self.trace.predictions] if guesses else []
         words = iter(sorted(said, key=lambda each: each.issued))
         told = next(words, None)
@@ -148,7 +148,7 @@ class _Run:
         return self.outcome
 
     def _run(self, visit: Visit) -> None:
-        """A layer, counted or not."""
+        """Run one layer, and count it if its pass is one that counts."""
         counted, begun = self.outcome, self.state.now
         if visit.clock // self.trace.num_layers not in self._counted:
             self.outcome = self._others
@@ -209,7 +209,7 @@ class _Run:
                 state.slots.pop(key, None)
 
     def _reschedule(self, due: int, which: Callable[[int, Key], bool]) -> None:
-        """What is being loaded is due at another time than was thought."""
+        """Change when loads under way are due."""
         queue = self.state.queue
         queue[:] = [(due if which(was, load.key) else was, rank, number, load) for was, rank, number, load in queue]
         heapq.heapify(queue)
@@ -228,7 +228,7 @@ class _Run:
             load.is_prefetch = False
 
     def _compute(self, seconds: float) -> None:
-        """The processor works, and the channel beside it."""
+        """Let the processor work for some seconds, and the channel beside it."""
         until = self.state.now + seconds
         self.outcome.compute_s += seconds
         while self._has_work() and self.state.channel < until:
@@ -245,7 +245,7 @@ class _Run:
         return bool(state.queue)
 
     def _turn(self) -> float:
-        """The channel moves one chunk of the most urgent load; when that is done."""
+        """Move one chunk of the most urgent load, and return when that is done."""
         state, machine = self.state, self.machine
         assert state.queue, "nobody waits for a load that is not there"
         load = state.queue[0][-1]
@@ -291,7 +291,7 @@ class _Run:
 
 
 def _decoded(trace: Trace, warm_up: int) -> Iterator[int]:
-    """Passes that count: those of answers but the first of each, after so many whole answers."""
+    """Yield the passes that count: those of answers but the first of each, after ``warm_up`` whole answers."""
     prompts: dict[int, bool] = {}
     for visit in trace.visits:
         prompts[visit.clock // trace.num_layers] = visit.is_prompt
