@@ -143,8 +143,7 @@ class ExpertSlots:
                 return None
             else:
                 self._candidates.pop()
-                del self._slot_of[key]
-                return slot
+                return self._evict(slot)
         return self._any_unused() if due is None else None
 
     def _has_changed(self, slot: Slot, key: Key) -> bool:
@@ -166,10 +165,16 @@ class ExpertSlots:
     def _any_unused(self) -> Slot | None:
         """Return the slot of any expert that is not in use, also one that came since candidates were sorted."""
         for slot in self._slots:
-            if slot.key is not None and slot.is_ready and slot.key not in self.in_use:
-                del self._slot_of[slot.key]
-                return slot
+            if slot.is_ready and slot.key not in self.in_use:
+                return self._evict(slot)
         return None
+
+    def _evict(self, slot: Slot) -> Slot:
+        """Take a slot away from its expert."""
+        assert slot.key is not None
+        del self._slot_of[slot.key]
+        slot.key = None
+        return slot
 
 
 def _memories(num_bytes: int, count: int) -> Sequence[memoryview]:
