@@ -1,7 +1,7 @@
-"""The baseline that predicts the experts of the next layers from the slow residual, and a decoder to measure it on.
+"""A baseline that predicts the experts of the next layers with their own routers, and a decoder to measure it on.
 
-Before layer n runs, the router of layer n + ``lookahead`` is asked about the residual as it stands (Eliseev and Mazur
-2023, arXiv:2312.17238). There is nothing to train, and little time to load.
+Before layer n runs, the router of layer n + ``lookahead`` is applied to the current residual (Eliseev and Mazur
+2023, arXiv:2312.17238). It needs no training, and leaves little time for loading.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from vivace.storage.store import Store, in_rows
 
 
 class NextLayerForwardPass:
-    """Fills ``Traversal``: all rows through all layers, each mixture told beforehand what its router says early."""
+    """A ``Traversal`` that runs all rows through all layers and prefetches what later routers choose on earlier
+    residuals.
+    """
 
     def __init__(self, count: int, lookahead: int = 1) -> None:
         """Set what is predicted.
 
         Args:
-            count: experts predicted for each row.
-            lookahead: layers between the residual that is looked at and the router that is asked.
+            count: number of experts predicted for each row.
+            lookahead: number of layers between the residual and the router that is applied to it.
         """
         self.count = count
         self.lookahead = lookahead
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """Run one pass for all slots; prompt chunks choose nearly all experts and are not predicted for."""
+        """Run one pass for all slots; for prompt chunks, which use nearly all experts, nothing is predicted."""
         step = Step.of(draft, cache, chunk=chunk)
         first = draft.entry_layer
         h = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
@@ -55,7 +57,7 @@ class NextLayerForwardPass:
         return TargetPass(hidden=h, rows=torch.arange(len(draft.tokens)))
 
     def _predict(self, model: Decoder, index: int, h: Tensor) -> None:
-        """Prefetch what the router of a layer says of the rows ``h`` (T, E)."""
+        """Prefetch the experts that the router of a layer chooses for the rows ``h`` (T, E)."""
         if index >= len(model.layers) or not model.config.is_moe(index):
             return
         layer = model.layers[index]

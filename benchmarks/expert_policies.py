@@ -1,9 +1,9 @@
-"""Policies of the expert cache that vivace's own is measured against.
+"""Baselines for the policy of the expert cache.
 
-Reading on demand without a cache; the least recently used, whose misses of a layer are read in parallel; the most
-frequent experts pinned (static frequency); and an oracle that knows a recorded trace (Belady 1966). The fifth baseline,
-the router of the next layer on the present residual (Eliseev and Mazur 2023, arXiv:2312.17238), is a way to predict and
-no policy: ``expert_guesses.py``.
+They are: loading on demand without a cache; evicting the least recently used expert, with the misses of a layer read in
+parallel; pinning the most frequent experts (static frequency); and an oracle that has the recorded trace (Belady 1966).
+The fifth baseline, the router of the next layer on the current residual (Eliseev and Mazur 2023, arXiv:2312.17238), is
+a way to predict and not a policy: ``expert_guesses.py``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from benchmarks.expert_traces import Trace
 from vivace.storage.experts.policy import Key
 
 NOTHING: tuple[frozenset[int], int] = (frozenset(), -1)
-"""What is predicted of a layer of which nothing was said."""
+"""Prediction for a layer for which there is none."""
 
 
 class LeastRecent:
-    """Loads on demand and evicts what was used longest ago."""
+    """Loads on demand and evicts the expert that was used longest ago."""
 
     name = "lru"
     keeps = True
@@ -28,33 +28,35 @@ class LeastRecent:
     def __init__(self) -> None:
         self.last: dict[Key, int] = {}
         self._predictions: dict[int, tuple[frozenset[int], int]] = {}
-        """By layer, the experts that were predicted last, and for which clock."""
+        """Experts that were predicted last for each layer, and the clock for which they were."""
 
     def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
-        """Record the clock of the use."""
+        """Record when experts were used."""
         for expert in chosen:
             self.last[layer, expert] = clock
 
     def predicted(self, layer: int, likely: Sequence[int], due: int) -> None:
-        """Count experts that are predicted as used at that clock, so that they are not evicted before."""
+        """Treat predicted experts as used at that clock, so that they are not evicted before."""
         self._predictions[layer] = frozenset(likely), due
 
     def reuse_predicted(self, layer: int, passes: Sequence[float], turn: int) -> None:
-        """Ignore it: only the past decides."""
+        """Do nothing, since this policy only looks at the past."""
 
     def next_use(self, key: Key, clock: int) -> float:
-        """As far ahead as the last use lies behind; of experts used together, the first is evicted first."""
+        """Return a clock as far ahead as the last use is behind; of experts used together, the first is evicted
+        first.
+        """
         layer, expert = key
         likely, due = self._predictions.get(layer, NOTHING)
         last = self.last.get(key, -1)
         return 2 * clock - (max(last, due) if expert in likely else last) - expert * 1e-6
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
-        """Predict one by one."""
+        """Return the next use of each expert."""
         return [self.next_use(key, clock) for key in keys]
 
     def prefetches(self, clock: int) -> Iterable[tuple[Key, int]]:
-        """Return nothing."""
+        """Return nothing, since this policy does not prefetch."""
         return ()
 
 
@@ -66,7 +68,7 @@ class OnDemand(LeastRecent):
 
 
 class Static(LeastRecent):
-    """Pins the most frequent experts of a trace; the others take turns in what is left."""
+    """Pins the most frequent experts of a trace; the others share the remaining slots."""
 
     name = "static"
 
@@ -77,12 +79,12 @@ class Static(LeastRecent):
 
     @staticmethod
     def of(trace: Trace, num_slots: int) -> Static:
-        """Pin all slots but those that the experts of one layer need."""
+        """Pin experts in all slots except those that the experts of one layer need."""
         count = max(0, num_slots - trace.widest)
         return Static(trace.most_frequent()[:count])
 
     def next_use(self, key: Key, clock: int) -> float:
-        """Now, for an expert that is pinned."""
+        """Return the current clock for a pinned expert, so that it is never evicted."""
         return clock if key in self._is_pinned else super().next_use(key, clock)
 
     def prefetches(self, clock: int) -> Iterable[tuple[Key, int]]:
@@ -91,7 +93,7 @@ class Static(LeastRecent):
 
 
 class Oracle:
-    """Knows the trace: loads in the order of use and evicts what is used last."""
+    """Uses the recorded trace: it loads in the order of use and evicts the expert whose next use is last."""
 
     name = "oracle"
     keeps = True
@@ -105,26 +107,26 @@ class Oracle:
                 self._uses.setdefault(key, []).append(visit.clock)
 
     def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
-        """Ignore it: the trace has it."""
+        """Do nothing, since the trace has all uses."""
 
     def predicted(self, layer: int, likely: Sequence[int], due: int) -> None:
-        """Ignore it: the trace is right."""
+        """Do nothing, since the trace has all uses."""
 
     def reuse_predicted(self, layer: int, passes: Sequence[float], turn: int) -> None:
-        """Ignore it: the trace is right."""
+        """Do nothing, since the trace has all uses."""
 
     def next_use(self, key: Key, clock: int) -> float:
-        """From the trace; infinity where there is none."""
+        """Return the next use in the trace; infinity if there is none."""
         uses = self._uses.get(key, [])
         place = bisect_right(uses, clock)
         return uses[place] if place < len(uses) else inf
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
-        """Look up one by one."""
+        """Return the next use of each expert."""
         return [self.next_use(key, clock) for key in keys]
 
     def prefetches(self, clock: int) -> Iterable[tuple[Key, int]]:
-        """Return what the next layers will use, as many layers as make a pass, in order."""
+        """Return what the next layers will use, for as many layers as a pass has, in order."""
         first = bisect_right(self._clocks, clock)
         for visit in self.trace.visits[first : first + self.trace.num_layers]:
             for key in visit.keys(self.trace.num_layers):

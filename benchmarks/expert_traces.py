@@ -1,4 +1,4 @@
-"""Traces of runs over experts: what routers chose and what was predicted before, recorded and read by the simulator.
+"""Traces of mixtures of experts: what routers chose and what was predicted, recorded for the simulator.
 
 A clock counts layers: the number of the pass times the layers of the model, plus the layer.
 """
@@ -17,32 +17,33 @@ from vivace.storage.experts.policy import Key, Policy
 
 @dataclass(frozen=True)
 class Visit:
-    """A layer ran, and its router chose experts."""
+    """One layer's run, with the experts that its router chose."""
 
     clock: int
     is_prompt: bool
-    """The rows belonged to prompts."""
+    """Whether the rows belonged to prompts."""
     chosen: tuple[int, ...]
 
     def keys(self, num_layers: int) -> list[Key]:
-        """The experts as pairs of layer and number."""
+        """Return the experts as pairs of layer and number."""
         return [(self.clock % num_layers, expert) for expert in self.chosen]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Experts were predicted for a layer."""
+    """Experts that were predicted for a layer."""
 
     issued: int
     """Clock of the last layer that had run."""
     due: int
+    """Clock of the layer for which they are predicted."""
     likely: tuple[int, ...]
-    """The most likely comes first."""
+    """The experts, the most likely first."""
 
 
 @dataclass(frozen=True)
 class ReusePrediction:
-    """It was predicted in how many passes a layer's experts will be chosen again."""
+    """A prediction of the number of passes after which a layer's experts are chosen again."""
 
     issued: int
     """Clock of the last layer that had run."""
@@ -50,11 +51,12 @@ class ReusePrediction:
     turn: int
     """Number of the pass from which passes are counted."""
     passes: tuple[float, ...]
+    """Number of passes for each expert of the layer."""
 
 
 @dataclass
 class Trace:
-    """What routers chose and what was predicted, in order; it grows while it is recorded."""
+    """What routers chose and what was predicted, in order."""
 
     num_layers: int
     visits: list[Visit] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Trace:
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer, as far as they were chosen or predicted."""
+        """Number of experts in a layer, as far as they were chosen or predicted."""
         named = max((max(each, default=-1) for each in self._named()), default=-1)
         return max(1 + named, max((len(each.passes) for each in self.reuses), default=0))
 
@@ -73,11 +75,11 @@ class Trace:
 
     @property
     def widest(self) -> int:
-        """Most experts that were chosen at once."""
+        """Largest number of experts chosen at once."""
         return max((len(visit.chosen) for visit in self.visits), default=0)
 
     def most_frequent(self) -> list[Key]:
-        """Experts in the order of how often they were chosen."""
+        """Return the experts, the most frequently chosen first."""
         counts: dict[Key, int] = {}
         for visit in self.visits:
             for key in visit.keys(self.num_layers):
@@ -85,7 +87,7 @@ class Trace:
         return sorted(counts, key=lambda key: (-counts[key], key))
 
     def recall(self) -> float:
-        """Share of the chosen experts that were in the last prediction, over visits that anything was predicted for."""
+        """Return the share of the chosen experts that were in the last prediction, over layers with a prediction."""
         expected: dict[int, set[int]] = {}
         for each in self.predictions:
             assert each.issued < each.due, "a prediction for a layer that has run is no prediction"
@@ -95,7 +97,7 @@ class Trace:
         return right / max(1, sum(len(visit.chosen) for visit in known))
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the trace as JSON."""
         visits = [[v.clock, v.is_prompt, list(v.chosen)] for v in self.visits]
         hints = [[h.issued, h.due, list(h.likely)] for h in self.predictions]
         outlooks = [[o.issued, o.layer, o.turn, [round(each, 2) for each in o.passes]] for o in self.reuses]
@@ -104,10 +106,10 @@ class Trace:
 
     @staticmethod
     def load(path: str | Path) -> Trace:
-        """Read what ``save`` wrote.
+        """Read a trace that ``save`` wrote.
 
         Raises:
-            NotFoundError: no such file.
+            NotFoundError: there is no such file.
             CorruptError: it is not a trace.
         """
         try:
@@ -125,14 +127,14 @@ class Trace:
 
 
 class RecordingPolicy:
-    """A policy that writes down all that the expert cache tells it."""
+    """Wraps a policy and records all calls of the expert cache in a trace."""
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         """Wrap a policy.
 
         Args:
-            policy: answers for this one.
-            num_layers: layers of the model.
+            policy: the policy whose answers are returned.
+            num_layers: number of layers of the model.
         """
         self.policy = policy
         self.name, self.keeps = policy.name, policy.keeps
@@ -140,7 +142,7 @@ class RecordingPolicy:
         self._clock = -1
 
     def used(self, layer: int, chosen: Sequence[int], clock: int, *, is_prompt: bool) -> None:
-        """Record a visit."""
+        """Record the experts of a layer."""
         self._clock = clock
         self.trace.visits.append(Visit(clock, is_prompt, tuple(chosen)))
         self.policy.used(layer, chosen, clock, is_prompt=is_prompt)
@@ -156,9 +158,9 @@ class RecordingPolicy:
         self.policy.reuse_predicted(layer, passes, turn)
 
     def next_uses(self, keys: Sequence[Key], clock: int) -> Sequence[float]:
-        """Ask the policy inside."""
+        """Return the wrapped policy's answer."""
         return self.policy.next_uses(keys, clock)
 
     def prefetches(self, clock: int) -> Iterable[tuple[Key, int]]:
-        """Ask the policy inside."""
+        """Return the wrapped policy's answer."""
         return self.policy.prefetches(clock)

@@ -1,12 +1,13 @@
-"""A hostile load: clients that behave beside clients that do their worst, against ``vivace serve`` on this machine.
+"""A hostile load: well-behaved clients beside malicious ones, against ``vivace serve`` on this machine.
 
     python -m benchmarks.hostile --seconds 600 --clients 64 --json benchmarks/results/serving/hostile.json
 
 It starts the server, on the model that ships with method ``auto`` and two API keys, on a free port of the loopback
-address; asks for the time given and no longer, and so often at most; and ends with status 1 when a bar is missed. What
-greedy, sampled and scored requests are owed is what the engine gives offline, before the server is started. Everybody
-else is owed a status below 500. How late the server is, is asked of its own metrics and of ``/health`` from a third
-process; the clients give way to both (``nice``), as they would not be on the server's machine.
+address; sends requests for the given time at most, and a limited number of them; and ends with status 1 if a bar is
+missed. Greedy, sampled and scored requests must get what the engine computes before the server is started; all other
+requests must get a status below 500. The server's delay is read from its own metrics and measured with ``/health`` from
+a third process; the clients run with a lower priority than both (``nice``), since in practice they run on other
+machines.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ from vivace.methods.table import METHODS
 KEYS = ("a-key-of-the-hostile-load", "another-key-of-the-hostile-load")
 LIMITS = ("--head-timeout", "4", "--body-timeout", "6", "--read-timeout", "8", "--prefix-cache", "16MiB",
           "--default-max-tokens", "64")  # fmt: skip
-"""Short waits, so that slow clients meet them; and a cache that is full soon, so that memory comes to its end."""
+"""Short timeouts, so that slow clients reach them, and a small cache, so that it is soon full."""
 KINDS = {**hostile_clients.KINDS, **hostile_strangers.KINDS}
 ROUND = (*KINDS, "greedy", "greedy", "greedy", "sampled", "absurd")
 """Kinds of sixteen clients."""
 SETTLES_S = 60.0
-"""Memory may grow so long."""
+"""Seconds during which memory may grow."""
 MOST_GROWTH = 0.05
+"""Share by which memory may grow afterwards."""
 ENDS_S = 150.0
-"""For the last answers, after the time is over."""
+"""Seconds for the last answers after the end."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that must hold."""
+    """A condition that must hold, and what was found."""
 
     name: str
     found: str
@@ -61,15 +63,15 @@ class Bar:
 def attack(
     engine: Engine, log: Path, *, seconds: float, clients: int, most: int = 200_000, settles_s: float = SETTLES_S
 ) -> dict[str, Any]:
-    """Start a server of the engine's model, send clients for a while, and report what was seen.
+    """Start a server of the engine's model, run clients for a while, and report what happened.
 
     Args:
-        engine: the model that the server gets too, for the answers.
+        engine: the model of the server, which computes the expected answers.
         log: file for what the server prints.
         seconds: how long requests are sent.
-        clients: how many, of all kinds.
-        most: requests in all.
-        settles_s: memory is compared with the most it was within so many seconds.
+        clients: number of clients of all kinds.
+        most: largest number of requests.
+        settles_s: memory afterwards is compared with the largest within so many seconds.
     """
     known = known_answers(engine)
     adapters = [f"--adapter={path.name}={path}" for path in sorted((engine.folder / "adapters").iterdir())]
@@ -129,13 +131,13 @@ def attack(
 
 
 def _lossless(url: str) -> list[tuple[str, str]]:
-    """Models and methods of the server whose greedy answers are those of plain decoding."""
+    """Return models and methods of the server whose greedy answers are those of plain decoding."""
     cards = get(f"{url}/v1/models", KEYS[0]).json()["data"]
     return [(card["id"], method) for card in cards for method in card["methods"] if METHODS[method].lossless]
 
 
 def _warm_up(target: Target) -> None:
-    """Everything that is started when it is first needed."""
+    """Use everything once that the server starts on first use."""
     client = Client(0, "warm", hostile_clients.schema, target, until=0, most=0)
     for kind in ("greedy", "sampled", "schema", "echo"):
         for _ in range(3):
@@ -146,14 +148,14 @@ def _warm_up(target: Target) -> None:
 
 
 def growth(report: Mapping[str, Any]) -> float:
-    """The most memory after it ought to have settled, over the most before, less one."""
+    """Return the relative growth of the largest memory after ``settles_s`` over the largest before."""
     settles = int(report["setting"]["settles_s"])
     early, late = report["memory_mib"][:settles], report["memory_mib"][settles:]
     return max(late) / max(early) - 1 if late else 0.0
 
 
 def bars(report: Mapping[str, Any]) -> list[Bar]:
-    """What must hold, and whether it does."""
+    """Return the conditions that must hold, and whether they do."""
     server, lag, health = report["server"], report["loop_lag"], report["health_lag"]
     sequences, seen = server["sequences"], report["statuses"]
     ended = sum(sequences[state] for state in ("finished", "failed", "cancelled"))
@@ -181,7 +183,7 @@ def bars(report: Mapping[str, Any]) -> list[Bar]:
 
 
 def main() -> int:
-    """Attack, print, write; the exit status says whether all bars are met."""
+    """Run the load, print and write the report; the exit status tells whether all bars are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=64)

@@ -1,4 +1,4 @@
-"""Requests whose answers are known, because the engine gave them before the server was started."""
+"""Requests whose answers are known, because the engine computed them before the server was started."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from vivace.prompts import packaged_prompts
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 NUM_PROMPTS = 5
-"""Of each packaged set."""
+"""Number of prompts of each packaged set."""
 NUM_SEEDS = 2
 LONGEST = 48
 
 
 @dataclass(frozen=True)
 class Known:
-    """A request, and parts of the first choice of its reply."""
+    """A request, and parts of the first choice that its reply must have."""
 
     route: str
     body: Mapping[str, Any]
     choice: Mapping[str, Any]
 
     def differs(self, choice: Mapping[str, Any]) -> str | None:
-        """What is different in a choice that was given; None when it is this one."""
+        """Return the difference to a choice that was received; None if there is none."""
         for name, wanted in self.choice.items():
             if choice.get(name) != wanted:
                 return f"{name} is {choice.get(name)!r} where the engine gives {wanted!r}, asked {dict(self.body)}"
@@ -36,7 +36,7 @@ class Known:
 
 
 def greedy(engine: Engine) -> list[Known]:
-    """Conversations: half of them to their end, half of them to a length."""
+    """Return conversations, half of them to their end, half of them to a length limit."""
     prompts = _prompts()
     found: list[Known] = []
     for ignores in (False, True):
@@ -49,7 +49,7 @@ def greedy(engine: Engine) -> list[Known]:
 
 
 def sampled(engine: Engine) -> list[Known]:
-    """Texts that are drawn with a seed; ``auto`` then drafts by lookup, which leaves the random numbers alone."""
+    """Return texts sampled with a seed, for which ``auto`` drafts by lookup, which uses no random numbers."""
     drawing = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True}
     found = []
     for prompt in _prompts():
@@ -63,7 +63,7 @@ def sampled(engine: Engine) -> list[Known]:
 
 
 def scored(engine: Engine) -> list[Known]:
-    """Prompts with log p of their tokens, some long enough to be scored in several turns."""
+    """Return prompts with log p of their tokens, some of them long enough to be scored in several parts."""
     prompts = _prompts()
     found = []
     for prompt in (*prompts[:4], "\n".join(prompts), "\n".join(prompts[::-1])):
@@ -76,7 +76,7 @@ def scored(engine: Engine) -> list[Known]:
 
 
 def known_answers(engine: Engine) -> dict[str, Sequence[Known]]:
-    """By the kind of client that compares with them."""
+    """Return the known answers for each kind of client that compares with them."""
     return {"greedy": greedy(engine), "sampled": sampled(engine), "echo": scored(engine)}
 
 

@@ -1,7 +1,7 @@
-"""Clients of a server that is under attack, and those of them who behave: what they are owed can be checked.
+"""Clients of a server under attack, and the well-behaved kinds among them, whose answers are checked.
 
-A kind of client is a function from the client to the outcome of one request, in a word that is counted: a status, or
-how the connection ended. What must never happen raises ``Wrong``. Nothing is sent to anywhere but this machine.
+A kind of client is a function from the client to the outcome of one request, as a word that is counted: a status, or
+how the connection ended. What must never happen raises ``Wrong``. Requests are only sent to this machine.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from urllib.parse import urlsplit
 from benchmarks.hostile_answers import CHAT, Known
 
 TIMEOUT_S = 120.0
-"""For an answer."""
+"""Seconds to wait for an answer."""
 PAUSE_S = 0.1
-"""Between two requests of a client, on average."""
+"""Mean seconds between two requests of a client."""
 GIVES_WAY = 10
-"""Nice level of clients: on machines of their own they would take nothing from the server."""
+"""Nice level of clients, which take processor time from the server only because they run on the same machine."""
 STREAMED = 0.5
-"""Share of answers asked for as streams."""
+"""Share of answers that are requested as streams."""
 MAX_FAULTS = 50
-"""Described; all are counted."""
+"""Number of faults that are described; all are counted."""
 
 
 class Wrong(Exception):
-    """A reply that must not be."""
+    """A reply that must never happen."""
 
 
 @dataclass
 class Tally:
-    """What all clients saw."""
+    """Counts over all clients."""
 
     sent: Counter[str] = field(default_factory=Counter)
-    """By kind."""
+    """Number of requests by kind."""
     outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     statuses: Counter[int] = field(default_factory=Counter)
     num_equal: int = 0
-    """Answers that were compared with known ones, and are those."""
+    """Number of answers that were compared with known ones and are equal."""
     num_wrong: int = 0
     num_5xx: int = 0
-    """Statuses, and errors in streams."""
+    """Number of statuses of 500 and above, and of server errors inside streams."""
     faults: list[str] = field(default_factory=list)
 
     def fault(self, kind: str, what: str) -> None:
-        """Describe something that must not be."""
+        """Describe something that must never happen."""
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{kind}: {what[:2000]}")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The server, and what is known of it."""
+    """The server under attack, and its known answers."""
 
     url: str
     keys: Sequence[str]
@@ -84,20 +84,20 @@ class Target:
 
 
 class Client(threading.Thread):
-    """Asks in its way until it is time to stop, or it has asked often enough."""
+    """A thread that sends requests of one kind until a time or a number of requests is reached."""
 
     def __init__(
         self, number: int, kind: str, ask: Callable[[Client], str], target: Target, *, until: float, most: int
     ) -> None:
-        """Ask nothing yet.
+        """Prepare a client.
 
         Args:
-            number: of the client; seeds what it draws.
-            kind: what its outcomes are counted under.
+            number: number of the client, which seeds its random choices.
+            kind: name under which its outcomes are counted.
             ask: makes one request and returns its outcome.
-            target: whom to ask.
+            target: the server.
             until: when to stop, on the monotonic clock.
-            most: requests.
+            most: largest number of requests.
         """
         super().__init__(name=f"{kind}-{number}", daemon=True)
         self.kind, self.ask, self.target, self.until, self.most = kind, ask, target, until, most
@@ -106,7 +106,7 @@ class Client(threading.Thread):
         self._kept: http.client.HTTPConnection | None = None
 
     def run(self) -> None:
-        """Ask."""
+        """Send requests until it is time to stop."""
         os.setpriority(os.PRIO_PROCESS, 0, GIVES_WAY)  # of this thread
         tally = self.target.tally
         for _ in range(self.most):
@@ -135,13 +135,13 @@ class Client(threading.Thread):
         return outcome
 
     def close(self) -> None:
-        """End the connection that is kept."""
+        """Close the connection that is kept open."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
 
     def post(self, route: str, body: Mapping[str, Any] | bytes, **headers: str) -> http.client.HTTPResponse:
-        """The beginning of a reply, over the connection that is kept."""
+        """Send a request over the connection that is kept open, and return the beginning of the reply."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         if self._kept is None:
             self._kept = http.client.HTTPConnection(*self.target.place, timeout=TIMEOUT_S)
@@ -158,7 +158,7 @@ class Client(threading.Thread):
             self.target.tally.num_5xx += status >= 500
 
     def whole(self, reply: http.client.HTTPResponse) -> Any:
-        """A JSON reply; errors have their shape, and none is the server's."""
+        """Return a JSON reply; an error must have the right form and must not be a server error."""
         raw = reply.read()
         found = json.loads(raw)
         if reply.status >= 400:
@@ -166,7 +166,7 @@ class Client(threading.Thread):
         return found
 
     def checked(self, error: Any, where: str) -> str:
-        """The code of an error, which is not the server's."""
+        """Return the code of an error; it must have the right form and must not be a server error."""
         if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
             raise Wrong(f"{where}: an error of another shape: {error}")
         if error["type"] == "server_error":
@@ -177,7 +177,7 @@ class Client(threading.Thread):
         return str(error["code"] or error["type"])
 
     def events(self, reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The events of a stream, to its end."""
+        """Yield the events of a stream up to its end."""
         while line := reply.readline():
             if line.startswith(b"data: {"):
                 yield json.loads(line[6:])
@@ -187,7 +187,7 @@ class Client(threading.Thread):
         raise Wrong("a stream ended without its end")
 
     def streamed(self, reply: http.client.HTTPResponse) -> tuple[dict[str, Any], str | None]:
-        """The first choice that a stream's parts make, and the code of the error it ended with."""
+        """Return the first choice assembled from a stream, and the code of the error that ended it."""
         text, ids, code = "", [], None
         for event in self.events(reply):
             if "error" in event:
@@ -199,7 +199,7 @@ class Client(threading.Thread):
         return {"text": text, "token_ids": ids}, code
 
     def answer(self, route: str, body: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-        """(outcome, first choice) of a request that ought to be answered: 200, or 429 and no choice."""
+        """Return (outcome, first choice) of a valid request; the status must be 200, or 429 without a choice."""
         reply = self.post(route, body)
         if reply.status == 200 and body.get("stream"):
             choice, code = self.streamed(reply)
@@ -215,19 +215,19 @@ class Client(threading.Thread):
 
     @contextmanager
     def raw(self) -> Iterator[socket.socket]:
-        """A bare connection."""
+        """Open a plain connection."""
         with socket.create_connection(self.target.place, timeout=TIMEOUT_S) as found:
             yield found
 
     def head(self, route: str, length: int | str, key: str | None = None) -> bytes:
-        """The head of a request."""
+        """Return the head of a request."""
         host, port = self.target.place
         lines = (f"POST {route} HTTP/1.1", f"Host: {host}:{port}", f"Authorization: Bearer {key or self.key}",
                  "Content-Type: application/json", f"Content-Length: {length}")  # fmt: skip
         return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
     def ended(self, connection: socket.socket, wait_s: float = TIMEOUT_S) -> str:
-        """How a bare connection answers or ends."""
+        """Return how a plain connection answers or ends."""
         connection.settimeout(wait_s)
         first = connection.recv(1 << 16)
         if not first:
@@ -242,6 +242,7 @@ class Client(threading.Thread):
 
 
 def _compared(client: Client, known: Known, body: Mapping[str, Any]) -> str:
+    """Send a request and compare the answer with the known one."""
     outcome, choice = client.answer(known.route, body)
     if choice is None:
         return outcome
@@ -255,7 +256,7 @@ def _compared(client: Client, known: Known, body: Mapping[str, Any]) -> str:
 
 
 def greedy(client: Client) -> str:
-    """A bystander; the answer is what the engine writes, whatever drafts it."""
+    """Request a greedy answer, which must be the engine's, whatever drafts it."""
     known = client.random.choice(client.target.known["greedy"])
     body = {**known.body, "stream": client.random.random() < STREAMED, "return_trace": client.random.random() < 0.1}
     if client.random.random() < 0.2:  # the others leave it to the server; each way takes a pass of its own
@@ -264,13 +265,13 @@ def greedy(client: Client) -> str:
 
 
 def sampled(client: Client) -> str:
-    """One whose answer is drawn with a seed."""
+    """Request an answer that is sampled with a seed."""
     known = client.random.choice(client.target.known["sampled"])
     return _compared(client, known, {**known.body, "stream": client.random.random() < STREAMED})
 
 
 def echo(client: Client) -> str:
-    """One that has its prompt scored."""
+    """Request the log-probabilities of a prompt."""
     known = client.random.choice(client.target.known["echo"])
     return _compared(client, known, known.body)
 
@@ -288,11 +289,11 @@ CHECKED: Sequence[tuple[Mapping[str, Any], Callable[[Any], bool]]] = (
         lambda value: set(value) == {"name", "open"} and len(value["name"]) <= 12 and value["open"] in (True, False),
     ),
 )
-"""Schemas, and whether a value fits."""
+"""Schemas, each with a function that tells whether a value fits."""
 
 
 def schema(client: Client) -> str:
-    """One whose answer is bound to a schema, drawn or not, streamed or not."""
+    """Request an answer that is constrained to a schema, greedy or sampled, as a stream or not."""
     of, fits = client.random.choice(CHECKED)
     body = {
         "messages": [{"role": "user", "content": "Answer in JSON."}], "max_tokens": 60,
@@ -314,4 +315,4 @@ def schema(client: Client) -> str:
 
 
 KINDS: Mapping[str, Callable[[Client], str]] = {"greedy": greedy, "sampled": sampled, "schema": schema, "echo": echo}
-"""Kinds that are owed an answer."""
+"""Kinds of clients whose requests must be answered."""

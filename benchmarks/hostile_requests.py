@@ -1,4 +1,4 @@
-"""What strangers may send: requests made to take long, and fields at their ends.
+"""Malicious requests: bodies made to take long, and extreme values of fields.
 
 Tests send them one by one; ``benchmarks.hostile`` sends all of them for a while.
 """
@@ -19,23 +19,23 @@ from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody
 MEGABYTE = 1_000_000
 TEXT = "".join(random.Random(0).choices(string.ascii_lowercase + "  ,.\n", k=MEGABYTE))
 Bomb = tuple[str, bytes, int]
-"""Path, body and the status that answers it."""
+"""Path, body and expected status of a request."""
 
 
 def schema(of: dict[str, Any], **fields: Any) -> bytes:
-    """Eighty short answers that are bound to a schema."""
+    """Return a request for eighty short answers constrained to a schema."""
     bound = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": of}}}
     return json.dumps({"prompt": ["a", "b", "c", "d", "e"], "n": 16, "max_tokens": 1, **bound, **fields}).encode()
 
 
 def listed(field: str, element: str, last: str = "") -> bytes:
-    """A megabyte of one element."""
+    """Return a body with a megabyte of one element."""
     count = MEGABYTE // (len(element) + 1)
     return f'{{"{field}": [{f"{element}," * count}{last or element}]}}'.encode()
 
 
 def chain(length: int) -> dict[str, Any]:
-    """Schemas each of which says what the next one is."""
+    """Return schemas of which each refers to the next."""
     steps: dict[str, Any] = {
         f"d{place}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{place + 1}"}}}
         for place in range(length)
@@ -159,7 +159,7 @@ ROUTES: Mapping[str, tuple[type[GenerationBody], Mapping[str, tuple[Any, ...]], 
 
 
 def fits(kind: type[GenerationBody], body: Mapping[str, Any]) -> bool:
-    """Whether a body is one of this kind, before anything else is known."""
+    """Return whether a body is valid by itself."""
     try:
         kind.model_validate(body)
     except ValidationError:
@@ -169,7 +169,7 @@ def fits(kind: type[GenerationBody], body: Mapping[str, Any]) -> bool:
 
 @cache
 def split_values(route: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Values of every field that are taken for themselves, and those that are not."""
+    """Return the values of every field that are valid by themselves, and those that are not."""
     kind, fields, body = ROUTES[route]
     good = {name: [value for value in values if fits(kind, {**body, name: value})] for name, values in fields.items()}
     bad = {name: [value for value in values if value not in good[name]] for name, values in fields.items()}

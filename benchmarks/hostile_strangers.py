@@ -1,4 +1,4 @@
-"""Clients that do their worst: absurd, slow, gone in the middle, without a key, with bombs, or no HTTP at all."""
+"""Malicious clients: absurd values, slow connections, hang-ups, wrong keys, costly requests, and no HTTP at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.hostile_requests import ABSURD, BOMBS, ROUTES, split_values
 
 
 def absurd(client: Client) -> str:
-    """Fields at their ends, and in one of five bodies a value that no field takes."""
+    """Send extreme values of fields, and in one of five bodies a value that no field accepts."""
     draw = client.random
     route = draw.choice(sorted(ROUTES))
     good, bad = split_values(route)
@@ -32,7 +32,7 @@ def absurd(client: Client) -> str:
 
 
 def bombs(client: Client) -> str:
-    """Requests made to take long."""
+    """Send a request made to take long."""
     path, body, _ = BOMBS[client.random.choice(sorted(BOMBS))]
     reply = client.post(path, body)
     client.whole(reply)
@@ -40,7 +40,7 @@ def bombs(client: Client) -> str:
 
 
 def slow(client: Client) -> str:
-    """Heads and bodies that drip, and answers that are hardly read."""
+    """Send a head or body in small pieces, or hardly read the answer."""
     body = json.dumps({"prompt": "abc", "max_tokens": 4}).encode()
     whole = client.head(COMPLETIONS, len(body)) + body
     way = client.random.choice(("head", "body", "late", "reader"))
@@ -66,6 +66,7 @@ def slow(client: Client) -> str:
 
 
 def _reads_slowly(client: Client, connection: socket.socket) -> str:
+    """Read a long stream slowly for some seconds."""
     body = json.dumps({"prompt": "abc", "n": 4, "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 5})
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sendall(client.head(COMPLETIONS, len(body)) + body.encode())
@@ -77,7 +78,7 @@ def _reads_slowly(client: Client, connection: socket.socket) -> str:
 
 
 def hanging_up(client: Client) -> str:
-    """Gone in the middle of a stream, a body, or before the answer; at times with a reset."""
+    """Close the connection during a stream, a body, or before the answer, sometimes with a reset."""
     body = json.dumps({"prompt": "abc", "n": client.random.choice((1, 1, 4)), "max_tokens": 400, "ignore_eos": True,
                        "stream": client.random.random() < 0.7}).encode()  # fmt: skip
     way = client.random.choice(("stream", "stream", "waiting", "body", "echo", "silent"))
@@ -105,7 +106,7 @@ def hanging_up(client: Client) -> str:
 
 
 def wrong_keys(client: Client) -> str:
-    """No key, another one, one that begins right, one of no known kind."""
+    """Send no key, another one, one with the right beginning, or one of an unknown kind."""
     key = client.random.choice(("", "wrong", f"{client.key}x", client.key[:-1], "\xe9\xe8", "x" * 8000, "\x7f"))
     kind = client.random.choice(("Bearer", "Basic", ""))
     body = {"prompt": "abc", "max_tokens": 4}
@@ -117,7 +118,7 @@ def wrong_keys(client: Client) -> str:
 
 
 def huge(client: Client) -> str:
-    """Bodies beyond the limit: said, sent, or in chunks without an end."""
+    """Send a body beyond the limit: announced, sent, or in chunks without an end."""
     way = client.random.choice(("said", "sent", "chunks"))
     with client.raw() as connection:
         if way == "said":
@@ -151,7 +152,7 @@ NO_HTTP: Sequence[bytes] = (
 
 
 def no_json(client: Client) -> str:
-    """Bodies that are no JSON or not of these fields, and what is no HTTP."""
+    """Send a body that is not JSON or has other fields, or something that is not HTTP."""
     if client.random.random() < 0.4:
         with client.raw() as connection:
             connection.sendall(client.random.choice(NO_HTTP))

@@ -1,4 +1,4 @@
-"""What a hostile load showed, for ``docs/serving.md``."""
+"""Tables of a run of ``benchmarks.hostile``, for ``docs/serving.md``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks import captions
 from tools.blocks import table
 
 MOST_OUTCOMES = 6
-"""Of a kind, the most frequent ones; the file has all."""
+"""Number of outcomes shown for each kind, the most frequent ones; the file has all."""
 
 
 def tables(path: Path) -> str:
-    """Every kind of client with how its requests ended, and every bar, from the file of a run."""
+    """Return every kind of client with the outcomes of its requests, and every bar, from the file of a run."""
     if not path.is_file():
         return "No result is committed yet."
     report = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What is watched of a server under attack: its metrics, its memory, and how late it is."""
+"""Observing a server under attack: its metrics, its memory, and its delay."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IDLE_WITHIN_S = 60.0
 
 
 def get(url: str, key: str) -> httpx2.Response:
-    """The reply to a request with an API key."""
+    """Return the reply to a request with an API key."""
     with httpx2.Client(verify=False, timeout=60, headers={"Authorization": f"Bearer {key}"}) as http:
         return http.get(url).raise_for_status()
 
 
 class Metrics:
-    """What ``/metrics`` says at a moment."""
+    """The content of ``/metrics`` at one moment."""
 
     def __init__(self, url: str, key: str) -> None:
         """Read the page with an API key."""
@@ -35,7 +35,7 @@ class Metrics:
         self.samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Values of a metric by a label, summed over the others."""
+        """Return the values of a metric by a label, summed over the other labels."""
         found: dict[str, float] = {}
         for sample in self.samples:
             if sample.name == name:
@@ -44,22 +44,22 @@ class Metrics:
         return found
 
     def value(self, name: str) -> float:
-        """The sum of a metric."""
+        """Return the sum of a metric."""
         return sum(self.by(name, "").values())
 
 
 class Memory(threading.Thread):
-    """Resident memory of a process, each second."""
+    """A thread that records the resident memory of a process every second."""
 
     def __init__(self, process: int) -> None:
-        """Look at nothing yet."""
+        """Prepare to observe a process."""
         super().__init__(daemon=True)
         self.mib: list[float] = []
         self._path = Path(f"/proc/{process}/status")
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        """Watch until told to stop, or the process has ended."""
+        """Record until ``stop`` is called or the process has ended."""
         began = time.monotonic()
         while not self._is_over.wait(max(began + len(self.mib) - time.monotonic(), 0)):
             lines = self._path.read_text().splitlines()
@@ -69,14 +69,14 @@ class Memory(threading.Thread):
             self.mib.append(round(int(kib) / 1024, 1))
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop recording."""
         self._is_over.set()
         self.join()
 
 
 @contextmanager
 def health_probe(url: str) -> Iterator[Lateness]:
-    """Lateness of ``/health``, asked by a process that does nothing else; read it after the block."""
+    """Measure the delay of ``/health`` from a separate process; the result is complete after the block."""
     command, found = [sys.executable, "-m", "benchmarks.lateness", url], Lateness(0.02)
     probe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

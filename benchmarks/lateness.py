@@ -1,10 +1,10 @@
-"""How late a server is: something is due every few milliseconds, and how much later it happened is noted.
+"""Measure how late a server is: an event is due every few milliseconds, and its delay is recorded.
 
-While a loop is blocked all that falls due meanwhile is late by what is left of the block, so a block weighs as long as
-it lasts; a probe that slept between two looks would count it once, however long it was.
+While a loop is blocked, every event that falls due is late by the rest of the block, so a block counts in proportion to
+its length; a probe that sleeps between two measurements would count it once, however long it was.
 
-As a program, ``python -m benchmarks.lateness URL``, it asks ``/health`` until its standard input ends and then writes
-``[seconds late, ...]``: a process of its own is held up by nothing that other clients do.
+As a program, ``python -m benchmarks.lateness URL`` requests ``/health`` until its standard input ends and then writes
+``[seconds late, ...]``; a separate process is not delayed by other clients.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from urllib.parse import urlsplit
 PROMISED_S = 0.1
 """The 99th percentile that the server promises for its loop, whatever is sent."""
 PERIOD_S = 0.005
+"""Seconds between two events."""
 
 
 @dataclass
 class Lateness:
-    """Seconds between when something was due and when it happened."""
+    """Seconds between the time when each event was due and when it happened."""
 
     period_s: float = PERIOD_S
     late_s: list[float] = field(default_factory=list)
     due_s: float | None = None
 
     def note(self, now_s: float) -> float:
-        """Record everything that was due until now; returns when the next is."""
+        """Record all events that were due until now; return when the next one is due."""
         due = now_s if self.due_s is None else self.due_s
         while due <= now_s:
             self.late_s.append(now_s - due)
@@ -42,13 +43,13 @@ class Lateness:
         return due
 
     def quantile(self, share: float) -> float:
-        """Lateness that this share of all events does not exceed."""
+        """Return the delay that this share of all events does not exceed."""
         ordered = sorted(self.late_s)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
     @property
     def p99_s(self) -> float:
-        """99th percentile."""
+        """99th percentile of the delays."""
         return self.quantile(0.99)
 
     def __str__(self) -> str:
@@ -58,7 +59,9 @@ class Lateness:
 
 @contextmanager
 def health_lag(url: str, period_s: float = 0.02) -> Iterator[Lateness]:
-    """Lateness of the answers of ``/health``, which another process may give; read it after the block."""
+    """Measure the delay of the answers of ``/health`` during a block, from a thread; the result is complete after the
+    block.
+    """
     lateness, is_over = Lateness(period_s), threading.Event()
 
     def watch() -> None:
@@ -80,6 +83,11 @@ def health_lag(url: str, period_s: float = 0.02) -> Iterator[Lateness]:
 
 
 def _look(connection: http.client.HTTPConnection) -> None:
+    """Request ``/health`` once.
+
+    Raises:
+        RuntimeError: the status is not 200.
+    """
     connection.request("GET", "/health")
     reply = connection.getresponse()
     reply.read()
@@ -88,7 +96,7 @@ def _look(connection: http.client.HTTPConnection) -> None:
 
 
 def main() -> None:
-    """Watch until standard input ends, then write what was seen."""
+    """Measure until standard input ends, then write the delays."""
     with health_lag(sys.argv[1]) as lateness:
         sys.stdin.read()
     json.dump([round(late_s, 6) for late_s in lateness.late_s], sys.stdout)

@@ -1,4 +1,4 @@
-"""``vivace serve`` in a process of its own, on a free port of this machine."""
+"""Running ``vivace serve`` in a process of its own, on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ START_S = 120.0
 def server_process(
     *words: str, log: Path, stdin: str = "", threads: int | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server for the length of a block: its address and its process.
+    """Run a server during a block; yield its address and its process.
 
     Args:
-        words: flags of ``vivace serve``; a port among them goes before a free one.
+        words: flags of ``vivace serve``; a port among them overrides the free one.
         log: file for what it prints.
-        stdin: what it finds on its standard input.
-        threads: for everything it computes; None is as the machine has them.
+        stdin: text for its standard input.
+        threads: number of threads that it computes with; None leaves the default.
 
     Raises:
-        RuntimeError: it did not start; with what it printed.
+        RuntimeError: the server did not start; the message has what it printed.
     """
     command = [sys.executable, "-m", "vivace", "serve", "--port", "0", *words]
     environment = dict(os.environ) if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}

@@ -53,15 +53,15 @@ START_S = 300
 
 @dataclass(frozen=True)
 class Server:
-    """One that listens."""
+    """A server that is listening."""
 
     name: str
     url: str
     model: str
-    """What it calls the checkpoint."""
+    """Its name of the checkpoint."""
 
     def passes(self) -> float | None:
-        """Decoding passes of the model so far; None for servers that do not say."""
+        """Return the number of decoding passes of the model so far; None for servers that do not report it."""
         found = re.search(r"^vivace_target_passes_total\S* (\S+)", _get(f"{self.url}/metrics"), re.M)
         return float(found[1]) if found else None
 
@@ -120,6 +120,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SHIPPED, help="a checkpoint folder; left out: the shipped one")
     parser.add_argument("--servers", default=",".join(SERVERS))
@@ -137,13 +138,13 @@ def _arguments() -> argparse.Namespace:
 
 @contextmanager
 def start(name: str, model: Path, dtype: str, threads: int, logs: Path) -> Iterator[Server]:
-    """A server for the length of a block.
+    """Start a server and yield it during a block.
 
     Args:
         name: one of ``SERVERS``.
         model: the checkpoint.
-        dtype: of the weights.
-        threads: for everything it computes.
+        dtype: dtype of the weights.
+        threads: number of threads for everything it computes.
         logs: folder for what it prints.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -171,7 +172,7 @@ def start(name: str, model: Path, dtype: str, threads: int, logs: Path) -> Itera
 
 
 def _get(url: str) -> str:
-    """What an address says; nothing when it does not answer."""
+    """Return the content of an address; empty if it does not answer."""
     with httpx2.Client(verify=False, timeout=10) as client:  # no certificates are read for plain HTTP
         try:
             reply = client.get(url)

@@ -88,7 +88,7 @@ Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """Flags that say how a model is loaded; ``grouped`` makes one flag of each field."""
+    """Flags that choose how a model is loaded; ``grouped`` makes one flag of each field."""
 
     adapter: Adapter = None
     draft_model: DraftModel = None
@@ -100,7 +100,7 @@ class LoadFlags:
 
 @dataclass(frozen=True)
 class StoreFlags:
-    """Flags that say how much of a model lies in memory, and how the rest is read."""
+    """Flags that choose how much of a model is in memory, and how the rest is read."""
 
     memory: Memory = None
     reader: Reader = "auto"
@@ -108,7 +108,7 @@ class StoreFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Flags that say how tokens are chosen and where an answer ends."""
+    """Flags that choose how tokens are sampled and where an answer ends."""
 
     do_sample: DoSample = None
     temperature: Temperature = None
