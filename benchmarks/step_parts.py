@@ -120,6 +120,10 @@ class Watched:
         self.passes_s = 0.0
         self._drafter = drafter
 
+    def text_bytes(self, entries: int) -> int:
+        """As much as the drafter's own."""
+        return self._drafter.text_bytes(entries)
+
     def open(self, cache: KVCache) -> WatchedState:
         """Return the state of the session that is measured."""
         return WatchedState(self, self._drafter.open(cache))

@@ -2,10 +2,10 @@
 
 In four lines:
 
-    engine = vivace.load("path/or/hub-id")
-    result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
-    for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
-        print(chunk.text, end="")
+engine = vivace.load("path/or/hub-id")
+result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
+for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
+print(chunk.text, end="")
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from torch import Tensor
 
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import choose_device, choose_dtype, load_decoder
-from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer, require_same_pieces
-from vivace.core.cpu.backend import CpuBackend
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer
+from vivace.core.cpu.backend import backend_of
+from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.step import Step
+from vivace.decode.memory import MemoryBudget
+from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import Choice, choose
-from vivace.kernels.low_bit import Weights, check_weights
-from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method
-from vivace.storage.loading import Storage, load_stored
+from vivace.kernels.low_bit import check_weights
+from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
+from vivace.storage import refusals
+from vivace.storage.loading import Storage, bytes_beside, load_stored
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes
 
@@ -147,6 +151,7 @@ def load(
     kernels: str = "auto",
     weights: str = "bf16",
     memory: str | int | None = None,
+    prefix_cache: str | int | None = None,
     reader: str = "auto",
 ) -> Engine:
     """Load a checkpoint.
@@ -162,12 +167,16 @@ def load(
         weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4" or
             "lut4", which are quantized while loading and compute in bfloat16 if ``dtype`` is "auto"; or "exact12",
             which holds bfloat16 in twelve bits without loss.
-        memory: limit for weights, buffers and cache together, such as "2GiB". It needs a store (``vivace convert
-            --store``), whose remaining weights are read while they are used. None loads everything into memory.
+        memory: limit for weights, drafters and the keys and values of texts together, such as "2GiB"; texts wait for
+            room. Weights of a store (``vivace convert --store``) that do not fit are read while they are used. None
+            sets no limit.
+        prefix_cache: memory for prompts that were read, such as "256MiB". Calls whose prompts begin alike read the
+            beginning once, and a prompt that is repeated is not read again; answers do not change. None keeps none.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
+        MemoryLimitError: weights do not fit into ``memory``.
         UsageError: something that is not supported was asked for.
         DependencyError: native kernels were asked for by name and are not built.
     """
@@ -177,79 +186,42 @@ def load(
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
-    storage = None
+    limit = None if memory is None else parse_bytes(memory)
+    budget, storage, second = MemoryBudget(limit), None, None
+    own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
+    smaller = own if draft_model is None else draft_model
+    folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     if is_store(folder):
-        _check_stored(kept, device)
-        budget = None if memory is None else parse_bytes(memory)
-        model, storage = load_stored(folder, budget, reader=reader, body=choice.body)
-        _check_stored_dtype(dtype, model.dtype)
-    elif memory is not None or reader != "auto":
-        asked = "memory" if memory is not None else "reader"
+        refusals.check_weights(kept, device)
+        beside = 0 if limit is None else bytes_beside(folder, smaller, folders)
+        model, storage = load_stored(folder, limit, reader=reader, beside_bytes=beside, body=choice.body)
+        refusals.check_dtype(dtype, model.dtype)
+    elif reader != "auto":
         raise ConfigError(
-            f"{asked} is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
+            f"reader is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
         )
-    backend = partial(_backend, choice, kept, is_required=kernels != "auto")
+    backend = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
     if storage is None:
+        check_room(budget, folder, "the model", dtype, kept, ", or a store, which runs in less: vivace convert --store")
         model = load_decoder(folder, dtype=dtype, device=device, backend=backend)
+    budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
     tokenizer = load_tokenizer(folder)
-    second, own = None, folder / OWN_DRAFT
-    if draft_model is not None or (own / "config.json").is_file():
-        smaller = own if draft_model is None else draft_model
-        read = partial(_read_second, smaller, tokenizer, dtype=dtype, device=device, backend=backend)
+    if smaller is not None:
+        read = partial(read_draft_model, smaller, tokenizer, budget, kept, dtype=dtype, device=device, backend=backend)
         second = DraftModelSource(read, is_asked=draft_model is not None)
         if second.is_asked:
             second.decoder  # noqa: B018 - a draft model that was named is read now, so that errors come from here
     if storage is not None and storage.plan.streamed and storage.body is None:
-        choice = _torch_only(kernels)
+        choice = refusals.torch_only(kernels)
     if storage is not None and storage.body is None and (chosen := backend(model.dtype)) is not None:
         model.run_on(chosen)
     if choice.body is not None and model.dtype != torch.bfloat16:
         choice = Choice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
-    folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
-    methods = Methods(model, folder, adapters_by_method(folders, folder), second)
+    methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
+    engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
     return engine
-
-
-def _read_second(path: str | Path, tokenizer: Tokenizer, **how: Any) -> Decoder:
-    """Load a draft model, which must have the same tokens; ``how`` is as for ``load_decoder``."""
-    require_same_pieces(tokenizer, load_tokenizer(resolve(path)))
-    return load_decoder(path, **how)
-
-
-def _check_stored(kept: str, device: str) -> None:
-    """Refuse weight formats and devices that a store cannot be used with."""
-    choose_device(device)
-    if kept != "bf16":
-        raise UnsupportedError(f"a store keeps its weights as they were converted, {kept} was asked for; leave it out")
-
-
-def _check_stored_dtype(asked: str, found: torch.dtype) -> None:
-    """Refuse a dtype other than the store's."""
-    if asked != "auto" and choose_dtype(asked, found, torch.device("cpu")) != found:
-        raise UnsupportedError(f"this store holds {found}, {asked} was asked for; convert it with --dtype {asked}")
-
-
-def _torch_only(asked: str) -> Choice:
-    """Return PyTorch as the kernels of a store whose weights are streamed; refuse native kernels asked for by name."""
-    if asked not in ("auto", "torch"):
-        raise UnsupportedError(
-            f"{asked} kernels cannot stream this store: convert it with --kernels {asked}, give --kernels torch, "
-            "or more memory"
-        )
-    return Choice("torch", "this store was not converted for native kernels", None)
-
-
-def _backend(choice: Choice, kept: Weights, dtype: torch.dtype, *, is_required: bool) -> CpuBackend | None:
-    """Return the backend for a decoder of this dtype; None runs its modules with PyTorch.
-
-    Native kernels compute in bfloat16. A decoder of another dtype runs with PyTorch, unless native kernels were
-    asked for by name: the backend then refuses it.
-    """
-    takes = is_required or dtype == torch.bfloat16 or kept == "exact12"
-    body = choice.body if takes else None
-    return None if body is None and kept == "bf16" else CpuBackend(body, kept)
 
 
 class Engine:
@@ -277,6 +249,10 @@ class Engine:
         """The store that weights are streamed from; None if all are in memory."""
         self.steps_per_call: int | None = None
         """Largest number of steps that a session takes in one native call (``Session``)."""
+        self.memory = methods.memory
+        """Counts the memory of weights and drafters, and what is promised to texts."""
+        self.prefix_cache: PrefixCache | None = None
+        """Entries of prompts that were read, shared by all calls."""
 
     @property
     def folder(self) -> Path:
@@ -288,6 +264,21 @@ class Engine:
     def num_bytes(self) -> int:
         """Number of bytes that the model's weights take in memory."""
         return sum({part.data_ptr(): part.nbytes for part in self.model.parameters()}.values())
+
+    def new_prefix_cache(self, max_bytes: int) -> PrefixCache:
+        """A cache of prompts for this model, which counts as a whole in its memory.
+
+        Raises:
+            UnsupportedError: what this model computes depends on tokens that it has read before.
+            MemoryLimitError: there is no room for it.
+        """
+        if self.model.stateful:
+            raise UnsupportedError(
+                "a store of neurons keeps no prompts, as it has to read them; leave out prefix_cache"
+            )
+        cache = PrefixCache(self.model.config, max_bytes=max_bytes)
+        self.memory.hold(cache, max_bytes, "cached prompts")
+        return cache
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
         """Answer prompts in batches; keyword arguments are the fields of ``Options``.
@@ -371,6 +362,7 @@ class Engine:
             stop=stop,
             seed=options.seed,
             logprobs=options.logprobs,
+            prefix=None if self.prefix_cache is None else self.prefix_cache.salted(),
         )
         request.check_fits(context)
         return request
@@ -379,14 +371,13 @@ class Engine:
         """Return a session with room for these requests."""
         num_slots = min(len(requests), options.batch_size)
         capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
-        if self.storage is not None:
-            num_slots = self.storage.num_slots(num_slots, capacity)
         return Session(
             self.model,
             num_slots=num_slots,
             capacity=capacity,
             row_count=EXACT_ROWS if options.exact else 1,
             steps_per_call=self.steps_per_call,
+            memory=self.memory,
             progress=options.progress,
         )
 

@@ -5,12 +5,14 @@
     │   ├── ConfigError        a field, key or value is unknown or out of range
     │   ├── UnsupportedError   a model, method or combination is not supported by this version
     │   ├── CapacityError      something is longer, larger or more than there is room for
+    │   │   └── MemoryLimitError   it is more than the memory limit can ever hold
     │   └── NoTokenError       a request's settings exclude every token that could come next
     ├── CheckpointError        a file on disk is not what it should be
     │   ├── NotFoundError      there is nothing where something was expected
     │   ├── MismatchError      a file belongs to another model, tokenizer or base
     │   └── CorruptError       a file is half-written, truncated or unreadable
     ├── DecodingError          one request failed while it was decoded; others continue
+    ├── BusyError              the memory that was asked for is in use; it may be asked for again later
     └── DependencyError        an optional package is missing; the message names the extra to install
 
 A message is one line: what was asked, what was found (both numbers), what to do. Errors of other
@@ -49,6 +51,10 @@ class CapacityError(UsageError):
     """Something is longer, larger or more than there is room for."""
 
 
+class MemoryLimitError(CapacityError):
+    """More than the memory that was given can ever hold."""
+
+
 class NoTokenError(UsageError):
     """The settings of a request exclude every token that could come next."""
 
@@ -71,6 +77,10 @@ class CorruptError(CheckpointError):
 
 class DecodingError(VivaceError):
     """One request failed while it was decoded; the requests beside it continue."""
+
+
+class BusyError(VivaceError):
+    """The memory that something takes is with others now; the same may be asked again later."""
 
 
 class DependencyError(VivaceError):

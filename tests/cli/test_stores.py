@@ -52,9 +52,14 @@ def test_too_little(cli: Cli, model: Path, tmp_path: Path) -> None:
     found = cli(*ASK, "--model", tmp_path / "store", "--memory", "100KiB")
     assert found.status == 2
     assert "100.0 KiB of memory are too few for store" in found.err
-    found = cli(*ASK, "--model", model, "--memory", "1GiB")
+    found = cli(*ASK, "--model", model, "--memory", "20KiB")
     assert found.status == 2
-    assert "is a checkpoint: vivace convert OUT --store" in found.err
+    assert "the model takes" in found.err
+    assert "a store, which runs in less: vivace convert --store" in found.err
+    found = cli(*ASK, "--model", model, "--memory", "1GiB")
+    assert (found.status, "are left for texts" in found.err) == (0, True)
+    found = cli(*ASK, "--model", model, "--reader", "mmap")
+    assert (found.status, "is a checkpoint: vivace convert OUT --store" in found.err) == (2, True)
     found = cli(*ASK, "--model", tmp_path / "store", "--memory", "1GB", "--weights", "q4")
     assert (found.status, "keeps its weights" in found.err) == (2, True)
     found = cli(*ASK, "--model", tmp_path / "store", "--dtype", "bfloat16")

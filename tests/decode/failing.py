@@ -60,6 +60,7 @@ class Failing:
 
     def __init__(self, inner: Drafter, plan: Plan) -> None:
         self.name, self.inner, self.plan = inner.name, inner, plan
+        self.text_bytes = inner.text_bytes
 
     def open(self, cache: KVCache) -> DraftState:
         return self.plan.around("open", range(cache.num_slots), lambda: FailingState(self.inner.open(cache), self.plan))  # type: ignore[no-any-return]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vivace.cli.systems import holdings
+from vivace.core.footprint import held_bytes
 from vivace.engine import SHIPPED, Engine, load
 from vivace.evaluate.benchmark import BenchmarkPrompt
-from vivace.evaluate.memory import Holdings, held_bytes
+from vivace.evaluate.memory import Holdings
 from vivace.evaluate.systems import MethodSystem
 
 PROMPT = "Describe: name[The Eagle], food[Chinese], area[riverside]"

@@ -90,6 +90,10 @@ class Listening:
         """Of the drafter that is heard."""
         return self.drafter.name
 
+    def text_bytes(self, entries: int) -> int:
+        """Of the drafter that is heard."""
+        return self.drafter.text_bytes(entries)
+
     def open(self, cache: KVCache) -> Any:
         """Its state, heard."""
         return _State(self, self.drafter.open(cache))

@@ -22,10 +22,10 @@ from tests.guesses.methods import METHODS, make
 from tests.guesses.trained import Trained, longest
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
+from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
-from vivace.serve.prefix import PrefixCache
 
 CHUNK = 8
 LENGTHS = (5, 18, 1, 26)

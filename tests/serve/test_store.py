@@ -10,8 +10,8 @@ import pytest
 import vivace
 from tests.serve.conftest import local
 from tests.storage.stored import broken as failing
+from vivace.decode.memory import text_bytes
 from vivace.engine import Engine
-from vivace.errors import CapacityError
 from vivace.serve.app import Server
 from vivace.serve.config import ServeConfig
 from vivace.storage.budget import plan_memory
@@ -38,11 +38,13 @@ def stored(store: Path) -> Iterator[Engine]:
 
 def test_a_server_keeps_to_its_budget(stored: Engine) -> None:
     server = Server(stored, CONFIG)
-    assert (server.max_model_len, server.worker.num_slots) == (200, 4)
+    assert server.max_model_len == 200
+    room, drafter = stored.memory.room_bytes, server.catalog.drafter("vivace", "plain", None)
+    assert room is not None
+    assert room // text_bytes(stored.model, drafter, 200) == 3
+    longest = stored.memory.longest_text(stored.model, drafter, 10_000)
+    assert 1024 <= longest < 1200, "the plan leaves room for one text of the whole context"
     assert Server(stored, ServeConfig(prefix_cache_bytes=0)).max_model_len == 1024
-    assert stored.storage is not None
-    with pytest.raises(CapacityError, match="--max-model-len"):
-        stored.storage.num_slots(16, 1025)
 
 
 def test_a_disk_that_fails_is_told_and_the_next_answer_is_right(

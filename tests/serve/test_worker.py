@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.decode.failing import CALLS, Failing, Plan, explode, outcomes
+from vivace.decode.memory import MemoryBudget, text_bytes
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import CapacityError
@@ -220,6 +221,45 @@ def test_what_can_never_fit_is_not_told_to_come_back(engine: Engine, worker: Wor
     with pytest.raises(APIError, match="asks for 4 sequences") as caught:
         worker.submit([Job(request(engine, 3)) for _ in range(4)])
     assert caught.value.status == 400
+
+
+def test_jobs_wait_for_memory_and_give_it_back(engine: Engine, mail: Mail) -> None:
+    """One that is cancelled, one that fails and one that ends; nobody runs beside them."""
+    asked = request(engine, 200)
+    budget = MemoryBudget(int(1.5 * text_bytes(engine.model, asked.drafter, len(asked.tokens) + 200)))
+    worker = Worker(engine.model, mail.put, num_slots=3, capacity=600, max_queue=3, prefill_budget=256, memory=budget)
+    jobs = [Job(asked), Job(replace(asked, processors=(explode,))), Job(asked), Job(request(engine, 5))]
+    worker.submit(jobs[:3])
+    with pytest.raises(APIError, match="4 sequences would wait for memory and 3 may") as caught:
+        worker.submit([Job(asked), Job(asked)])
+    assert (caught.value.status, caught.value.code) == (429, "memory_exceeded")
+    worker.submit(jobs[3:])
+    worker.start()
+    assert {job for job, _ in mail.get(timeout=30)} == {jobs[0]}
+    worker.cancel(jobs[:1])
+    events = until_done(mail, *jobs[1:])
+    assert set(refusals(events)) == {jobs[1]}
+    assert answers(events, jobs[2], jobs[3]) == offline(engine, jobs[2], jobs[3])
+    assert budget.promised_bytes == 0
+    worker.close()
+
+
+def test_a_session_that_breaks_gives_its_memory_back(
+    engine: Engine, worker: Worker, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, job = worker.session.step, Job(request(engine, 50))
+
+    def fail() -> list[Emitted]:
+        step()
+        assert worker.memory.promised_bytes > 0
+        raise AssertionError("a bug of ours")
+
+    monkeypatch.setattr(worker.session, "step", fail)
+    worker.submit([job])
+    worker.start()
+    until_done(mail, job)
+    worker.close()
+    assert worker.memory.promised_bytes == 0
 
 
 def test_closing_tells_those_who_wait(engine: Engine, worker: Worker, mail: Mail) -> None:

@@ -19,9 +19,11 @@ from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolv
 from vivace.checkpoint.names import Names, Piece, Target, layout
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.backend import num_bytes
 from vivace.core.model import Decoder
 from vivace.core.parts import Parts
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
+from vivace.kernels.low_bit import Weights
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -106,6 +108,15 @@ def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:
         if not parameter.is_meta and parameter.data_ptr() in mapped:
             parameter.data = parameter.data.clone()
     stored.release()
+
+
+def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16") -> int:
+    """Memory that the weights of a checkpoint take at least once they are loaded, by its config.json alone."""
+    raw = read_json(resolve(path) / "config.json")
+    written = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    kind = choose_dtype(dtype, written, torch.device("cpu"))
+    in_bfloat16 = num_bytes(translate(raw), weights)
+    return in_bfloat16 if weights != "bf16" else in_bfloat16 * kind.itemsize // torch.bfloat16.itemsize
 
 
 def choose_device(device: str | torch.device) -> torch.device:

@@ -13,6 +13,7 @@ from vivace.cli.options import LoadFlags, StoreFlags, parse_adapters
 from vivace.errors import ConfigError, NotFoundError
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import find_method
+from vivace.units import format_bytes
 
 if TYPE_CHECKING:
     from vivace.decode.stats import DecodeStats
@@ -55,6 +56,8 @@ def open_engine(
     )
     if engine.storage is not None:
         console.note(engine.storage.report)
+    if engine.memory.room_bytes is not None:
+        console.note(f"memory: {engine.memory.report}; {format_bytes(engine.memory.room_bytes)} are left for texts")
     return engine
 
 

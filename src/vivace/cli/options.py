@@ -51,7 +51,8 @@ Weights = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="For weights, buffers and cache together, such as 2GiB; the rest of a store is read while it is used.",
+        help="For weights, drafters, keys and values together, such as 2GiB; texts wait for room. The rest of a store "
+        "is read while it is used.",
         metavar="SIZE",
         rich_help_panel=_MODEL,
     ),

@@ -109,8 +109,6 @@ def serve(
     config_of = _settings()
     if metrics_compat not in (None, "vllm"):
         raise ConfigError(f"--metrics-compat must be vllm, found {metrics_compat!r}")
-    if store.memory is not None and prefix_cache is not None:
-        raise ConfigError("--prefix-cache takes memory that --memory does not count; give one of the two")
     from vivace.serve.keys import read_keys
     from vivace.units import parse_bytes
 

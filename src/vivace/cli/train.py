@@ -11,7 +11,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import print_runs
 from vivace.cli.console import console
-from vivace.cli.loading import open_engine
+from vivace.cli.loading import folder_of, open_engine
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt, load_prompts
 
@@ -44,6 +44,7 @@ def train(
     from vivace.recipes.kinds import recipe_of
     from vivace.recipes.reading import override, read_recipe
     from vivace.recipes.trainer import train_beside
+    from vivace.storage.store import is_store
 
     values = override(read_recipe(recipe), changes or [])
     if out is None:
@@ -60,6 +61,8 @@ def train(
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
         outcome = _train_whole(found, _rows(data), out, model, _report(tensorboard))
     else:
+        if memory is not None and not is_store(folder_of(model)):
+            raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
         prompts = _rows(data)
         load = options.LoadFlags(device=device, dtype=dtype, kernels="torch")
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))

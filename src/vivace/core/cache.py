@@ -25,6 +25,7 @@ from vivace.kernels.reference import KEY_BLOCK
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
+    from vivace.core.config import ModelConfig
     from vivace.core.step import Step
 
 
@@ -51,6 +52,11 @@ class PendingKV:
     layer: int
     hidden: Tensor
     """(E,) residual that enters ``layer``."""
+
+
+def specs_of(config: ModelConfig) -> list[LayerSpec]:
+    """What each layer of a model stores."""
+    return [LayerSpec(config.num_kv_heads, config.head_dim, config.head_dim)] * config.num_layers
 
 
 def slot_bytes(specs: Sequence[LayerSpec], entries: int, dtype: torch.dtype) -> int:

@@ -98,7 +98,7 @@ class Chain(Protocol):
         """Return whether it can draft with these draft rows."""
         ...
 
-    def prepare(self, draft_rows: DraftRows, weights: Weights) -> None:
+    def prepare(self, rows: DraftRows | StreamRows, weights: Weights) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         ...
 

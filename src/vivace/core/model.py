@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.backend import Backend, TorchBackend
-from vivace.core.cache import KVCache, LayerSpec, slot_bytes
+from vivace.core.cache import KVCache, slot_bytes, specs_of
 from vivace.core.config import ModelConfig
 from vivace.core.layers import RMSNorm, make_norm
 from vivace.core.moe import MixtureOfExperts
@@ -212,15 +212,12 @@ class Decoder(nn.Module):
 
     def new_cache(self, num_slots: int, capacity: int, *, row_count: int = 1) -> KVCache:
         """Make a cache for this model, whose calls are padded to a multiple of ``row_count`` rows."""
-        c = self.config
-        spec = LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)
-        specs = [spec] * c.num_layers
+        specs = specs_of(self.config)
         return KVCache(specs, num_slots, capacity, row_count=row_count, dtype=self.dtype, device=self.device)
 
     def slot_bytes(self, entries: int) -> int:
         """Return the largest number of bytes that ``entries`` entries of a sequence take in the cache."""
-        c = self.config
-        return slot_bytes([LayerSpec(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, entries, self.dtype)
+        return slot_bytes(specs_of(self.config), entries, self.dtype)
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """Return the embeddings of tokens, (T,) -> (T, E), with learned positions of the step where there are any."""

@@ -433,6 +433,10 @@ class Drafter(Protocol):
     name: str
     """The method, as users write it."""
 
+    def text_bytes(self, entries: int) -> int:
+        """Memory that a text of so many entries takes at most in caches of the drafter's own; 0 where it has none."""
+        ...
+
     def open(self, cache: KVCache) -> DraftState:
         """Start a session's state, empty.
 

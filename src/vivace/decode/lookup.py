@@ -16,7 +16,7 @@ import torch
 from vivace.core.cache import KVCache
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.forward import ForwardPass
-from vivace.decode.plain import Forgetful
+from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ class NgramIndex:
         return []
 
 
-class PromptLookup:
+class PromptLookup(OwnsNoCache):
     """Fills ``Drafter``: drafts by looking the last tokens up in the text so far."""
 
     name = "lookup"

@@ -33,7 +33,15 @@ class NoMemory:
         """Nothing to go back to."""
 
 
-class Stateless(NoMemory):
+class OwnsNoCache:
+    """A drafter whose states keep no keys and values beside the target's."""
+
+    def text_bytes(self, entries: int) -> int:
+        """Nothing."""
+        return 0
+
+
+class Stateless(OwnsNoCache, NoMemory):
     """A drafter that remembers no sequence: it is its own state in every session."""
 
     def open(self, cache: KVCache) -> Self:

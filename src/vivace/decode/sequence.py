@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
+from vivace.decode.memory import Promise
 from vivace.decode.prefill import Piece, PrefillState
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
@@ -28,6 +29,8 @@ class Sequence:
     """The session's state of the request's drafter, shared with its other requests of that method."""
     prefilling: PrefillState
     """The session's state of the way in which its prompt is read."""
+    promise: Promise
+    """Of the memory for its keys and values."""
     generator: torch.Generator
     stats: DecodeStats
     admitted_at: float

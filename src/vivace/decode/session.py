@@ -37,6 +37,8 @@ from vivace.core.seams import (
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import threads_of
 from vivace.decode.isolation import STOPS, RequestFailed, Saved, blaming, parts_of, told
+from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
+from vivace.decode.prefix import CHUNK
 from vivace.decode.prompt_reader import PromptReader, left_of
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
@@ -59,10 +61,11 @@ class Session:
         *,
         num_slots: int,
         capacity: int,
-        chunk: int = 256,
+        chunk: int = CHUNK,
         prefill_budget: int = 1024,
         row_count: int = 1,
         steps_per_call: int | None = None,
+        memory: MemoryBudget | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Allocate the cache.
@@ -76,12 +79,14 @@ class Session:
             row_count: decoding calls are padded to a multiple of this many rows (``Step.row_count``).
             steps_per_call: steps that one native call may make and verify; 0 verifies every draft here, None makes as
                 many as fit into a twentieth of a second (``decode/multi_step.py``).
+            memory: what texts are promised their keys and values from; None has no limit.
             progress: told about prefill.
         """
         self.model = model
         self.capacity = capacity
         self.chunk = chunk
         self.steps_per_call = steps_per_call
+        self.memory = MemoryBudget() if memory is None else memory
         self.progress = progress
         self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK, row_count=row_count)
         self._drafting: dict[int, tuple[Drafter, DraftState]] = {}
@@ -105,13 +110,32 @@ class Session:
         """Of every request in a slot: prompt tokens that were known, and prompt tokens still to be read."""
         return {s.id: (s.stats.num_cached_tokens, left_of(s)) for s in self._live.values()}
 
+    def text_bytes(self, request: Request) -> int:
+        """Keys and values of a request at most."""
+        return text_bytes(self.model, request.drafter, len(request.tokens) + request.max_new_tokens)
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never be given a slot.
+
+        Raises:
+            CapacityError: it is longer than a slot, or its keys and values are larger than the memory for texts.
+        """
+        request.check_fits(self.capacity)
+        self.memory.check_text(self.text_bytes(request), len(request.tokens) + request.max_new_tokens)
+
+    def can_begin(self, request: Request) -> bool:
+        """Whether a request that is admitted now is given a slot in the next step."""
+        queued = [other for _, other in self._waiting]
+        needed = sum(map(self.text_bytes, (*queued, request)))
+        return len(self._free) > len(queued) and self.memory.has_room(needed)
+
     def admit(self, request: Request) -> int:
         """Queue a request; returns its id.
 
         Raises:
-            CapacityError: it cannot fit a slot.
+            CapacityError: it could never be given a slot.
         """
-        request.check_fits(self.capacity)
+        self.check(request)
         self._waiting.append((self._next_id, request))
         self._next_id += 1
         return self._next_id - 1
@@ -136,9 +160,13 @@ class Session:
                         raise emitted.error
                     yield emitted
         finally:
-            self._waiting.clear()
-            for sequence in list(self._live.values()):
-                self._release(sequence)
+            self.close()
+
+    def close(self) -> None:
+        """Cancel everything."""
+        self._waiting.clear()
+        for sequence in list(self._live.values()):
+            self._release(sequence)
 
     def drafting(self, drafter: Drafter) -> DraftState:
         """What a drafter remembers here; kept from the first request that names it until none is left that does."""
@@ -200,10 +228,13 @@ class Session:
         return Emitted(sequence.id, (), None, "error", sequence.stats, error=error)
 
     def _fill_slots(self) -> list[Emitted]:
-        """Give waiting requests the slots that are free; those that cannot begin are over."""
+        """Give waiting requests the slots and the memory that are free; those that cannot begin are over."""
         failed: list[Emitted] = []
         while self._free and self._waiting:
-            request_id, request = self._waiting.popleft()
+            request_id, request = self._waiting[0]
+            if self._live and not self.memory.has_room(self.text_bytes(request)):
+                break  # those that run give back what they have
+            self._waiting.popleft()
             slot = self._free[-1]
             stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
             try:
@@ -223,7 +254,10 @@ class Session:
         drafting, prefilling = self.drafting(request.drafter), self._prompts.state_of(request.prefill)
         generator = torch.Generator().manual_seed(request.seed)
         now, tokens = time.perf_counter(), list(request.tokens)
-        sequence = Sequence(request_id, request, slot, tokens, drafting, prefilling, generator, stats, admitted_at=now)
+        promise = self.memory.promise(self.text_bytes(request))  # last, as nothing fails after it
+        sequence = Sequence(
+            request_id, request, slot, tokens, drafting, prefilling, promise, generator, stats, admitted_at=now
+        )
         self._free.remove(slot)
         self._live[slot] = sequence
         self.cache.prompts[slot] = len(request.tokens)
@@ -378,6 +412,7 @@ class Session:
             except BaseException:  # whoever comes next opens another state of this drafter
                 log.exception("slot %d could not be forgotten", sequence.slot)
                 self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
+        sequence.promise.give_back()
         del self._live[sequence.slot]
         self._free.append(sequence.slot)
         named = {id(s.request.drafter) for s in self._live.values()} | {id(r.drafter) for _, r in self._waiting}
@@ -397,7 +432,3 @@ class Checked(NamedTuple):
     verdict: Verdict
     logprobs: Tensor | None
     """(T, V) log p of every vocabulary entry behind each row, where somebody asked for it."""
-
-
-DRAFT_SLACK = 64
-"""Entries a draft may use beyond a sequence's own limit."""

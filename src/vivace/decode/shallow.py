@@ -29,7 +29,7 @@ from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import LookupState, PromptLookup
 from vivace.decode.multi_step import StepBudget, deciding, native_chain
-from vivace.decode.plain import Forgetful
+from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -132,7 +132,7 @@ class EarlyGuess(Protocol):
         ...
 
 
-class ShallowDrafter:
+class ShallowDrafter(OwnsNoCache):
     """Fills ``Drafter``: whoever guesses at the gate, and the shape of the draft."""
 
     def __init__(

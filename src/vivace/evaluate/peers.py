@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vivace.core.footprint import held_bytes
 from vivace.errors import ConfigError, nearest
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, enter_llama_cpp
-from vivace.evaluate.memory import Holdings, held_bytes, peak_memory
+from vivace.evaluate.memory import Holdings, peak_memory
 
 Speculation = Literal["none", "lookup", "assisted"]
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
-from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.files import OWN_DRAFT, resolve
+from vivace.checkpoint.load import least_bytes, load_decoder
+from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_pieces
 from vivace.checkpoint.widen import AdapterTwin
 from vivace.configuration import build
 from vivace.core.config import ModelConfig
+from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
-from vivace.decode.session import DRAFT_SLACK
+from vivace.decode.memory import DRAFT_SLACK, MemoryBudget
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
+from vivace.kernels.low_bit import Weights
 from vivace.methods.spec import MethodSpec, Plan, Stored
 from vivace.methods.table import METHODS, find_method
 
@@ -121,6 +126,40 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
     return found
 
 
+def check_room(memory: MemoryBudget, path: str | Path, what: str, dtype: str, kept: Weights, hint: str = "") -> None:
+    """Refuse a model that cannot fit into memory before it is read.
+
+    Args:
+        memory: where it would be counted.
+        path: of the checkpoint.
+        what: name of the model in messages.
+        dtype: as ``load_decoder`` takes it.
+        kept: format of its matrices.
+        hint: what else can be done than to give more memory.
+
+    Raises:
+        MemoryLimitError: its weights alone are too large.
+    """
+    if memory.limit_bytes is not None:
+        memory.check_held(least_bytes(path, dtype, kept), what, hint)
+
+
+def read_draft_model(
+    path: str | Path, tokenizer: Tokenizer, memory: MemoryBudget, kept: Weights, *, dtype: str, **how: Any
+) -> Decoder:
+    """Load a draft model, which must have the same tokens, and count it; ``how`` is as for ``load_decoder``.
+
+    Raises:
+        CheckpointError: it is missing, broken or of other tokens.
+        MemoryLimitError: it does not fit into memory.
+    """
+    require_same_pieces(tokenizer, load_tokenizer(resolve(path)))
+    check_room(memory, path, "the draft model", dtype, kept)
+    decoder = load_decoder(path, dtype=dtype, **how)
+    memory.hold(decoder, held_bytes(decoder)[0], "the draft model")
+    return decoder
+
+
 @dataclass(eq=False)
 class DraftModelSource:
     """A smaller model with the same tokens, read when it is first asked for."""
@@ -128,11 +167,19 @@ class DraftModelSource:
     open: Callable[[], Decoder]
     is_asked: bool
     """It was named, and does not only lie beside the model."""
+    _read: Decoder | None = field(default=None, init=False)
 
-    @cached_property
+    @property
     def decoder(self) -> Decoder:
         """The model itself."""
-        return self.open()
+        if self._read is None:
+            self._read = self.open()
+        return self._read
+
+    @property
+    def holds(self) -> tuple[Decoder, ...]:
+        """The model if it was read."""
+        return () if self._read is None else (self._read,)
 
 
 class Methods:
@@ -145,6 +192,7 @@ class Methods:
         adapters: Mapping[str, Path],
         second: DraftModelSource | None = None,
         plan: Plan | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
         """Make nothing yet.
 
@@ -154,15 +202,19 @@ class Methods:
             adapters: adapter folders by method; others are looked for in ``<folder>/adapters/<method>``.
             second: for the method ``draft``.
             plan: shape of the drafts, instead of what the adapters say.
+            memory: what weights of methods and copies made for them are counted in; None has no limit.
         """
         self.model = model
         self.folder = folder
         self.adapters = adapters
         self.second = second
         self.plan = plan
+        self.memory = MemoryBudget() if memory is None else memory
         self._drafters: dict[tuple[str, int | None, float | None], Drafter] = {}
         self._read: dict[str, tuple[Any, Any]] = {}
         self._shared: dict[str, Any] = {}
+        self._counted = WeakIdKeyDictionary()
+        """Bytes of each of these that are held in ``memory``."""
 
     def drafter(self, method: str, num_draft_tokens: int | None = None, quality: float | None = None) -> Drafter:
         """The drafter of a method, made once.
@@ -175,6 +227,7 @@ class Methods:
         Raises:
             ConfigError: no such method, or a number of guesses or a quality for one that does not take it.
             NotFoundError: its weights are missing; names the command that trains them.
+            MemoryLimitError: they do not fit into memory beside what is there; ``BusyError``: beside texts that run.
         """
         spec = find_method(method)
         if quality is not None and not spec.has_quality:
@@ -186,8 +239,18 @@ class Methods:
             raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has at most {DRAFT_SLACK - 1} guesses")
         key = (method, num_draft_tokens, quality)
         if key not in self._drafters:
-            self._drafters[key] = spec.make(_Context(self, spec, num_draft_tokens, quality))
+            made = spec.make(_Context(self, spec, num_draft_tokens, quality))
+            self._count(made, f"method {method}")
+            self._drafters[key] = made
         return self._drafters[key]
+
+    def _count(self, made: object, what: str) -> None:
+        """Count what something new holds of memory, and what others have grown by for it: copies of layers, say."""
+        known = [self.model, *(() if self.second is None else self.second.holds)]
+        owners = [*(weights for weights, _ in self._read.values()), *self._shared.values(), *self._drafters.values()]
+        for owner, size in zip((*owners, made), held_bytes(*known, *owners, made)[len(known) :], strict=True):
+            self.memory.hold(owner, max(0, size - self._counted.get(owner, 0)), what)
+            self._counted[owner] = size
 
     def planned(self, plan: Plan) -> Methods:
         """The same methods and weights, drafting after another plan than the adapters'."""
@@ -198,7 +261,9 @@ class Methods:
     def shared(self, key: str, make: Callable[[], T]) -> T:
         """What several methods have in common, made by the first that asks."""
         if key not in self._shared:
-            self._shared[key] = make()
+            made = make()
+            self._count(made, key)
+            self._shared[key] = made
         return cast(T, self._shared[key])
 
     def trained(self, kind: str) -> tuple[Any, Any]:
@@ -210,6 +275,7 @@ class Methods:
             assert folder is not None
             weights, plan = trained(folder, written, tensors, self.model.config)
             weights.to(self.model.device, torch.float32 if stored.is_float32 else self.model.dtype)
+            self._count(weights, f"weights of {kind}")
             self._read[kind] = weights, plan
         weights, plan = self._read[kind]
         return weights, self.plan if isinstance(self.plan, stored.plan) else plan

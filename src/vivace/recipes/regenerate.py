@@ -24,7 +24,7 @@ def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) ->
         engine.folder,
         **placed(engine),
         adapters=adapters,
-        memory=None if stored is None else stored.plan.budget_bytes,
+        memory=engine.memory.limit_bytes,
         reader="auto" if stored is None else stored.reader.reader.name,
     )
 

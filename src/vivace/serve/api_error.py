@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vivace.errors import CapacityError, DecodingError, NoTokenError, UsageError, VivaceError
+from vivace.errors import (
+    BusyError,
+    CapacityError,
+    DecodingError,
+    MemoryLimitError,
+    NoTokenError,
+    UsageError,
+    VivaceError,
+)
 
 _KINDS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -67,6 +75,10 @@ def api_error_of(error: VivaceError) -> APIError:
     """What a caller is told about an error of ours: what was asked for cannot be done, or it is our fault."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, BusyError):
+        return APIError(429, str(error), code="memory_exceeded")
+    if isinstance(error, MemoryLimitError):
+        return APIError(400, str(error), code="too_large_for_memory")
     if isinstance(error, CapacityError):
         return APIError(400, str(error), code="context_length_exceeded")
     if isinstance(error, NoTokenError):

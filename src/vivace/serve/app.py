@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from vivace.decode.memory import text_bytes
 from vivace.engine import Engine
 from vivace.errors import VivaceError
 from vivace.serve.answering import Echo, EventStream, Reply, cancel_on_disconnect, head
@@ -33,7 +34,6 @@ from vivace.serve.long_text import LONG
 from vivace.serve.metrics import Metrics
 from vivace.serve.middleware import Middleware
 from vivace.serve.parsing import ParsedRequest, RequestParser
-from vivace.serve.prefix import PrefixCache
 from vivace.serve.prompts import Prompts
 from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
 from vivace.serve.scoring import Scored, spelt
@@ -54,7 +54,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (401, "The API key is missing or wrong."),
         (404, "No such model."),
         (413, "The body is too large."),
-        (429, "The queue is full."),
+        (429, "The queue is full, or memory is."),
         (503, "The server is stopping."),
     )
 }
@@ -86,24 +86,27 @@ class Server:
         asked = min(context, LONGEST_DEFAULT) if config.max_model_len is None else config.max_model_len
         if asked > context:
             raise APIError(400, f"max_model_len is {asked}; the context of this model holds {context}")
-        storage = engine.storage
-        if storage is not None and config.max_model_len is None:
-            asked = storage.most_tokens(asked)
+        prefix = engine.prefix_cache
+        if prefix is None and config.prefix_cache_bytes and not engine.model.stateful:
+            prefix = engine.new_prefix_cache(config.prefix_cache_bytes)
+        drafter = self.catalog.drafter(config.served_model_name, config.method, None)
+        if config.max_model_len is None:
+            asked = max(2, engine.memory.longest_text(engine.model, drafter, asked))
+        needed = text_bytes(engine.model, drafter, asked)
+        engine.memory.check_text(needed, asked)
+        engine.memory.least_room_bytes = needed  # no method that a request asks for keeps others from being answered
         self.max_model_len = asked
         self.calls = Calls()
         self.connections = Connections(config)
         self.worker = Worker(
             engine.model,
             self.calls.dispatch,
-            num_slots=config.num_slots if storage is None else storage.num_slots(config.num_slots, asked),
+            num_slots=config.num_slots,
             capacity=asked,
             max_queue=config.max_queue,
             prefill_budget=config.prefill_budget,
+            memory=engine.memory,
         )
-        prefix = None
-        if config.prefix_cache_bytes and not engine.model.stateful:
-            chunk = self.worker.session.chunk
-            prefix = PrefixCache(engine.model.config, chunk=chunk, max_bytes=config.prefix_cache_bytes)
         self.worker.prefix = prefix
         num_open = self.worker.num_slots + self.worker.max_queue
         self.texts = Lane("texts", num_threads=2, max_open=num_open)

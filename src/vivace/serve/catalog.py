@@ -45,7 +45,7 @@ class Catalog:
             if name in self._methods:
                 raise ConfigError(f"two models are called {name!r}; give the adapter another name")
             found = adapters_by_method([folder], engine.folder)
-            methods = Methods(engine.model, engine.folder, found, engine.methods.second)
+            methods = Methods(engine.model, engine.folder, found, engine.methods.second, memory=engine.memory)
             self._methods[name] = methods
             kind = next(iter(found))
             self._defaults[name] = method if method == "auto" or METHODS[method].adapter == kind else kind

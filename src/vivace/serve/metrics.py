@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from vivace.serve.choice import Choice
@@ -43,6 +44,8 @@ GAUGES = {
     "num_requests_running": "Sequences in a slot.",
     "num_requests_waiting": "Sequences in the queue.",
     "kv_cache_usage_perc": "Entries stored, as a share of all.",
+    "kv_bytes": "Memory that keys and values of sequences in a slot may come to, drafters' own included.",
+    "kv_bytes_limit": "What `--memory` leaves for them beside weights and drafters; infinite without.",
 }
 WORKER_COUNTERS = {
     "target_passes": "Decoding passes of the model, whatever the number of sequences in each.",
@@ -65,7 +68,14 @@ class WorkerFigures:
 
         worker, cache = self._worker, self._worker.session.cache
         entries = cache.num_slots * cache.capacity
-        gauges = (worker.num_running, worker.num_waiting, sum(cache.lengths) / entries)
+        limit = worker.memory.room_bytes
+        gauges = (
+            worker.num_running,
+            worker.num_waiting,
+            sum(cache.lengths) / entries,
+            worker.memory.promised_bytes,
+            inf if limit is None else limit,
+        )
         for (stem, text), value in zip(GAUGES.items(), gauges, strict=True):
             gauge = GaugeMetricFamily(self._prefix + stem, text, labels=("model_name",))
             gauge.add_metric(self._labels, value)

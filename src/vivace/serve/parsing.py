@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.seams import Drafter, Prefix
+from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Processor, Request
 from vivace.engine import Engine, Options
 from vivace.serve.api_error import APIError
@@ -16,7 +17,6 @@ from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Genera
 from vivace.serve.catalog import Catalog
 from vivace.serve.grammar import Bind, binds, bound
 from vivace.serve.grammars import Grammars
-from vivace.serve.prefix import PrefixCache
 from vivace.serve.processors import Bias, Penalties
 from vivace.serve.prompts import Prompts, Unread
 from vivace.serve.tool_reader import ToolReader
@@ -276,7 +276,8 @@ class RequestParser:
     ) -> Request:
         """One request, cut to what a slot of this server holds when the body names no limit."""
         self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
-        room = self.max_model_len - len(tokens)
+        longest = self.engine.memory.longest_text(self.engine.model, drafter, self.max_model_len)
+        room = max(1, longest - len(tokens))
         is_open = options.max_new_tokens is None
         if is_open and (self.default_max_tokens is not None or not _SAY_LIMIT & self.engine.defaults.keys()):
             options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))

@@ -16,13 +16,15 @@ from functools import partial
 
 from vivace.core.model import Decoder
 from vivace.decode.isolation import STOPS, told
+from vivace.decode.memory import MemoryBudget
+from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
 from vivace.errors import VivaceError
 from vivace.serve.api_error import APIError, api_error_of
 from vivace.serve.heartbeat import Heartbeat
-from vivace.serve.prefix import PrefixCache
 from vivace.serve.scoring import Scored, scoring
+from vivace.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,15 @@ class Worker:
     """Steps a session for as long as there is something to do."""
 
     def __init__(
-        self, model: Decoder, mailbox: Mailbox, *, num_slots: int, capacity: int, max_queue: int, prefill_budget: int
+        self,
+        model: Decoder,
+        mailbox: Mailbox,
+        *,
+        num_slots: int,
+        capacity: int,
+        max_queue: int,
+        prefill_budget: int,
+        memory: MemoryBudget | None = None,
     ) -> None:
         """Allocate the session's cache; nothing runs before ``start``.
 
@@ -85,9 +95,11 @@ class Worker:
             capacity: prompt and answer of a sequence together.
             max_queue: jobs that may wait.
             prefill_budget: prompt tokens read between two decoding steps.
+            memory: what sequences are promised their keys and values from; None has no limit.
         """
+        self.memory = MemoryBudget() if memory is None else memory
         self._make: Callable[[], Session] = partial(
-            Session, model, num_slots=num_slots, capacity=capacity, prefill_budget=prefill_budget
+            Session, model, num_slots=num_slots, capacity=capacity, prefill_budget=prefill_budget, memory=self.memory
         )
         self.session = self._make()
         self.capacity = capacity
@@ -138,10 +150,12 @@ class Worker:
 
         Raises:
             Refusal: the queue is full (429), or the server is stopping (503).
-            CapacityError: one is too long for a slot.
+            CapacityError: one could never be given a slot.
         """
         for job in jobs:
             job.request.check_fits(self.capacity)
+            if job.scores is None:
+                self.session.check(job.request)
         with self._changed:
             if self._is_closing or self.has_died:
                 raise APIError(503, "the server is stopping and takes no more requests", code="stopping")
@@ -159,8 +173,26 @@ class Worker:
                     f"{self.num_running} run and {self.num_waiting} wait; try again later",
                     code="queue_full",
                 )
+            self._check_wait(jobs)
             self._waiting += jobs
             self._changed.notify()
+
+    def _check_wait(self, jobs: list[Job]) -> None:
+        """Refuse jobs if more would wait for memory than may wait."""
+        free, num_late = self.memory.free_bytes, 0
+        if free is None:
+            return
+        for job in (*self._waiting, *jobs):
+            if job.scores is None:
+                free -= self.session.text_bytes(job.request)
+                num_late += free < 0
+        if num_late > self.max_queue:
+            raise APIError(
+                429,
+                f"{num_late} sequences would wait for memory and {self.max_queue} may: running ones have "
+                f"{format_bytes(self.memory.promised_bytes)} of keys and values; try again later",
+                code="memory_exceeded",
+            )
 
     def cancel(self, jobs: list[Job]) -> None:
         """Stop jobs before the next step; those that are over are ignored."""
@@ -188,6 +220,7 @@ class Worker:
                 except BaseException as error:  # noqa: BLE001 - those in the session are told, those that wait go on
                     events = [self._failed(job, error) for job in self._take_running()]
                     self._mailbox(events)
+                    self.session.close()
                     self.session = self._make()
                 else:
                     if events:
@@ -217,14 +250,21 @@ class Worker:
         return not self._is_closing
 
     def _admit(self) -> None:
-        """Move jobs into free slots: lower priority numbers first, then in order of arrival."""
+        """Move jobs into free slots: lower priority numbers first, then in order of arrival.
+
+        One that waits for memory is overtaken by nobody, so it is not kept out by smaller ones.
+        """
+        is_full = False
         for job in sorted(self._waiting, key=lambda job: job.priority):
             if job.scores is not None:
                 self._begin_scoring(job, job.scores)
                 continue
-            if len(self._running) >= self.num_slots:
+            if is_full:
                 continue
             if job.leader is not None and not job.leader.has_begun and not job.leader.is_cancelled:
+                continue
+            if self._running and not self.session.can_begin(job.request):
+                is_full = True
                 continue
             self._waiting.remove(job)
             job.started_at = time.perf_counter()

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vivace.core.cache import slot_bytes, specs_of
 from vivace.core.config import ModelConfig
-from vivace.decode.session import DRAFT_SLACK
-from vivace.errors import CapacityError
+from vivace.decode.memory import DRAFT_SLACK
+from vivace.errors import MemoryLimitError
 from vivace.storage.neurons.predictors import predictor_bytes
 from vivace.storage.store import Store
 from vivace.units import format_bytes
@@ -54,11 +55,13 @@ class MemoryPlan:
     """Slots for experts, of all layers together."""
     pool_bytes: int = 0
     """Bytes for neurons or experts in memory."""
+    beside_bytes: int = 0
+    """Bytes left for a draft model and adapters."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole plan."""
-        return self.resident_bytes + self.buffer_bytes + self.cache_bytes + self.pool_bytes
+        return self.resident_bytes + self.buffer_bytes + self.cache_bytes + self.pool_bytes + self.beside_bytes
 
     def pass_bytes(self, store: Store, num_rows: int = 1) -> int:
         """Estimate the bytes that are read for a pass: the streamed bundles, or the experts chosen and not in memory.
@@ -108,19 +111,19 @@ def chosen_experts(config: ModelConfig, num_rows: int) -> float:
     return layers * count * (1 - (1 - chosen / count) ** num_rows)
 
 
-def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> MemoryPlan:
+def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int, beside_bytes: int = 0) -> MemoryPlan:
     """Divide a budget.
 
     Args:
         store: the model.
         budget_bytes: for weights, buffers and cache; None keeps everything in memory.
         num_tokens: longest text, prompt and answer together.
+        beside_bytes: of the budget that are for a draft model and adapters.
 
     Raises:
-        CapacityError: the budget is too small; the message says what it would take.
+        MemoryLimitError: the budget is too small; the message says what it would take.
     """
-    c = store.config
-    cache = (num_tokens + DRAFT_SLACK) * c.num_layers * c.num_kv_heads * c.head_dim * 2 * store.dtype.itemsize
+    cache = slot_bytes(specs_of(store.config), num_tokens + DRAFT_SLACK, store.dtype)
     neurons = [name for name in store.bundles if name.endswith(".neurons")]
     experts = [name for name in store.bundles if ".experts." in name]
     pooled = {*neurons, *experts}
@@ -128,7 +131,7 @@ def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int) -> Memo
     total = sum(bundle.num_bytes for bundle in store.bundles.values())
     table = 0 if store.page_sums is None else store.page_sums.num_bytes
     fixed = store["resident"].num_bytes + predictor_bytes(store) + table
-    plan = MemoryPlan(budget_bytes, (), (), fixed, 0, cache, num_tokens, total)
+    plan = MemoryPlan(budget_bytes, (), (), fixed, 0, cache, num_tokens, total, beside_bytes=beside_bytes)
     if pooled:
         plan = replace(plan, resident=tuple(units), resident_bytes=fixed + sum(store[u].num_bytes for u in units))
         return _with_neurons(plan, store, neurons) if neurons else _with_experts(plan, store, experts)
@@ -203,14 +206,15 @@ def _room(plan: MemoryPlan, store: Store, needed: int, what: str) -> int:
     """Return what is left of the budget when ``needed`` bytes are taken.
 
     Raises:
-        CapacityError: it is not enough.
+        MemoryLimitError: it is not enough.
     """
     assert plan.budget_bytes is not None
     if needed > plan.budget_bytes:
-        raise CapacityError(
+        beside = f", drafters {format_bytes(plan.beside_bytes)}" if plan.beside_bytes else ""
+        raise MemoryLimitError(
             f"{format_bytes(plan.budget_bytes)} of memory are too few for {store.folder.name}: what always stays there "
             f"takes {format_bytes(plan.resident_bytes)}, {what}, the cache of {plan.num_tokens} tokens "
-            f"{format_bytes(plan.cache_bytes)}; give at least {format_bytes(needed * 21 // 20)}"
+            f"{format_bytes(plan.cache_bytes)}{beside}; give at least {format_bytes(needed * 21 // 20)}"
         )
     return plan.budget_bytes - needed
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from vivace.checkpoint.load import put
+from vivace.checkpoint.load import least_bytes, put
 from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
-from vivace.decode.session import DRAFT_SLACK
-from vivace.errors import CapacityError, CorruptError, UnsupportedError
+from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts.cache import ExpertCache
@@ -101,24 +101,10 @@ class Storage:
             "expected_tokens_per_s": self.expected_tokens_per_s,
         }
 
-    def num_slots(self, wanted: int, capacity: int) -> int:
-        """Return how many sequences of ``capacity`` tokens can decode at once, at most ``wanted``.
-
-        Raises:
-            CapacityError: not even one.
-        """
-        if self.plan.budget_bytes is None:
-            return wanted
-        if capacity > self.plan.num_tokens:
-            raise CapacityError(
-                f"{capacity} tokens were asked for, this memory has room for the cache of {self.plan.num_tokens}; "
-                "give a lower --max-new-tokens (a server: --max-model-len)"
-            )
-        return min(wanted, (self.plan.num_tokens + DRAFT_SLACK) // (capacity + DRAFT_SLACK))
-
-    def most_tokens(self, wanted: int) -> int:
-        """Return how many tokens one sequence may have, at most ``wanted``."""
-        return wanted if self.plan.budget_bytes is None else min(wanted, self.plan.num_tokens)
+    @property
+    def held_bytes(self) -> int:
+        """Memory of weights and buffers; what the plan leaves beside them is for texts."""
+        return self.plan.num_bytes - self.plan.cache_bytes - self.plan.beside_bytes
 
     def close(self) -> None:
         """Stop reading and close the file; the decoder cannot be used any more."""
@@ -130,12 +116,20 @@ class Storage:
         self.reader.reader.close()
 
 
+def bytes_beside(store: Path, draft_model: str | Path | None, adapters: Iterable[str | Path]) -> int:
+    """Memory that a draft model and adapters will take; twice an adapter's file, since some are laid out anew."""
+    folders = {*map(Path, adapters), *(store / "adapters").glob("*")}
+    files = [file.stat().st_size for folder in folders for file in folder.glob("*.safetensors")]
+    return 2 * sum(files) + (0 if draft_model is None else least_bytes(draft_model) * 21 // 20)
+
+
 def load_stored(
     folder: str | Path,
     budget_bytes: int | None = None,
     *,
     reader: str = "auto",
     num_tokens: int | None = None,
+    beside_bytes: int = 0,
     window: int = WINDOW,
     body: NativeBody | None = None,
 ) -> tuple[Decoder, Storage]:
@@ -146,6 +140,7 @@ def load_stored(
         budget_bytes: for weights, buffers and the key/value cache together; None keeps everything in memory.
         reader: "auto", "direct", "buffered" or "mmap".
         num_tokens: longest text, prompt and answer together; None is the model's context, 2048 at most.
+        beside_bytes: of the budget that are for a draft model and adapters.
         window: tokens whose neurons stay in memory, in a store of neurons.
         body: native kernels for a store whose matrices lie in tiles and for what lies beside neurons; whatever else is
             streamed runs on PyTorch.
@@ -153,12 +148,12 @@ def load_stored(
     Raises:
         UnsupportedError: the matrices lie in tiles and there are no native kernels to read them.
         CheckpointError: the store is missing, broken or foreign.
-        CapacityError: the budget is too small.
+        MemoryLimitError: the budget is too small.
         UsageError: there is no such reader, or it does not work here.
     """
     store = open_store(folder)
     tokens = min(store.config.max_positions, MAX_TOKENS) if num_tokens is None else num_tokens
-    plan = plan_memory(store, budget_bytes, tokens)
+    plan = plan_memory(store, budget_bytes, tokens, beside_bytes)
     if store.is_tiled and body is None:
         raise UnsupportedError(
             f"{store.folder} was written for native kernels and these are PyTorch's; convert the model with "

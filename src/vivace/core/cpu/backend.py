@@ -168,6 +168,19 @@ class CpuBackend:
         return self.body is not None and feed.gated and type(feed.up) is type(feed.down) is Linear
 
 
+def backend_of(
+    body: NativeBody | None, weights: Weights, dtype: torch.dtype, *, is_required: bool
+) -> CpuBackend | None:
+    """What runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
+
+    Native kernels compute in bfloat16. A decoder of another precision is left to PyTorch, unless the kernels were
+    asked for by name: the backend then refuses it.
+    """
+    takes = is_required or dtype == torch.bfloat16 or weights == "exact12"
+    used = body if takes else None
+    return None if used is None and weights == "bf16" else CpuBackend(used, weights)
+
+
 def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "bf16") -> None:
     """Pack every weight of a decoder in place; the decoder can no longer be trained or saved.
 

@@ -78,9 +78,12 @@ class NativeChain:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
-    def prepare(self, draft_rows: DraftRows, weights: Weights) -> None:
+    def prepare(self, rows: DraftRows | StreamRows, weights: Weights) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
-        self._of(draft_rows, weights)
+        if isinstance(rows, StreamRows):
+            self._following(rows, weights)
+        else:
+            self._of(rows, weights)
 
     def draft(
         self,

@@ -154,6 +154,10 @@ class Adaptive:
         self.clock = clock
         self._measured: dict[tuple[int, int], Measured] = {}
 
+    def text_bytes(self, entries: int) -> int:
+        """What all drafters take together, as each of them hears of every text."""
+        return sum(drafter.text_bytes(entries) for drafter in self.drafters)
+
     def open(self, cache: KVCache) -> AdaptiveState:
         """State of a session, with one of every drafter: all of them hear of every text."""
         return AdaptiveState(self, [drafter.open(cache) for drafter in self.drafters])

@@ -61,6 +61,10 @@ class DraftModel:
         self.model = model
         self.target_vocab_size = target_vocab_size
 
+    def text_bytes(self, entries: int) -> int:
+        """Keys and values of the draft model, which reads what the target does."""
+        return self.model.slot_bytes(entries)
+
     def open(self, cache: KVCache) -> DraftModelState:
         """State of a session, with a cache for the draft model of as many slots and entries as the target's."""
         return DraftModelState(self, self.model.new_cache(cache.num_slots, cache.capacity))

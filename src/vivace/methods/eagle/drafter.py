@@ -113,6 +113,10 @@ class Eagle:
         if isinstance(layer.body.backend, TorchBackend):  # nobody has packed it before
             layer.body.run_on(model.backend.sibling())
 
+    def text_bytes(self, entries: int) -> int:
+        """Keys and values of the layer."""
+        return self._body.slot_bytes(entries)
+
     def open(self, cache: KVCache) -> EagleState:
         """State of a session, with a cache for the layer of as many slots and entries as the target's."""
         return EagleState(self, self._body.new_cache(cache.num_slots, cache.capacity))

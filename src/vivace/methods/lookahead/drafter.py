@@ -19,8 +19,8 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.forward import ForwardPass
-from vivace.decode.plain import Forgetful
-from vivace.decode.session import DRAFT_SLACK
+from vivace.decode.memory import DRAFT_SLACK
+from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.decode.tree import Node, grown
 from vivace.errors import ConfigError
 
@@ -97,7 +97,7 @@ class Memory:
     """Nodes of the window in the draft that is being verified, level by level; empty when it had none."""
 
 
-class Lookahead:
+class Lookahead(OwnsNoCache):
     """Fills ``Drafter``: the plan; pools and windows are those of one text."""
 
     name = "lookahead"

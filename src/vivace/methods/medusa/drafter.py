@@ -29,7 +29,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
 from vivace.decode.forward import ForwardPass
-from vivace.decode.plain import Forgetful
+from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.decode.tree import Node, TreePlan, grown, likeliest, shaped
 from vivace.errors import ConfigError
 
@@ -79,7 +79,7 @@ def _output(model: Decoder, x: Tensor) -> Tensor:
     return logits.float()
 
 
-class Medusa:
+class Medusa(OwnsNoCache):
     """Fills ``Drafter``: trained heads, laid out once for all sessions."""
 
     name = "medusa"

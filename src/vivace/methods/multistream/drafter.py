@@ -17,13 +17,13 @@ from vivace.core.draft_rows import Root
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.multi_step import StepBudget, deciding
-from vivace.decode.plain import Forgetful
+from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.methods.multistream.config import StreamPlan
 from vivace.methods.multistream.forward import StreamForwardPass, StreamPass, Verified
 from vivace.methods.multistream.streams import Streams
 
 
-class StreamDrafter:
+class StreamDrafter(OwnsNoCache):
     """Fills ``Drafter``: trained streams, laid out once for all sessions."""
 
     name = "multistream"
@@ -49,6 +49,8 @@ class StreamDrafter:
         is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
         self.followers = streams.followers(len(plan.widths)) if is_chain else None
         """The same as data, where whole steps can be made at once."""
+        if self.followers is not None and model.backend.chain is not None:
+            model.backend.chain.prepare(self.followers, plan.weights)
         self.budget = StepBudget()
 
     def open(self, cache: KVCache) -> StreamState:

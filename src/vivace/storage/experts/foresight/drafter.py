@@ -17,14 +17,14 @@ from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
-from vivace.decode.plain import Forgetful
+from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.storage.experts.foresight.config import ForesightPlan
 from vivace.storage.experts.foresight.forecaster import Forecaster
 from vivace.storage.experts.foresight.routers import Routers
 from vivace.storage.experts.foresight.weights import Foresight
 
 
-class ForesightDrafter:
+class ForesightDrafter(OwnsNoCache):
     """Fills ``Drafter``: decodes plainly, and predicts experts on the way."""
 
     def __init__(self, foresight: Foresight, plan: ForesightPlan, name: str = "foresight") -> None:

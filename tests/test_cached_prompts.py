@@ -13,11 +13,15 @@ import torch
 import vivace
 from tests.every_method import make_model
 from vivace.decode.plain import NoDrafts
+from vivace.decode.prefix import CHUNK as CHUNK_OF_ENGINES
+from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
+from vivace.errors import MemoryLimitError
 from vivace.methods.table import METHODS
-from vivace.serve.prefix import PrefixCache
+from vivace.serve.app import Server
+from vivace.serve.config import ServeConfig
 
 CHUNK = 24
 PROMPT = "the quick fox and bob the aka fox the quick fox and bob the aka fox the quick fox and bob"
@@ -119,3 +123,74 @@ def test_what_is_read_behind_a_cached_chunk_is_kept_with_its_residuals(reader: C
         made.prime(prompt, None)
     asked = made.request(LONGER, "eagle", uses_cache=True, shows=True, **GREEDY)
     assert made.answer(asked) == (wanted, len(asked.tokens) - 1)
+
+
+# From Python: vivace.load(..., prefix_cache=...)
+
+
+def long_prompts(engine: Engine) -> tuple[str, str]:
+    """Two of more than a chunk that begin alike, and differ behind it."""
+    prompt = PROMPT
+    while len(engine.tokenizer.encode(prompt)) < CHUNK_OF_ENGINES + 30:
+        prompt += " " + PROMPT
+    return prompt, prompt + " aka"
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_calls_of_an_engine_share_what_was_read(place: Path, method: str, kind: str) -> None:
+    if method == "auto" and kind == "sampled":
+        pytest.skip("whether auto draws guesses follows the clock")
+    folder = make_model(place, method)
+    free, engine = vivace.load(folder), vivace.load(folder, prefix_cache="16MiB")
+    short, longer = long_prompts(free)
+    fields = {"method": method, "max_new_tokens": 12, "ignore_eos": True, "raw": True}
+    fields |= SAMPLED if kind == "sampled" else GREEDY
+    length = len(free.tokenizer.encode(short))
+    for prompt, known in ((short, 0), (short, length - 1), (longer, CHUNK_OF_ENGINES)):
+        [wanted], [found] = (each.generate(prompt, **fields) for each in (free, engine))
+        assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+        assert (wanted.stats.num_cached_tokens, found.stats.num_cached_tokens) == (0, known)
+        if method != "auto":
+            counts = [[getattr(one.stats, name) for name in COUNTED] for one in (found, wanted)]
+            assert counts[0] == counts[1], "and its guesses are as good"
+    streamed = list(engine.stream(short, **fields))[-1].result
+    assert streamed is not None
+    assert (streamed.token_ids, streamed.stats.num_cached_tokens) == (
+        free.generate(short, **fields)[0].token_ids,
+        length - 1,
+    )
+
+
+def test_bits_of_padded_passes_are_kept_apart(place: Path) -> None:
+    engine = vivace.load(make_model(place, "plain"), prefix_cache="16MiB")
+    prompt, fields = long_prompts(engine)[0], {"method": "plain", "max_new_tokens": 2, "raw": True}
+    known = [
+        engine.generate(prompt, exact=is_exact, **fields)[0].stats.num_cached_tokens
+        for is_exact in (False, True, True, False)
+    ]
+    length = len(engine.tokenizer.encode(prompt))
+    assert known == [0, 0, length - 1, length - 1]
+
+
+def test_cached_prompts_count_in_the_memory_of_the_engine(place: Path) -> None:
+    folder = make_model(place, "plain")
+    with pytest.raises(MemoryLimitError, match=r"cached prompts takes 4.0 MiB beside weights"):
+        vivace.load(folder, memory="4MiB", prefix_cache="4MiB")
+    engine = vivace.load(folder, memory="4MiB", prefix_cache="1MiB")
+    assert "cached prompts 1.0 MiB" in engine.memory.report
+    for first in range(12):
+        engine.generate(f"{first} " + long_prompts(engine)[0], method="plain", max_new_tokens=1, raw=True)
+    assert engine.prefix_cache is not None
+    assert 0 < engine.prefix_cache.nbytes <= 1 << 20
+    assert engine.prefix_cache.num_queries > engine.prefix_cache.num_hits == 0
+
+
+def test_a_server_shares_the_cache_of_its_engine(place: Path) -> None:
+    engine = vivace.load(make_model(place, "plain"), prefix_cache="1MiB")
+    server = Server(engine, ServeConfig(prefix_cache_bytes=0))
+    assert server.worker.prefix is engine.prefix_cache
+    own = Server(vivace.load(engine.folder), ServeConfig())
+    assert own.worker.prefix is not None
+    assert own.engine.memory.report.endswith("cached prompts 256.0 MiB")
+    assert own.engine.prefix_cache is None, "calls of the engine itself read their prompts"

@@ -8,6 +8,9 @@ written while decoding are not kept.
 
 Chunks form a tree: a chunk is found by its tokens and by the chunk before it, the first one by whose request it was.
 Keys are compared in full, never by a digest alone, so no choice of salt or tokens leads to the entries of another text.
+
+An engine has one cache for all its calls (``vivace.load(..., prefix_cache="256MiB")``), and so has a server, whose
+requests see the part of their own API key and salt. What it may hold is counted against the memory limit as a whole.
 """
 
 from __future__ import annotations
@@ -24,16 +27,21 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 
+CHUNK = 256
+"""Prompt tokens that go up together where a session is not told otherwise."""
+
 
 class Root(NamedTuple):
     """What requests have to agree on before they share anything."""
 
     owner: bytes
-    """Stands for the API key of the request; empty where the server asks for none."""
+    """Stands for the API key of the request; empty in Python, and where a server asks for none."""
     salt: str
     """The request's own ``cache_salt``; empty for none."""
     rotated_length: int
     """Length of the whole prompt where rotary embeddings depend on it, else 0."""
+    row_count: int
+    """What the rows of a call were padded to: in ``exact`` mode bits may be others."""
 
 
 class Place(NamedTuple):
@@ -63,13 +71,13 @@ class Piece:
 class PrefixCache:
     """Chunks of prompts by what was written up to their end; the least recently used leave first."""
 
-    def __init__(self, config: ModelConfig, *, chunk: int, max_bytes: int) -> None:
+    def __init__(self, config: ModelConfig, *, max_bytes: int, chunk: int = CHUNK) -> None:
         """Hold nothing yet.
 
         Args:
             config: of the model.
-            chunk: tokens per chunk, as the session has it.
             max_bytes: memory that may be used.
+            chunk: tokens per chunk, as the session has it.
         """
         self.chunk = chunk
         self.max_bytes = max_bytes
@@ -87,13 +95,13 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def salted(self, salt: str | None, owner: bytes = b"") -> Salted:
+    def salted(self, salt: str | None = None, owner: bytes = b"") -> Salted:
         """The part of the cache that requests of this owner with this salt see."""
         return Salted(self, owner, salt or "")
 
     def attach(self, tokens: Sequence[int], slot: int, cache: KVCache, owner: bytes, salt: str) -> list[Tensor]:
         """Copy known chunks into an empty slot; returns the residuals (n, E) of each of them."""
-        above: Root | int = self._root(tokens, owner, salt)
+        above: Root | int = self._root(tokens, cache, owner, salt)
         known, found, hidden = 0, [], []
         for start, stop in self._spans(tokens):
             place = _place(above, tokens[start:stop])
@@ -117,7 +125,7 @@ class PrefixCache:
 
     def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, hidden: Tensor, owner: bytes, salt: str) -> None:
         """Copy the chunks that are not there yet, and make room for them; ``hidden`` (tokens, E) is the prompt's."""
-        above: Root | int = self._root(tokens, owner, salt)
+        above: Root | int = self._root(tokens, cache, owner, salt)
         kept = []
         for start, stop in self._spans(tokens):
             place = _place(above, tokens[start:stop])
@@ -133,8 +141,8 @@ class PrefixCache:
         while self.nbytes > self.max_bytes:
             self.nbytes -= _held(*self._pieces.popitem(last=False))
 
-    def _root(self, tokens: Sequence[int], owner: bytes, salt: str) -> Root:
-        return Root(owner, salt, len(tokens) if self._is_rotated_by_length else 0)
+    def _root(self, tokens: Sequence[int], cache: KVCache, owner: bytes, salt: str) -> Root:
+        return Root(owner, salt, len(tokens) if self._is_rotated_by_length else 0, cache.row_count)
 
     def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(start, stop) of every chunk."""

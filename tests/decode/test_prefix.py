@@ -8,11 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.cache import KVCache
+from vivace.decode.prefix import PrefixCache, Salted
 from vivace.engine import Engine
-from vivace.serve.prefix import PrefixCache, Salted
 
 CHUNK = 8
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return vivace.load(make_checkpoint(tmp_path_factory.mktemp("prefix")))
 
 
 @pytest.fixture

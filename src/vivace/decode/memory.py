@@ -1,0 +1,181 @@
+"""Memory under a limit: what weights and drafters have of it, and what is promised to texts.
+
+Before a text is given a slot, its keys and values are promised to it at the greatest length it may reach: prompt, new
+tokens and the entries a draft may use beyond them, in the target's cache and in those that its drafter opens beside
+it. Caches take memory page by page as texts are written (``core/pages.py``), so most of a promise is not taken yet; but
+whoever was let in can be written to its end.
+
+Counted are the weights in memory, what drafters hold (trained weights, a draft model, copies of layers in few bits),
+for as long as they live, and the promises to texts. Not counted are libraries, and activations of a pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections import Counter
+
+from vivace.core.model import Decoder
+from vivace.core.seams import Drafter
+from vivace.errors import BusyError, MemoryLimitError
+from vivace.units import format_bytes
+
+DRAFT_SLACK = 64
+"""Entries a draft may use beyond a sequence's own limit."""
+
+
+def text_bytes(model: Decoder, drafter: Drafter, num_tokens: int) -> int:
+    """Keys and values of a text at most, by the time it has so many tokens: the target's and its drafter's own."""
+    entries = num_tokens + DRAFT_SLACK
+    return model.slot_bytes(entries) + drafter.text_bytes(entries)
+
+
+class Promise:
+    """Bytes that a text may use; given back once, at the latest when nobody has the promise any more."""
+
+    def __init__(self, budget: MemoryBudget, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.give_back = weakref.finalize(self, budget._give_back, num_bytes)
+        self.give_back.atexit = False
+
+
+class MemoryBudget:
+    """Counts what an engine has of its memory, and refuses what goes beyond the limit; asked by any thread."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """Begin with everything free.
+
+        Args:
+            limit_bytes: of weights, drafters and texts together; None only counts.
+        """
+        self.limit_bytes = limit_bytes
+        self.promised_bytes = 0
+        """Of the keys and values of texts that are in a slot."""
+        self.least_room_bytes = 0
+        """What weights and drafters have to leave for texts."""
+        self._held: Counter[str] = Counter()
+        self._lock = threading.RLock()  # what is collected as garbage gives back at any time
+
+    @property
+    def held_bytes(self) -> int:
+        """Of weights and drafters."""
+        with self._lock:
+            return self._held.total()
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What texts may have together; None where there is no limit."""
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.held_bytes)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What nobody has now; None where there is no limit."""
+        with self._lock:
+            return None if self.limit_bytes is None else self.limit_bytes - self.held_bytes - self.promised_bytes
+
+    @property
+    def report(self) -> str:
+        """Who has what, in a line."""
+        with self._lock:
+            return ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in self._held.items())
+
+    def hold(self, owner: object, num_bytes: int, what: str) -> None:
+        """Count something that stays, for as long as its owner lives.
+
+        Args:
+            owner: with whose end the bytes are free again.
+            num_bytes: how many.
+            what: it is, for messages, such as "method eagle".
+
+        Raises:
+            MemoryLimitError: it can never fit beside what stays already.
+            BusyError: texts have the room it takes.
+        """
+        if not num_bytes:
+            return
+        with self._lock:
+            self.check_held(num_bytes, what)
+            if not self.has_room(num_bytes):
+                raise BusyError(self._busy(what, num_bytes))
+            self._held[what] += num_bytes
+        weakref.finalize(owner, self._let_go, num_bytes, what).atexit = False
+
+    def check_held(self, num_bytes: int, what: str, hint: str = "") -> None:
+        """Refuse what cannot stay beside what stays already.
+
+        Args:
+            num_bytes: how many.
+            what: it is, for messages.
+            hint: what else can be done than to give more memory.
+
+        Raises:
+            MemoryLimitError: says how much is asked for, given, and taken by whom.
+        """
+        with self._lock:
+            needed = self.held_bytes + num_bytes + self.least_room_bytes
+            if self.limit_bytes is not None and needed > self.limit_bytes:
+                beside = f" beside {self.report}" if self._held else ""
+                if self.least_room_bytes:
+                    beside += f" and {format_bytes(self.least_room_bytes)} for a text"
+                raise MemoryLimitError(
+                    f"{format_bytes(self.limit_bytes)} of memory are too few: {what} takes "
+                    f"{format_bytes(num_bytes)}{beside}; give at least {format_bytes(needed * 21 // 20)}{hint}"
+                )
+
+    def check_text(self, num_bytes: int, num_tokens: int) -> None:
+        """Refuse a text that could never be given a slot.
+
+        Args:
+            num_bytes: as ``text_bytes`` has them.
+            num_tokens: of prompt and answer together, for the message.
+
+        Raises:
+            MemoryLimitError: says how much it would take, and how much there is.
+        """
+        room = self.room_bytes
+        if room is not None and num_bytes > room:
+            raise MemoryLimitError(
+                f"a text of {num_tokens} tokens takes up to {format_bytes(num_bytes)} of keys and values; of "
+                f"{format_bytes(self.limit_bytes or 0)} of memory {format_bytes(room)} are left beside {self.report}; "
+                "ask for fewer tokens (max_new_tokens, a server's --max-model-len), or give more memory"
+            )
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes are free now."""
+        free = self.free_bytes
+        return free is None or num_bytes <= free
+
+    def promise(self, num_bytes: int) -> Promise:
+        """Let a text have its keys and values.
+
+        Raises:
+            BusyError: others have the room it takes.
+        """
+        with self._lock:
+            if not self.has_room(num_bytes):
+                raise BusyError(self._busy("this text", num_bytes))
+            self.promised_bytes += num_bytes
+        return Promise(self, num_bytes)
+
+    def longest_text(self, model: Decoder, drafter: Drafter, most: int) -> int:
+        """Tokens of the longest text that can be given a slot, ``most`` at most."""
+        room = self.room_bytes
+        if room is None:
+            return most
+        return bisect_right(range(1, most + 1), room, key=lambda count: text_bytes(model, drafter, count))
+
+    def _busy(self, what: str, num_bytes: int) -> str:
+        return (
+            f"{what} takes up to {format_bytes(num_bytes)} of memory and {format_bytes(self.free_bytes or 0)} are free "
+            f"now, as other texts have {format_bytes(self.promised_bytes)}; try again when they have ended"
+        )
+
+    def _give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self.promised_bytes -= num_bytes
+
+    def _let_go(self, num_bytes: int, what: str) -> None:
+        with self._lock:
+            self._held[what] -= num_bytes
+            self._held += Counter()  # forgets what has nothing any more
