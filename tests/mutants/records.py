@@ -138,9 +138,9 @@ MUTANTS = (
     # server
     Mutant(
         "prompts are shared by requests of different API keys",
-        "src/vivace/serve/prefix.py",
+        "src/vivace/decode/prefix.py",
         Replaced("return Root(owner, salt,", 'return Root(b"", salt,'),
-        ("tests/serve/test_prefix.py::test_whatever_is_asked_only_its_own_entries_come_back",),
+        ("tests/decode/test_prefix.py::test_whatever_is_asked_only_its_own_entries_come_back",),
     ),
     Mutant(
         "a pass that is made again goes on with random numbers that the failed one has used",
