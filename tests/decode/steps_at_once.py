@@ -41,6 +41,10 @@ class Noting:
         """The other's."""
         return self.drafter.name
 
+    def text_bytes(self, entries: int) -> int:
+        """The other's."""
+        return self.drafter.text_bytes(entries)
+
     def open(self, cache: KVCache) -> Any:
         """Its state, noted."""
         return _NotingState(self.proposed, self.drafter.open(cache))

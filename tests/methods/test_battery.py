@@ -2,7 +2,7 @@
 
 A new line of the table is tested here by itself: the toy of ``tests/methods/bigram`` stands among the others. How
 sessions share a method, how it goes on behind a cached prompt and behind a pass that failed, is in
-``tests/test_interleaving.py``, ``tests/serve/test_prefix_methods.py`` and ``tests/test_failing_passes.py``.
+``tests/test_interleaving.py``, ``tests/test_cached_prompts.py`` and ``tests/test_failing_passes.py``.
 """
 
 from __future__ import annotations
