@@ -21,7 +21,7 @@ def tables(path: Path) -> str:
     setting, origin = report["setting"], report["provenance"]
     caption = (
         f"**{setting['clients']} clients for {setting['seconds']:.0f} seconds**, {setting['model']}, method `auto`; "
-        f"{origin['cpu']}, {origin['num_cores']} cores, {captions.tree(origin)}. {report['num_equal']:,} answers were "
+        f"{origin['cpu']}, {origin['num_cores']} cores, {captions.tree(origin)}{captions.others(setting)}. {report['num_equal']:,} answers were "
         f"compared with the engine's, {report['server']['tokens']:,.0f} tokens written."
     )
     kinds = [(kind, f"{found['sent']:,}", _outcomes(found["outcomes"])) for kind, found in report["kinds"].items()]

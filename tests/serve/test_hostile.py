@@ -36,4 +36,4 @@ def test_strangers_harm_nobody(report: dict[str, Any]) -> None:
     assert [bar for bar in report["bars"] if not bar["is_met"] and bar["name"] not in ALONE] == []
     assert {bar["name"] for bar in report["bars"]} > ALONE
     assert [kind for kind in KINDS if report["kinds"][kind]["sent"] == 0] == []
-    assert growth(report) < MOST_GROWTH
+    assert growth(report)[0] < MOST_GROWTH

@@ -38,6 +38,7 @@ from vivace.serve.prompts import Prompts
 from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
 from vivace.serve.scoring import Scored, spelt
 from vivace.serve.server_metrics import ServerFigures
+from vivace.serve.trimming import trim
 from vivace.serve.worker import Worker
 
 B = TypeVar("B", bound=GenerationBody)
@@ -46,6 +47,11 @@ SWITCH_S = 0.0005
 """How long a thread computes in Python before another one has its turn. Whenever the event loop has read from a socket
 or written to one it waits so long behind each thread that computes (the convoy effect, D. Beazley, *Understanding the
 Python GIL*, 2010): with the 5 ms that Python chooses, it was .2 s late beside five of them."""
+CYCLES_AFTER = 50_000
+"""New objects after which Python looks for cycles among them. A body of a megabyte can be a third of a million lists:
+looking after every 700, as is usual, looks at all of them again and again, and stops every thread."""
+LARGE = 1 << 16
+"""Bytes of a body above which it is read by itself: parsing it keeps Python's lock for some tens of milliseconds."""
 PLAYGROUND = Path(__file__).parent / "playground.html"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -110,6 +116,7 @@ class Server:
         self.worker.prefix = prefix
         num_open = self.worker.num_slots + self.worker.max_queue
         self.texts = Lane("texts", num_threads=2, max_open=num_open)
+        self.large = Lane("large", num_threads=1, max_open=num_open)
         self.heavy = Lane("heavy", num_threads=2, max_open=num_open)
         prompts = Prompts(engine, asked, num_open)
         self.asking = RequestParser(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens)
@@ -140,7 +147,8 @@ class Server:
         return await cancel_on_disconnect(request, self._read(kind, raw, owner, request))
 
     async def _read(self, kind: type[B], raw: bytes, owner: bytes, request: Request) -> tuple[B, ParsedRequest]:
-        begun = await self.texts.run(self.asking.begin, kind, raw)
+        lane = self.large if len(raw) > LARGE else self.texts
+        begun = await lane.run(self.asking.begin, kind, raw)
         body = begun.body
         assert isinstance(body, kind)
         self._note(body, request)
@@ -236,15 +244,20 @@ def build(server: Server) -> FastAPI:
         # These are there to stay, and frozen they are left out.
         gc.collect()
         gc.freeze()
+        thresholds = gc.get_threshold()
+        gc.set_threshold(CYCLES_AFTER, *thresholds[1:])
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
-        watching = asyncio.create_task(server.figures.lag.run())
+        tasks = [asyncio.create_task(task) for task in (server.figures.lag.run(), trim())]
         yield
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         sys.setswitchinterval(interval_s)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
         server.worker.close()
         server.texts.close()
+        server.large.close()
         server.heavy.close()
         server.asking.grammars.close()
 

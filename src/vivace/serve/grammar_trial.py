@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+GIVES_WAY = 5
+"""Nice level: what decodes and what answers is more urgent."""
 MAX_SECONDS = 2
 """Processor time of one grammar."""
 MAX_BYTES = 64 << 20
@@ -158,6 +160,7 @@ def main() -> None:
     """Answer lines until there are no more."""
     from llguidance import LLTokenizer
 
+    os.nice(GIVES_WAY)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that panics writes where it stood
     table = LLTokenizer("byte")
     for line in sys.stdin.buffer:

@@ -7,6 +7,7 @@ that begins for one text takes longer, and nobody else waits for it.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from array import array
@@ -18,6 +19,8 @@ from vivace.serve.api_error import APIError
 LONG = 1 << 17
 """Characters, or tokens, above which a text is long."""
 MAX_SECONDS = 120.0
+GIVES_WAY = 5
+"""Nice level, as of a grammar's trial."""
 
 
 def encode_apart(folder: Path, text: str, *, special: bool) -> list[int]:
@@ -57,6 +60,7 @@ def _apart(folder: Path, what: str, given: bytes) -> bytes:
 
 def main() -> None:
     """Read a text and write its tokens, eight bytes each, or the other way round."""
+    os.nice(GIVES_WAY)
     from vivace.checkpoint.tokenizer import load_tokenizer
 
     folder, what = sys.argv[1:]
