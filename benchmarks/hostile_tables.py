@@ -21,8 +21,9 @@ def tables(path: Path) -> str:
     setting, origin = report["setting"], report["provenance"]
     caption = (
         f"**{setting['clients']} clients for {setting['seconds']:.0f} seconds**, {setting['model']}, method `auto`; "
-        f"{origin['cpu']}, {origin['num_cores']} cores, {captions.tree(origin)}{captions.others(setting)}. {report['num_equal']:,} answers were "
-        f"compared with the engine's, {report['server']['tokens']:,.0f} tokens written."
+        f"{origin['cpu']}, {origin['num_cores']} cores, {captions.tree(origin)}{captions.others(setting)}. "
+        f"{report['num_equal']:,} answers were compared with the engine's, {report['server']['tokens']:,.0f} tokens "
+        "written."
     )
     kinds = [(kind, f"{found['sent']:,}", _outcomes(found["outcomes"])) for kind, found in report["kinds"].items()]
     bars = [(bar["name"], bar["found"], "met" if bar["is_met"] else "**missed**") for bar in report["bars"]]
