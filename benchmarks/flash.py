@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.flash_models import ApartReader, make, setting_of, take
+from benchmarks.flash_models import ApartReader, make, setting_of, trial
 from vivace.checkpoint.load import put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
@@ -142,7 +142,7 @@ def main() -> None:
         print(json.dumps(asdict(measure(options.name, open_row, options.new_tokens))))
     elif options.command == "take":
         predictors = PredictorConfig(options.rank, options.recall, options.epochs)
-        take(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
+        trial(options.source, options.model, options.calibrate, predictors, is_ordered=options.order == "activity")
     elif options.command == "make":
         make(options.model, options.width, options.ffn, options.layers, options.heads, options.vocab)
     elif options.command == "agree":

@@ -71,7 +71,7 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int
     print(f"{folder}: {neurons.num_bytes / 1e9:.2f} GB")
 
 
-def take(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
+def trial(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
     """Write the stores of a checkpoint as ``make`` does, and a prompt for it."""
     tokenizer = load_tokenizer(source)
     texts = [

@@ -32,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.decode_tables import NONE_YET, Result, details, read_results, summary, technique
 from tools.blocks import fill_file, settle, table
-from vivace.evaluate.speed_law import Shape, head_share
+from vivace.evaluate.speed_law import ModelShape, head_share
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,7 +62,7 @@ def law(results: Sequence[Result]) -> str:
         machine = captions.machine(provenance, rows[0]["kernels"])
         parts += [f"**{rows[0]['model']}**: {machine}; speeds are those of decoding.", speed_law.table({"rows": rows})]
     shapes = [
-        (f"V = {vocabulary // 1000}k{', q4' if read < 1 else ''}", Shape(4, 32, share, 0.05, read, head_read))
+        (f"V = {vocabulary // 1000}k{', q4' if read < 1 else ''}", ModelShape(4, 32, share, 0.05, read, head_read))
         for vocabulary in (4000, 32000, 128000)
         for share in (head_share(2048, 5504, 32, vocabulary),)
         for read, head_read in ((1.0, 1.0), (0.3, 0.5))
@@ -77,7 +77,7 @@ def law(results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, table(("acceptance of", *(name for name, _ in shapes)), rows)] if rows else parts)
 
 
-def _best(shape: Shape, run: dict[str, Any]) -> str:
+def _best(shape: ModelShape, run: dict[str, Any]) -> str:
     """Return the largest speed-up and the number of draft tokens that gives it."""
     guesses, gain = shape.best(run["acceptance_per_position"])
     return f"{gain:.2f}x ({guesses})"

@@ -20,7 +20,7 @@ from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine, Options
 from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
-from vivace.evaluate.speed_law import Parts, judge
+from vivace.evaluate.speed_law import StepCosts, judge
 from vivace.evaluate.systems import MethodSystem
 
 FOLLOWS = 16
@@ -44,7 +44,9 @@ def compare(
     return {**asdict(judged), "off": judged.off, "interval": run.speedup_interval, "identical": run.identical}
 
 
-def measured_parts(engine: Engine, method: str, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int) -> Parts:
+def measured_parts(
+    engine: Engine, method: str, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int
+) -> StepCosts:
     """Measure passes in the middle of the first answer, and the time outside of passes in the first few answers."""
     plain, drafter = engine.methods.drafter("plain"), engine.methods.drafter(method)
     first = engine.generate([questions[0].request], method="plain", max_new_tokens=FOLLOWS, do_sample=False)[0]
@@ -59,12 +61,12 @@ def measured_parts(engine: Engine, method: str, questions: Sequence[BenchmarkPro
     return replace(parts, plain_host_s=hosts[0], host_s=hosts[1])
 
 
-def mean(one: Parts, other: Parts) -> Parts:
+def mean(one: StepCosts, other: StepCosts) -> StepCosts:
     """Return the mean of two measurements."""
     pairs = (zip(one.draft_s, other.draft_s, strict=True), zip(one.verify_s, other.verify_s, strict=True))
     draft, verify = (tuple((a + b) / 2 for a, b in pair) for pair in pairs)
     plain_host, host = (one.plain_host_s + other.plain_host_s) / 2, (one.host_s + other.host_s) / 2
-    return Parts((one.plain_s + other.plain_s) / 2, draft, verify, plain_host, host)
+    return StepCosts((one.plain_s + other.plain_s) / 2, draft, verify, plain_host, host)
 
 
 def table(report: Mapping[str, Any]) -> str:

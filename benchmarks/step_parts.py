@@ -23,7 +23,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
 from vivace.evaluate.roofline import run_pass, timed
-from vivace.evaluate.speed_law import Parts
+from vivace.evaluate.speed_law import StepCosts
 
 STEPS = 8
 """Number of steps that there is room for; more than one native call makes with drafts, and as many as without."""
@@ -32,7 +32,7 @@ STEPS = 8
 @torch.inference_mode()
 def measure_parts(
     model: Decoder, plain: Drafter, drafter: Drafter, tokens: Sequence[int], *, longest: int, repeats: int = 9
-) -> Parts:
+) -> StepCosts:
     """Time P, D(n) and V(n) after a text, in turns; nothing is committed, so every turn repeats the same step.
 
     Args:
@@ -63,7 +63,7 @@ def measure_parts(
                 found[n].append(_step_seconds(model, climb, drafting if n else undrafted, context))
     medians = [[statistics.median(part) for part in zip(*times[1:], strict=True)] for times in found]
     (given, alone), *drafts = medians
-    return Parts(given + alone, tuple(drafted for drafted, _ in drafts), tuple(checked for _, checked in drafts))
+    return StepCosts(given + alone, tuple(drafted for drafted, _ in drafts), tuple(checked for _, checked in drafts))
 
 
 def _step_seconds(model: Decoder, climb: ForwardPass, drafting: DraftState, context: Context) -> tuple[float, float]:

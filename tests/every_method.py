@@ -28,7 +28,7 @@ from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.eagle.drafter import EagleConfig, EagleLayer
 from vivace.methods.early_exit.drafter import Exit, ExitConfig
 from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
-from vivace.methods.mod.drafter import ModConfig, ModPlan, Routers
+from vivace.methods.mod.drafter import DepthRouters, ModConfig, ModPlan
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.residual import Accelerator
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
@@ -57,7 +57,7 @@ ADAPTERS: Mapping[str, tuple[Any, Any, Any, float]] = {
     "uno": (UnoTerms, UnoConfig(4, 4), TreePlan((1, 1, 1, 1)), 0.02),
     "calm": (Confidence, _LEAVING, _SURE, 0.0),
     "lite": (Confidence, ConfidenceConfig((2, 4), "probability"), _SURE, 0.0),
-    "mod": (Routers, ModConfig(), ModPlan((0.0,) * (LAYERS // 2)), 0.3),
+    "mod": (DepthRouters, ModConfig(), ModPlan((0.0,) * (LAYERS // 2)), 0.3),
     "foresight": (Foresight, ForesightConfig(rank=2, bottleneck=8, forecast=6), ForesightPlan(3, (1,)), 0.05),
 }
 """By method: weights, their configuration, the plan, and the noise that is added to untrained ones.

@@ -13,16 +13,23 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "vivace"
 WORDS = Path(__file__).with_name("words.csv")
-COMMON = {"given", "roots", "leaves", "takes", "hold", "law", "learnt", "serve", "again", "expected", "Choice", "Pool"}
-"""Old identifiers that are ordinary words elsewhere: refused in their own module only."""
+COMMON = {
+    *("given", "roots", "leaves", "takes", "hold", "law", "learnt", "serve", "again", "expected"),
+    *("Pool", "Piece", "Fresh", "Choice", "Root", "Parts", "Part", "Shape", "Stateful", "Progress"),
+    *("Memory", "Saved", "Answer", "Rows", "Reading", "Routers", "Place", "Bias"),
+}
+"""Old identifiers that may stand for something else in other modules: refused in their own only."""
 
 
 def defined() -> dict[str, set[str]]:
-    """Names of classes, functions and annotated attributes by module, private ones included."""
+    """Names of classes, functions and module-level names by module, private ones included."""
     names: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            place = names[path.relative_to(PACKAGE).as_posix()]
+        place, tree = names[path.relative_to(PACKAGE).as_posix()], ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Assign):
+                place.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 place.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -40,3 +47,13 @@ def test_old_words_stay_replaced() -> None:
         wrong += [f"{old} is defined, in {module} or elsewhere"] if old in names[module] else []
         wrong += [f"{old} is defined again"] if old not in COMMON and old in everywhere else []
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(PACKAGE).as_posix())
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert not shared, f"classes that share a name: {shared}"

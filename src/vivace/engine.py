@@ -35,7 +35,7 @@ from vivace.decode.request import Emitted, FinishReason, Request, StopRule
 from vivace.decode.session import Progress, Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
-from vivace.kernels.choice import Choice, choose
+from vivace.kernels.choice import KernelChoice, choose
 from vivace.kernels.low_bit import check_weights
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
 from vivace.storage import refusals
@@ -216,7 +216,7 @@ def load(
     if storage is not None and storage.body is None and (chosen := backend(model.dtype)) is not None:
         model.run_on(chosen)
     if choice.body is not None and model.dtype != torch.bfloat16:
-        choice = Choice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
+        choice = KernelChoice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
     methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
@@ -233,7 +233,7 @@ class Engine:
         tokenizer: Tokenizer,
         methods: Methods,
         defaults: Mapping[str, Any],
-        kernels: Choice,
+        kernels: KernelChoice,
         weights: str = "bf16",
     ) -> None:
         self.model = model

@@ -22,7 +22,7 @@ from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
 from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import NoDrafts, NoMemory
-from vivace.decode.prefill import FULL, FullPrefill, Piece, PrefillPass, PrefillState
+from vivace.decode.prefill import FULL, FullPrefill, PrefillPass, PrefillState, PromptPiece
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
@@ -203,13 +203,13 @@ class Noting(FullPrefill):
     """Fills ``Prefill``: notes the pieces of every pass."""
 
     def __init__(self) -> None:
-        self.passes: list[dict[int, Piece]] = []
+        self.passes: list[dict[int, PromptPiece]] = []
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
         state = super().open(model, cache, chunk=chunk)
         read = state.read
 
-        def noting(pieces: Mapping[int, Piece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+        def noting(pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
             self.passes.append(dict(pieces))
             return read(pieces, prompts)
 
@@ -244,15 +244,15 @@ class Halves(NoMemory):
         self.waiting: dict[int, dict[int, Tensor]] = {}
         """By slot and position: residuals entering the upper layers."""
 
-    def plan(self, slot: int, prompt: Sequence[int], known: int) -> list[Piece]:
+    def plan(self, slot: int, prompt: Sequence[int], known: int) -> list[PromptPiece]:
         assert not known, "entries of others are not those of this prefill"
         last = len(prompt) - 1
         self.waiting[slot] = {}
         lower = [(first, min(first + self.chunk, last)) for first in range(0, last, self.chunk)]
-        upper = [Piece(0, last, "upper", last)] if last else []
-        return [*(Piece(*span, "lower", 0) for span in lower), *upper]
+        upper = [PromptPiece(0, last, "upper", last)] if last else []
+        return [*(PromptPiece(*span, "lower", 0) for span in lower), *upper]
 
-    def read(self, pieces: Mapping[int, Piece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+    def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
         is_lower = next(iter(pieces.values())).kind == "lower"
         places = [(slot, at) for slot, piece in pieces.items() for at in range(piece.first, piece.stop)]
         if is_lower:

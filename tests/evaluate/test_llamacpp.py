@@ -16,7 +16,7 @@ from vivace.engine import SHIPPED, load
 from vivace.errors import CapacityError, DependencyError, UnsupportedError, VivaceError
 from vivace.evaluate import llamacpp
 from vivace.evaluate.benchmark import BenchmarkPrompt
-from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, Rows, enter_llama_cpp, llama_cpp_passes
+from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, LlamaRows, enter_llama_cpp, llama_cpp_passes
 from vivace.evaluate.peers import peer_systems
 from vivace.evaluate.systems import MethodSystem
 
@@ -35,7 +35,7 @@ def installed() -> None:
 
 def logits_of(engine: LlamaCpp, ids: list[int]) -> np.ndarray:
     count = len(ids)
-    return np.stack(engine.run(Rows(ids, range(count), [0] * count, range(count))))
+    return np.stack(engine.run(LlamaRows(ids, range(count), [0] * count, range(count))))
 
 
 @pytest.mark.usefixtures("installed")
@@ -50,7 +50,7 @@ def test_logits_of_the_shipped_model_are_ours(tmp_path: Path) -> None:
     assert np.abs(found - ours).max() < 2e-4
     theirs.forget(0, 5)
     for place in range(5, len(ids)):
-        (row,) = theirs.run(Rows([ids[place]], [place], [0], [0]))
+        (row,) = theirs.run(LlamaRows([ids[place]], [place], [0], [0]))
         assert np.abs(row - ours[place]).max() < 2e-4
 
 
@@ -137,7 +137,7 @@ def test_more_rows_than_room_are_refused(folder: Path, tmp_path: Path) -> None:
     engine = LlamaCpp(tmp_path / "m.gguf", num_threads=1, capacity=256)
     logits_of(engine, [5] * 256)
     with pytest.raises(CapacityError, match="no room for 1 rows"):
-        engine.run(Rows([5], [256], [0], [0]))
+        engine.run(LlamaRows([5], [256], [0], [0]))
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(VivaceError, match="does not open"):
         LlamaCpp(tmp_path / "broken.gguf", num_threads=1, capacity=8)
@@ -150,7 +150,7 @@ def test_passes_over_rows_can_be_repeated(folder: Path, tmp_path: Path) -> None:
     one, sixteen = llama_cpp_passes(engine, (1, 16), context=20)
     for run in (sixteen, one, sixteen, one):
         run()
-    (row,) = engine.run(Rows([1], [21], [0], [0]))
+    (row,) = engine.run(LlamaRows([1], [21], [0], [0]))
     ids = [1] * 22
     assert np.abs(row - load(folder, dtype="float32").logits([ids])[0, -1].numpy()).max() < 2e-4
 

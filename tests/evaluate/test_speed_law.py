@@ -12,25 +12,25 @@ from vivace import load
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.errors import ConfigError
 from vivace.evaluate.benchmark import Record, Trial
-from vivace.evaluate.speed_law import Parts, Shape, head_share, judge, keeping, tokens_per_step
+from vivace.evaluate.speed_law import ModelShape, StepCosts, head_share, judge, keeping, tokens_per_step
 
-PARTS = Parts(plain_s=1.0, draft_s=(0.25, 0.5), verify_s=(1.25, 1.5))
+PARTS = StepCosts(plain_s=1.0, draft_s=(0.25, 0.5), verify_s=(1.25, 1.5))
 
 
 @pytest.mark.parametrize(("alpha", "guesses", "gain"), [(0.7, 3, 1.8), (0.8, 5, 2.1), (0.9, 8, 2.8)])
 def test_the_notes_examples(alpha: float, guesses: int, gain: float) -> None:
     """Gate 4 of 32 layers, width 3072, 32 thousand tokens."""
-    phi = Shape(gate=4, layers=32, head_share=head_share(3072, 8192, 32, 32064))
+    phi = ModelShape(gate=4, layers=32, head_share=head_share(3072, 8192, 32, 32064))
     assert phi.head_share == pytest.approx(0.026, abs=0.001)
     assert phi.speed_up(keeping(alpha, guesses)) == pytest.approx(gain, abs=0.05)
 
 
 def test_the_best_draft_is_as_long_as_guesses_pay() -> None:
-    cheap, dear = Shape(1, 32, 0.0), Shape(16, 32, 0.4)
+    cheap, dear = ModelShape(1, 32, 0.0), ModelShape(16, 32, 0.4)
     kept = [0.9, 0.6, 0.02, 0.01]
     assert cheap.best(kept) == (2, pytest.approx(2.5 / (1 + 2 / 32)))
     assert dear.best([0.5, 0.1]) == (0, 1.0)
-    rough = Shape(4, 32, 0.1, adapters=0.2, read=0.25, head_read=0.5)
+    rough = ModelShape(4, 32, 0.1, adapters=0.2, read=0.25, head_read=0.5)
     assert rough.speed_up([1.0, 1.0]) == pytest.approx(3 / (1 + 2 * (0.25 * 0.9 * 1.2 / 8 + 0.05)))
 
 

@@ -12,7 +12,7 @@ from vivace.serve.api_error import APIError
 from vivace.serve.catalog import Catalog
 from vivace.serve.grammar import Bound
 from vivace.serve.grammars import Grammars
-from vivace.serve.processors import Bias, Penalties
+from vivace.serve.processors import LogitBias, Penalties
 
 SCHEMA = {
     "type": "object",
@@ -29,7 +29,7 @@ def test_penalties_look_at_the_answer_alone() -> None:
 
 
 def test_bias_is_added() -> None:
-    assert Bias({3: 2.5, 0: -1.0})(torch.tensor([[1]]), torch.ones(1, 5)).tolist()[0] == [0, 1, 1, 3.5, 1]
+    assert LogitBias({3: 2.5, 0: -1.0})(torch.tensor([[1]]), torch.ones(1, 5)).tolist()[0] == [0, 1, 1, 3.5, 1]
 
 
 def allowed(processor: object, ids: list[int], vocab: int) -> frozenset[int]:

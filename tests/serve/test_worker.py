@@ -16,13 +16,13 @@ from vivace.engine import Engine, Options
 from vivace.errors import CapacityError
 from vivace.serve.api_error import APIError
 from vivace.serve.scoring import Scored
-from vivace.serve.worker import Event, Failed, Job, Progress, Worker
+from vivace.serve.worker import Event, Failed, Job, PromptProgress, Worker
 
 Mail = queue.Queue[list[tuple[Job, Event]]]
 
 
 @pytest.fixture
-def mail() -> Mail:
+def dispatch() -> Mail:
     return queue.Queue()
 
 
@@ -90,9 +90,9 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer(engine: Engine, worker:
     assert len(reads.request.tokens) > 2 * worker.session.chunk - 10
     worker.submit([reads])
     events = until_done(mail, runs, reads)
-    progress = [event for _, event in events if isinstance(event, Progress)]
+    progress = [event for _, event in events if isinstance(event, PromptProgress)]
     assert [event.processed for event in progress] == [256, len(reads.request.tokens)]
-    first = next(place for place, (_, event) in enumerate(events) if isinstance(event, Progress))
+    first = next(place for place, (_, event) in enumerate(events) if isinstance(event, PromptProgress))
     last = next(place for place, (job, _) in enumerate(events) if job is reads and place > first + 1)
     assert any(job is runs for job, _ in events[first : last + 1]), "tokens came between two chunks"
 

@@ -12,7 +12,7 @@ from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig, TrainConfig
-from vivace.train.data import Place
+from vivace.train.data import BatchPlace
 from vivace.train.loop import fit
 from vivace.train.next_token import NextToken
 from vivace.train.optim import OptimiserConfig
@@ -26,7 +26,7 @@ def train(folder: Path, tokenizer: Path, *, quiet: bool = True) -> Decoder:
     torch.set_num_threads(1)
     model = tiny_decoder(torch.bfloat16)
     data = batches(load_tokenizer(tokenizer))
-    held_back = [next(data.start_at(Place(1000)))[1]]
+    held_back = [next(data.start_at(BatchPlace(1000)))[1]]
     course = TrainConfig(
         LoopConfig(steps=STEPS, warmup_steps=5, accumulate=2, snapshot_s=0.0, evaluate_steps=9, report_steps=1),
         OptimiserConfig(momentum_steps=10),

@@ -11,8 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vivace.train import DataSplit, Lines, LoopConfig, Objective, OptimiserConfig, Parts, Place, TrainConfig, fit
-from vivace.train.report import Reading
+from vivace.train import (
+    BatchPlace,
+    DataSplit,
+    Lines,
+    LoopConfig,
+    LossParts,
+    Objective,
+    OptimiserConfig,
+    TrainConfig,
+    fit,
+)
+from vivace.train.report import StepMeans
 
 STEPS = 30
 
@@ -54,11 +64,11 @@ class Source:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def start_at(self, place: Place) -> Iterator[tuple[Place, Images | Translated]]:
+    def start_at(self, place: BatchPlace) -> Iterator[tuple[BatchPlace, Images | Translated]]:
         number = 5 * place.epoch + place.index  # five batches an epoch
         while True:
             number += 1
-            yield Place(number // 5, number % 5), self.batch(torch.Generator().manual_seed(number))
+            yield BatchPlace(number // 5, number % 5), self.batch(torch.Generator().manual_seed(number))
 
     def batch(self, generator: torch.Generator) -> Images | Translated:
         if self.kind == "images":
@@ -80,7 +90,7 @@ class Denoising(Objective[nn.Module, Images]):
     def groups(self) -> Sequence[Mapping[str, object]]:
         return [{"params": list(self.model.parameters()), "name": "denoiser"}]
 
-    def losses(self, model: nn.Module, batch: Images) -> Parts:
+    def losses(self, model: nn.Module, batch: Images) -> LossParts:
         time, noise = torch.rand(len(batch.pixels), 1, 1, 1), torch.randn_like(batch.pixels)
         seen = batch.pixels * (1 - time).sqrt() + noise * time.sqrt()
         guess = model(torch.cat((seen, time.expand_as(seen)), 1))
@@ -117,7 +127,7 @@ class Translating(Objective[Translator, Translated]):
     def groups(self) -> Sequence[Mapping[str, object]]:
         return [{"params": list(self.model.parameters()), "name": "translator"}]
 
-    def losses(self, model: Translator, batch: Translated) -> Parts:
+    def losses(self, model: Translator, batch: Translated) -> LossParts:
         count = len(batch.source)
         for source, target in zip(batch.source.split(2), batch.target.split(2), strict=True):
             logits = model(source, target[:, :-1])
@@ -140,9 +150,9 @@ class Kept(Lines):
     def __init__(self, kill_at: int | None = None) -> None:
         super().__init__(lambda _: None)
         self.kill_at = kill_at
-        self.readings: list[Reading] = []
+        self.readings: list[StepMeans] = []
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: StepMeans) -> None:
         self.readings.append(reading)
         if reading.step == self.kill_at:
             raise KeyboardInterrupt
@@ -152,7 +162,7 @@ def train(kind: str, folder: Path, report: Kept) -> nn.Module:
     model, objective = made(kind)
     loop = LoopConfig(steps=STEPS, warmup_steps=2, accumulate=2, snapshot_s=0.0, evaluate_steps=7, report_steps=1)
     config = TrainConfig(loop, OptimiserConfig(adamw_rate=0.01), seed=5, plan="a test")
-    held_back = [next(Source(kind).start_at(Place(99)))[1]]
+    held_back = [next(Source(kind).start_at(BatchPlace(99)))[1]]
     data = DataSplit(Source(kind), held_back, unit="images" if kind == "images" else "tokens")
     fit(model, objective, data, config, folder=folder, report=report)
     return model
@@ -191,7 +201,7 @@ def test_held_back_batches_count_by_their_weight(tmp_path: Path) -> None:
     """Two sentences of six words and one of two: the mean is over words."""
 
     class Constant(Translating):
-        def losses(self, model: Translator, batch: Translated) -> Parts:
+        def losses(self, model: Translator, batch: Translated) -> LossParts:
             yield model.head.bias.sum() * 0.0 + float(batch.target.shape[1]), {}
 
     model = Translator()

@@ -13,7 +13,7 @@ from tests.train.tiny import PAIRS, batches
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
-from vivace.train.data import Batches, Place, Row, Rows, collate, grouped, pairs_of
+from vivace.train.data import Batches, BatchPlace, Row, Rows, collate, grouped, pairs_of
 
 
 def test_only_the_answer_and_the_end_are_scored(tokenizer: Tokenizer) -> None:
@@ -39,7 +39,7 @@ def test_every_row_is_in_one_batch_of_like_rows(lengths: list[int], room: int) -
 
 
 def test_a_place_is_found_again(tokenizer: Tokenizer) -> None:
-    whole = batches(tokenizer).start_at(Place())
+    whole = batches(tokenizer).start_at(BatchPlace())
     seen = [next(whole) for _ in range(11)]
     for index in (0, 4, 9):
         again = batches(tokenizer).start_at(seen[index][0])

@@ -24,7 +24,7 @@ from vivace.train.distillation import (
     head_in_parts,
     slices,
 )
-from vivace.train.objective import Part
+from vivace.train.objective import LossPart
 
 TOKENS = torch.randint(0, 400, (3, 10), generator=torch.Generator().manual_seed(2))
 
@@ -94,7 +94,7 @@ def test_parts_have_the_gradient_of_the_whole(rows: int) -> None:
             loss.backward()
             return w.grad, float(loss.detach()), 1
 
-        def part_of(h: Tensor, part: slice) -> Part:
+        def part_of(h: Tensor, part: slice) -> LossPart:
             assert len(h) <= rows
             return F.cross_entropy(h @ head.T, targets[part], reduction="sum") / 7, {"loss": 1.0}
 

@@ -16,11 +16,11 @@ from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UsageError
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig, TrainConfig
-from vivace.train.data import Place, Rows, TokenBatch, collate
+from vivace.train.data import BatchPlace, Rows, TokenBatch, collate
 from vivace.train.loop import fit
 from vivace.train.next_token import NextToken
 from vivace.train.optim import Optimiser, OptimiserConfig
-from vivace.train.report import Lines, Reading
+from vivace.train.report import Lines, StepMeans
 
 
 class Kept:
@@ -28,13 +28,13 @@ class Kept:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.readings: list[Reading] = []
+        self.readings: list[StepMeans] = []
         self.passes: list[tuple[int, float, bool]] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: StepMeans) -> None:
         self.readings.append(reading)
 
     def held_back(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
@@ -156,7 +156,7 @@ def test_accumulated_batches_make_one_step_of_their_mean(
     data = batches(tokenizer)
     course_ = TrainConfig(LoopConfig(steps=2, warmup_steps=0, accumulate=3), OptimiserConfig())
     fit(model, recorder, DataSplit(data), course_, folder=folder, report=Kept())
-    again = data.start_at(Place())
+    again = data.start_at(BatchPlace())
     sums = [float(next(again)[1].tokens.sum()) for _ in range(6)]
     assert seen == [pytest.approx(sum(sums[:3]) / 3), pytest.approx(sum(sums[3:]) / 3)]
 
@@ -202,7 +202,7 @@ def test_lines_say_where_a_run_stands() -> None:
     said: list[str] = []
     lines = Lines(said.append)
     lines.note("begins")
-    lines.reading(Reading(20, 0.1, 1.0, 1234.0, 65.0, {"loss": 2.0}))
+    lines.reading(StepMeans(20, 0.1, 1.0, 1234.0, 65.0, {"loss": 2.0}))
     lines.held_back(20, {"loss": 1.5}, True)
     assert said[0] == "begins"
     assert "step 20" in said[1]

@@ -16,7 +16,7 @@ import torch
 from tests.train import killed
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import CheckpointError, CorruptError, MismatchError
-from vivace.train.resume import STATE, Progress, Stateful, load_snapshot, read_state, save_snapshot, write_state
+from vivace.train.resume import STATE, HasState, TrainProgress, load_snapshot, read_state, save_snapshot, write_state
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,16 +85,16 @@ class Stub:
 
 def test_an_objectives_own_memory_comes_back(tmp_path: Path) -> None:
     first, second, optimiser = Counting(), Counting(), Stub()
-    assert isinstance(first, Stateful)
+    assert isinstance(first, HasState)
     first.count = 5
-    save_snapshot(tmp_path, Progress(step=4), {"a": 1}, first, "plan")
+    save_snapshot(tmp_path, TrainProgress(step=4), {"a": 1}, first, "plan")
     found = load_snapshot(tmp_path, optimiser, second, "plan")
-    assert (found, second.count, optimiser.seen) == (Progress(step=4), 5, {"a": 1})
+    assert (found, second.count, optimiser.seen) == (TrainProgress(step=4), 5, {"a": 1})
 
 
 def test_another_plan_is_refused_and_no_snapshot_is_a_start(tmp_path: Path) -> None:
     assert load_snapshot(tmp_path, Stub(), Counting(), "plan") is None
-    save_snapshot(tmp_path, Progress(), {}, Counting(), "plan")
+    save_snapshot(tmp_path, TrainProgress(), {}, Counting(), "plan")
     with pytest.raises(MismatchError, match="another recipe"):
         load_snapshot(tmp_path, Stub(), Counting(), "other")
 

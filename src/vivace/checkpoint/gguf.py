@@ -26,7 +26,7 @@ from vivace.checkpoint.gguf_blocks import KINDS, Kind, find_kind
 from vivace.checkpoint.gguf_file import Entry, Value, write_gguf
 from vivace.checkpoint.gguf_tokenizer import tokenizer_keys
 from vivace.checkpoint.load import check, plan_of
-from vivace.checkpoint.names import Piece
+from vivace.checkpoint.names import TensorPiece
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.rope import frequencies
 from vivace.errors import UnsupportedError
@@ -109,7 +109,7 @@ def _require_plain(config: ModelConfig) -> None:
             raise UnsupportedError(f"a checkpoint with {what} cannot be written as GGUF")
 
 
-def _stored_kind(stored: TensorFiles, piece: Piece) -> str:
+def _stored_kind(stored: TensorFiles, piece: TensorPiece) -> str:
     """Return the GGUF format that corresponds to the dtype of a stored tensor."""
     return _STORED[str(stored.tensor(piece.name).dtype).removeprefix("torch.")]
 
@@ -137,7 +137,7 @@ def _model_keys(c: ModelConfig, name: str, kind: Kind) -> dict[str, Value]:
 
 
 def _entries(
-    ours: str, pieces: tuple[Piece, ...], stored: TensorFiles, config: ModelConfig, kind: Kind
+    ours: str, pieces: tuple[TensorPiece, ...], stored: TensorFiles, config: ModelConfig, kind: Kind
 ) -> Iterator[Entry]:
     """Yield the GGUF tensors that one of our parameters becomes."""
     for name, piece in zip(_gguf_names(ours), pieces, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vivace.checkpoint.families import Family, family_of, translate
 from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, summary
-from vivace.checkpoint.names import Names, Piece, Target, layout
+from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import num_bytes
@@ -196,7 +196,7 @@ def _tied_heads(family: Family, stored: TensorFiles, plan: Mapping[str, Target],
     return heads
 
 
-def _stored_shape(target: Target, piece: Piece) -> tuple[int, ...]:
+def _stored_shape(target: Target, piece: TensorPiece) -> tuple[int, ...]:
     """Return the shape that the stored tensor of a piece must have."""
     shape = (piece.stop - piece.start, *target.shape[1:])
     shape = shape[::-1] if piece.transposed else shape

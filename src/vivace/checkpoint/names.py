@@ -128,7 +128,7 @@ OPT = Names(
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One stored tensor and the rows of our parameter that it fills."""
 
     name: str
@@ -149,7 +149,7 @@ class Target:
     """One of our parameters: its shape and the stored tensors it is made of, in the order of rows."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 def layout(names: Names, config: ModelConfig, root: str, head: str) -> dict[str, Target]:
@@ -211,8 +211,8 @@ def _experts(names: Names, c: ModelConfig, ours: str, stem: str) -> Iterator[tup
             stored = (stem + names.expert_down.format(expert),)
             yield from _linear(f"{mine}down", stored, (c.width,), width, False, False)
         else:
-            up = Piece(stem + names.packed_up, 0, 2 * width, expert=expert, stack=count)
-            down = Piece(stem + names.packed_down, 0, c.width, expert=expert, stack=count)
+            up = TensorPiece(stem + names.packed_up, 0, 2 * width, expert=expert, stack=count)
+            down = TensorPiece(stem + names.packed_down, 0, c.width, expert=expert, stack=count)
             yield f"{mine}up.weight", Target((2 * width, c.width), (up,))
             yield f"{mine}down.weight", Target((c.width, width), (down,))
 
@@ -224,7 +224,7 @@ def _stems(stem: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _whole(name: str, shape: tuple[int, ...]) -> Target:
     """Return a parameter that is one stored tensor."""
-    return Target(shape, (Piece(name, 0, shape[0]),))
+    return Target(shape, (TensorPiece(name, 0, shape[0]),))
 
 
 def _norm(ours: str, stored: str, width: int, c: ModelConfig) -> Iterator[tuple[str, Target]]:
@@ -244,7 +244,7 @@ def _linear(
         rows = (total,)
     starts = [sum(rows[:place]) for place in range(len(rows))]
     spans = list(zip(stored, starts, rows, strict=True))
-    weight = tuple(Piece(f"{name}.weight", start, start + size, transposed) for name, start, size in spans)
+    weight = tuple(TensorPiece(f"{name}.weight", start, start + size, transposed) for name, start, size in spans)
     yield f"{ours}.weight", Target((total, width), weight)
     if bias:
-        yield f"{ours}.bias", Target((total,), tuple(Piece(f"{n}.bias", s, s + size) for n, s, size in spans))
+        yield f"{ours}.bias", Target((total,), tuple(TensorPiece(f"{n}.bias", s, s + size) for n, s, size in spans))

@@ -15,7 +15,7 @@ from torch import nn
 
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.load import put
-from vivace.checkpoint.names import Names, Piece, Target, layout
+from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.core.config import ModelConfig
 from vivace.core.layers import Linear, SplitLinear
 from vivace.core.model import Decoder
@@ -90,7 +90,7 @@ def _part(ours: str, target: Target, place: int) -> str:
     return f"{stem}.parts.{place}.{leaf}"
 
 
-def _view(parameter: nn.Parameter, piece: Piece) -> torch.Tensor:
+def _view(parameter: nn.Parameter, piece: TensorPiece) -> torch.Tensor:
     """Return the parameter itself, or a view of its storage."""
     if piece.expert is None and not piece.transposed:
         return parameter

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vivace.kernels.low_bit import Weights
 
 
-class Root(NamedTuple):
+class ChainRoot(NamedTuple):
     """The last committed token of a sequence, below which a chain begins."""
 
     slot: int
@@ -104,7 +104,7 @@ class Chain(Protocol):
 
     def draft(
         self,
-        roots: Sequence[Root],
+        roots: Sequence[ChainRoot],
         draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
@@ -123,13 +123,13 @@ class Chain(Protocol):
         """
         ...
 
-    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
+    def decide(self, roots: Sequence[ChainRoot], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
         """Decode the next tokens below each root greedily with the whole model, none below one of ``ends``."""
         ...
 
     def speculate(
         self,
-        root: Root,
+        root: ChainRoot,
         draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
@@ -141,7 +141,7 @@ class Chain(Protocol):
 
     def follow(
         self,
-        root: Root,
+        root: ChainRoot,
         stream_rows: StreamRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,

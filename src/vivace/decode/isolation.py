@@ -63,16 +63,16 @@ def told(cause: BaseException, part: str) -> VivaceError:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedState:
     """States and random numbers as they are before a pass, to go back to when it fails."""
 
     states: tuple[tuple[SlotState, object], ...]
     numbers: tuple[tuple[torch.Generator, Tensor], ...]
 
     @staticmethod
-    def of(states: Sequence[SlotState], generators: Sequence[torch.Generator]) -> Saved:
+    def of(states: Sequence[SlotState], generators: Sequence[torch.Generator]) -> SavedState:
         """Save what the states remember, and where the generators are."""
-        return Saved(
+        return SavedState(
             tuple((state, state.saved()) for state in states),
             tuple((generator, generator.get_state()) for generator in generators),
         )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vivace.core.draft_rows import Chain, ChainPlan, Root
+from vivace.core.draft_rows import Chain, ChainPlan, ChainRoot
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft
 from vivace.decode.plain import NoDrafts
@@ -111,5 +111,5 @@ class MultiStepPlain(NoDrafts):
         if found is None:
             return context.committed()
         more = self._budget.count(context) - 1
-        roots = [Root(slot, token, min(more, context.room.get(slot, 0))) for slot, token in found.pending.items()]
+        roots = [ChainRoot(slot, token, min(more, context.room.get(slot, 0))) for slot, token in found.pending.items()]
         return self._budget.timed(context, lambda: found.chain.decide(roots, context.cache, context.ends))

@@ -25,7 +25,7 @@ from vivace.decode.plain import NoMemory
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """A part of the work of reading one prompt: what one pass does of it."""
 
     first: int
@@ -72,7 +72,7 @@ class Prefill(Protocol):
 class PrefillState(SlotState, Protocol):
     """Reads the prompts of one session."""
 
-    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[Piece]:
+    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
         """Divide a prompt that was given a slot.
 
         Args:
@@ -85,7 +85,7 @@ class PrefillState(SlotState, Protocol):
         """
         ...
 
-    def read(self, pieces: Mapping[int, Piece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+    def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
         """Take the next piece of each of these slots up the model, together; all are of one kind."""
         ...
 
@@ -117,17 +117,17 @@ class _Chunks(NoMemory):
         self._chunk = chunk
         self._climb = ForwardPass()
 
-    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[Piece]:
+    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
         """Chunks behind what is known."""
         last = len(prompt) - 1
         assert known == last or known % self._chunk == 0, "a known prefix ends where a chunk does"
         return [self._piece(first, min(first + self._chunk, last)) for first in range(known, last, self._chunk)]
 
-    def _piece(self, first: int, stop: int) -> Piece:
+    def _piece(self, first: int, stop: int) -> PromptPiece:
         kind = "rows" if stop <= self._model.backend.rows_up_to else "chunks"
-        return Piece(first, stop, kind, stop - first)
+        return PromptPiece(first, stop, kind, stop - first)
 
-    def read(self, pieces: Mapping[int, Piece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+    def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
         """One pass over a chunk of each slot."""
         tokens = {slot: prompts[slot][piece.first : piece.stop] for slot, piece in pieces.items()}
         draft = Draft.committed_only(tokens, is_prompt=True)

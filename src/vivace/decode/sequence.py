@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
 from vivace.decode.memory import Promise
-from vivace.decode.prefill import Piece, PrefillState
+from vivace.decode.prefill import PrefillState, PromptPiece
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 
@@ -35,7 +35,7 @@ class Sequence:
     stats: DecodeStats
     admitted_at: float
     first_at: float = 0.0
-    pieces: deque[Piece] = field(default_factory=deque)
+    pieces: deque[PromptPiece] = field(default_factory=deque)
     """Work on the prompt that is still to be done."""
     shown: list[Tensor] = field(default_factory=list)
     """Residuals at the top of the prompt so far, (n, E) each, where a prefix cache is to keep them."""

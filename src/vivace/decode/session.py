@@ -36,7 +36,7 @@ from vivace.core.seams import (
 )
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import threads_of
-from vivace.decode.isolation import STOPS, RequestFailed, Saved, blaming, parts_of, told
+from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, told
 from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
 from vivace.decode.prefix import CHUNK
 from vivace.decode.prompt_reader import PromptReader, left_of
@@ -201,7 +201,7 @@ class Session:
         parts = deque([sequences])
         while parts:
             part = parts.popleft()
-            saved = Saved.of(self._states(part), [s.generator for s in part if not s.request.takes_argmax])
+            saved = SavedState.of(self._states(part), [s.generator for s in part if not s.request.takes_argmax])
             try:
                 emitted += work(part)
             except STOPS:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.draft_rows import Chain, ChainPlan, DraftRows, Root
+from vivace.core.draft_rows import Chain, ChainPlan, ChainRoot, DraftRows
 from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
@@ -191,7 +191,7 @@ class ShallowState(Forgetful):
         if drafts is None:
             return None
         limit, plan = drafts
-        root, offsets = Root(slot, token, limit), self._offsets_of(context.slots)
+        root, offsets = ChainRoot(slot, token, limit), self._offsets_of(context.slots)
         return self._budget.timed(
             context, lambda: found.chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
         )
@@ -211,7 +211,7 @@ class ShallowState(Forgetful):
             if len(tokens) != cache.lengths[slot] + 1 or (self.first is not None and self.first.guess(context, slot)):
                 return None
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
-            roots.append(Root(slot, tokens[-1], limit))
+            roots.append(ChainRoot(slot, tokens[-1], limit))
         plan, (chain, companion) = ChainPlan(self.plan.min_confidence, self.plan.weights), native
         return chain.draft(roots, companion, self._offsets_of(context.slots), cache, plan)
 

@@ -26,7 +26,7 @@ BATCH = 16
 """Number of prompts answered at once; the bits of an answer do not depend on it."""
 
 
-class Answer(Protocol):
+class GreedyAnswer(Protocol):
     """The part of an answer that is used here."""
 
     @property
@@ -54,7 +54,7 @@ class Sheet:
     """The prompts, and the answers of one format."""
 
     questions: Sequence[BenchmarkPrompt]
-    answers: Sequence[Answer]
+    answers: Sequence[GreedyAnswer]
     references: Sequence[tuple[int, ...]]
     """Tokens of each prompt's first reference, the end token included; empty if there is none."""
 

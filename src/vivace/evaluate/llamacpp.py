@@ -50,7 +50,7 @@ engine.run(Rows([1], [40], [0], [0]))
 
 
 @dataclass(frozen=True)
-class Rows:
+class LlamaRows:
     """The tokens of one pass."""
 
     tokens: Sequence[int]
@@ -111,9 +111,9 @@ class LlamaCpp:
         """Number of cache entries, all sequences together."""
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
-        self._batch = _Batch(lib, settings.n_batch)
+        self._batch = _LlamaBatch(lib, settings.n_batch)
 
-    def run(self, rows: Rows) -> list[npt.NDArray[np.float32]]:
+    def run(self, rows: LlamaRows) -> list[npt.NDArray[np.float32]]:
         """Run one pass and return the logits (V,) of each wanted row, valid until the next pass.
 
         Raises:
@@ -141,15 +141,15 @@ def llama_cpp_passes(engine: LlamaCpp, num_rows: Sequence[int], *, context: int)
     def run(rows: int) -> None:
         engine.forget(0, context)
         places = range(context, context + rows)
-        for logits in engine.run(Rows([1] * rows, places, [0] * rows, range(rows))):
+        for logits in engine.run(LlamaRows([1] * rows, places, [0] * rows, range(rows))):
             logits.argmax()
 
     engine.forget()
-    engine.run(Rows([1] * context, range(context), [0] * context, []))
+    engine.run(LlamaRows([1] * context, range(context), [0] * context, []))
     return [partial(run, rows) for rows in num_rows]
 
 
-class _Batch:
+class _LlamaBatch:
     """llama.cpp's struct ``llama_batch`` over numpy arrays."""
 
     def __init__(self, lib: ModuleType, size: int) -> None:
@@ -167,7 +167,7 @@ class _Batch:
             if name in arrays:
                 setattr(self._struct, name, arrays[name].ctypes.data_as(kind))
 
-    def fill(self, rows: Rows) -> Any:
+    def fill(self, rows: LlamaRows) -> Any:
         """Fill the struct with these rows and return it."""
         count = len(rows.tokens)
         self._tokens[:count] = rows.tokens
@@ -238,12 +238,12 @@ class LlamaCppPeer:
             positions += range(len(question.token_ids))
             sequences += [index] * len(question.token_ids)
             lasts.append(len(tokens) - 1)
-        found = self.engine.run(Rows(tokens, positions, sequences, lasts))
+        found = self.engine.run(LlamaRows(tokens, positions, sequences, lasts))
         return [_Sequence(i, len(batch[i].token_ids), [int(row.argmax())]) for i, row in enumerate(found)]
 
     def _step(self, live: Sequence[_Sequence]) -> None:
         """Append one token to each sequence."""
-        rows = Rows(
+        rows = LlamaRows(
             [one.tokens[-1] for one in live],
             [one.length + len(one.tokens) - 1 for one in live],
             [one.index for one in live],

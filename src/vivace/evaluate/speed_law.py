@@ -27,7 +27,7 @@ from vivace.evaluate.benchmark import Record
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepCosts:
     """Seconds that the parts of a step take on one machine."""
 
     plain_s: float
@@ -59,7 +59,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The share of a whole pass that drafting one token reads."""
 
     gate: int
@@ -112,7 +112,7 @@ class Judged:
     """Predicted speed-up."""
     measured: float
     """Measured speed-up."""
-    parts: Parts
+    parts: StepCosts
 
     @property
     def off(self) -> float:
@@ -120,7 +120,7 @@ class Judged:
         return self.measured / self.law - 1
 
 
-def judge(parts: Parts, record: Record, speedup: float) -> Judged:
+def judge(parts: StepCosts, record: Record, speedup: float) -> Judged:
     """Predict the speed-up of a method from the acceptance it had.
 
     Args:

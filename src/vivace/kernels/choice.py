@@ -15,7 +15,7 @@ LACKING = {"amx": "processor, its system or the compiler that built the library"
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernels that were chosen, and the reason."""
 
     name: str
@@ -26,7 +26,7 @@ class Choice:
     """The native kernels; None for PyTorch."""
 
 
-def choose(asked: str = "auto", *, features: Set[str] | None = None) -> Choice:
+def choose(asked: str = "auto", *, features: Set[str] | None = None) -> KernelChoice:
     """Choose the kernels.
 
     Args:
@@ -41,21 +41,21 @@ def choose(asked: str = "auto", *, features: Set[str] | None = None) -> Choice:
     if asked not in NAMES:
         raise ConfigError(f"kernels must be auto, torch, avx2, avx512 or amx, found {asked!r}{nearest(asked, NAMES)}")
     if asked == "torch":
-        return Choice("torch", "asked for", None)
+        return KernelChoice("torch", "asked for", None)
     try:
         library = open_library()
     except DependencyError as error:
         if asked != "auto":
             raise
-        return Choice("torch", str(error), None)
+        return KernelChoice("torch", str(error), None)
     able = runnable(library) if features is None else features
     if asked != "auto":
         if asked not in able:
             raise UnsupportedError(
                 f"this {LACKING.get(asked, 'processor')} cannot run the {asked} kernels; use --kernels auto"
             )
-        return Choice(asked, "asked for", NativeBody(asked, library))
+        return KernelChoice(asked, "asked for", NativeBody(asked, library))
     for name in reversed(BODIES):
         if name in able:
-            return Choice(name, "the best this processor runs", NativeBody(name, library))
-    return Choice("torch", "this processor has neither AVX2 nor AVX-512 with BF16", None)
+            return KernelChoice(name, "the best this processor runs", NativeBody(name, library))
+    return KernelChoice("torch", "this processor has neither AVX2 nor AVX-512 with BF16", None)

@@ -12,7 +12,7 @@ from vivace.core.model import Decoder
 from vivace.engine import load
 from vivace.methods.draft.drafter import DraftModelConfig
 from vivace.methods.draft.objective import StudentObjective
-from vivace.recipes.frozen import FrozenRecipe, Saved, Trainable, TrainContext, TrainedAdapter
+from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.recipes.regenerate import placed
 from vivace.recipes.scratch import ShapeConfig, start_decoder
 from vivace.train.distillation import DistillationLoss
@@ -51,11 +51,11 @@ class StudentTraining(Trainable):
         """Return the weights; how many tokens to draft is chosen when decoding."""
         return TrainedAdapter(DraftModelConfig(), self.shape, self.student.state_dict())
 
-    def save(self, out: Path, base: str) -> Saved:
+    def save(self, out: Path, base: str) -> SavedTraining:
         """Write a checkpoint with a copy of the base's tokenizer."""
         engine, config = self.context.engine, self.shape.hf_config()
         known = read_json(engine.folder / "config.json")
         config |= {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_checkpoint(self.student, config, engine.folder, out)
         what = f"{sum(p.numel() for p in self.student.parameters()):,} weights"
-        return Saved(what, "draft", lambda: load(engine.folder, **placed(engine), draft_model=out))
+        return SavedTraining(what, "draft", lambda: load(engine.folder, **placed(engine), draft_model=out))

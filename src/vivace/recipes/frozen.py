@@ -100,7 +100,7 @@ class TrainedAdapter:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTraining:
     """The result of a training on disk."""
 
     what: str
@@ -128,7 +128,7 @@ class Trainable(ABC):
     def finish(self) -> TrainedAdapter:
         """Return the trained weights; called once, after the loop, when the best weights have been restored."""
 
-    def save(self, out: Path, base: str) -> Saved:
+    def save(self, out: Path, base: str) -> SavedTraining:
         """Write the trained weights as an adapter of the frozen decoder; subclasses may write something else.
 
         Args:
@@ -137,7 +137,7 @@ class Trainable(ABC):
         """
         engine, kind, trained = self.context.engine, self.context.recipe.kind, self.finish()
         what = trained.write(out, kind, base, engine)
-        return Saved(what, kind, lambda: as_it_decodes(engine, {kind: out}), trained.note)
+        return SavedTraining(what, kind, lambda: as_it_decodes(engine, {kind: out}), trained.note)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class TrainContext:
             )
         return TrainContext(recipe, engine, pairs[first:], pairs[:last], pairs[last:first], report)
 
-    def timed(self, saved: Saved) -> list[Run]:
+    def timed(self, saved: SavedTraining) -> list[Run]:
         """Time plain decoding and the trained method on held-back prompts, with the kernels that decode."""
         asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
         questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]

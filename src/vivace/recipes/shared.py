@@ -12,7 +12,7 @@ from vivace.checkpoint.save import write_checkpoint
 from vivace.engine import load
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
-from vivace.recipes.frozen import FrozenRecipe, Saved, TrainContext
+from vivace.recipes.frozen import FrozenRecipe, SavedTraining, TrainContext
 from vivace.recipes.multistream import StreamTraining
 from vivace.recipes.regenerate import placed
 
@@ -49,7 +49,7 @@ class SharedTraining(StreamTraining):
         self.depth = context.engine.model.config.num_layers + self.depth
         self.shared = streams
 
-    def save(self, out: Path, base: str) -> Saved:
+    def save(self, out: Path, base: str) -> SavedTraining:
         """Write the merged model with the base's tokenizer, and its streams.
 
         This may be called only once, since it merges the deltas into the model; the pruner's threshold is calibrated on
@@ -61,4 +61,4 @@ class SharedTraining(StreamTraining):
         write_checkpoint(engine.model, read_json(engine.folder / "config.json"), engine.folder, out)
         what = trained.write(out / "adapters" / "multistream", "multistream", base_hash(out), engine)
         what = f"the model and {what} of streams{trained.note}"
-        return Saved(what, "multistream", lambda: load(out, **placed(engine)))
+        return SavedTraining(what, "multistream", lambda: load(out, **placed(engine)))

@@ -18,12 +18,12 @@ from vivace.decode.request import Emitted
 from vivace.serve.api_error import APIError
 from vivace.serve.bodies import GenerationBody
 from vivace.serve.call import Call, Calls
-from vivace.serve.choice import Choice, Fresh, TokenInfo
+from vivace.serve.choice import Choice, NewTokens, TokenInfo
 from vivace.serve.metrics import Metrics
 from vivace.serve.parsing import ParsedRequest
-from vivace.serve.replies import Extras, Head, Shape
+from vivace.serve.replies import Extras, Head, ResponseShape
 from vivace.serve.usage import metrics, usage
-from vivace.serve.worker import Progress, Worker
+from vivace.serve.worker import PromptProgress, Worker
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 15.0
@@ -45,7 +45,7 @@ class Reply:
         self,
         ask: ParsedRequest,
         body: GenerationBody,
-        shape: Shape,
+        shape: ResponseShape,
         head: Head,
         extras: Extras,
         echoes: Sequence[Echo] = (),
@@ -99,7 +99,7 @@ class Reply:
         """In the end."""
         return metrics(self.choices, self.arrived_at, self.queue_s)
 
-    def take(self, index: int, emitted: Emitted, metrics: Metrics) -> Fresh:
+    def take(self, index: int, emitted: Emitted, metrics: Metrics) -> NewTokens:
         """Add a step to a choice and to the metrics."""
         choice = self.choices[index]
         before = choice.last_at
@@ -137,7 +137,7 @@ class Reply:
             async for found in call.events(KEEP_ALIVE_S):
                 if found is None:
                     yield ": keep-alive\n\n"
-                elif isinstance(found[1], Progress):
+                elif isinstance(found[1], PromptProgress):
                     yield self._event([], prompt_progress=_progress(found[1]))
                 elif isinstance(found[1], Emitted):
                     self.queue_s = call.queue_s
@@ -152,10 +152,10 @@ class Reply:
         opening = self.shape.opening(choice.index)
         parts = [] if opening is None else [opening]
         if self.extras.token_ids and choice.index == 0:
-            opening = parts[0] if parts else self.shape.piece(0, Fresh(""), Extras())
+            opening = parts[0] if parts else self.shape.piece(0, NewTokens(""), Extras())
             parts = [{**opening, "prompt_token_ids": list(self.ask.prompts[0])}]
         if choice.echo_text:
-            parts.append(self.shape.piece(choice.index, Fresh(choice.echo_text, choice.echo), self.extras))
+            parts.append(self.shape.piece(choice.index, NewTokens(choice.echo_text, choice.echo), self.extras))
         if choice.finish_reason and (closing := self.shape.closing(choice.index, choice.finish_reason)):
             parts.append(closing)
         return parts
@@ -216,12 +216,12 @@ async def _gone(request: HttpRequest) -> None:
         pass
 
 
-def head(ask: ParsedRequest, shape: Shape, fingerprint: str) -> Head:
+def head(ask: ParsedRequest, shape: ResponseShape, fingerprint: str) -> Head:
     """Beginning of a reply's objects."""
     return Head(f"{shape.id_prefix}{uuid.uuid4().hex}", int(time.time()), ask.model, fingerprint)
 
 
-def _progress(event: Progress) -> dict[str, Any]:
+def _progress(event: PromptProgress) -> dict[str, Any]:
     return {
         "total": event.total,
         "cache": event.cached,

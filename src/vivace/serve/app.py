@@ -35,7 +35,7 @@ from vivace.serve.metrics import Metrics
 from vivace.serve.middleware import Middleware
 from vivace.serve.parsing import ParsedRequest, RequestParser
 from vivace.serve.prompts import Prompts
-from vivace.serve.replies import ChatShape, Extras, Shape, TextShape
+from vivace.serve.replies import ChatShape, Extras, ResponseShape, TextShape
 from vivace.serve.scoring import Scored, spelt
 from vivace.serve.server_metrics import ServerFigures
 from vivace.serve.trimming import trim
@@ -160,7 +160,7 @@ class Server:
         self,
         ask: ParsedRequest,
         body: GenerationBody,
-        shape: Shape,
+        shape: ResponseShape,
         extras: Extras,
         request: Request,
         echoes: list[Echo] | None = None,

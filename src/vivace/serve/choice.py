@@ -11,7 +11,7 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 from vivace.engine import Answer
-from vivace.serve.token_text import Offsets, Piece, piece
+from vivace.serve.token_text import Offsets, TokenPiece, piece
 from vivace.serve.tool_reader import ToolReader
 
 
@@ -19,14 +19,14 @@ from vivace.serve.tool_reader import ToolReader
 class TokenInfo:
     """A token of an answer."""
 
-    piece: Piece
+    piece: TokenPiece
     logprob: float | None
-    top: tuple[tuple[Piece, float], ...] = ()
+    top: tuple[tuple[TokenPiece, float], ...] = ()
     """The likeliest tokens of this place with log p of each."""
     offset: int = 0
     """Characters before it in the text."""
     step: int = 0
-    guesses: tuple[Piece, ...] = ()
+    guesses: tuple[TokenPiece, ...] = ()
     """What was drafted for this place."""
     layer: int | None = None
     """Layers below it, for a method whose tokens may leave early."""
@@ -45,7 +45,7 @@ class TokenInfo:
 
 
 @dataclass(frozen=True)
-class Fresh:
+class NewTokens:
     """What a step added to an answer."""
 
     text: str
@@ -90,7 +90,7 @@ class Choice:
             "tool_calls" if self.reader and self.reader.calls and self.finish_reason == "stop" else self.finish_reason
         )
 
-    def take(self, emitted: Emitted) -> Fresh:
+    def take(self, emitted: Emitted) -> NewTokens:
         """Add a step's tokens; returns what is certain now."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
@@ -105,17 +105,17 @@ class Choice:
             self.finish_reason = emitted.finish_reason
             self.stats = emitted.stats
             self.auto_choice = self._answer.result().choice
-        return Fresh(text, fresh, () if read is None else read.deltas)
+        return NewTokens(text, fresh, () if read is None else read.deltas)
 
     def _infos(self, emitted: Emitted) -> list[TokenInfo]:
         """What is known of a step's tokens."""
         if not self.spells:
-            return [TokenInfo(Piece(token, "", b""), None) for token in emitted.tokens]
+            return [TokenInfo(TokenPiece(token, "", b""), None) for token in emitted.tokens]
         pieces = [piece(self.tokenizer, token) for token in emitted.tokens]
         offsets = self._offsets.push(pieces)
         return [self._info(emitted, place, *pair) for place, pair in enumerate(zip(pieces, offsets, strict=True))]
 
-    def _info(self, emitted: Emitted, place: int, own: Piece, offset: int) -> TokenInfo:
+    def _info(self, emitted: Emitted, place: int, own: TokenPiece, offset: int) -> TokenInfo:
         top = () if emitted.top_logprobs is None else emitted.top_logprobs[place]
         guesses = () if emitted.guesses is None else emitted.guesses[place]
         exits, at = emitted.stats.exit_layers, len(self.tokens) + place

@@ -17,7 +17,7 @@ from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Genera
 from vivace.serve.catalog import Catalog
 from vivace.serve.grammar import Bind, binds, bound
 from vivace.serve.grammars import Grammars
-from vivace.serve.processors import Bias, Penalties
+from vivace.serve.processors import LogitBias, Penalties
 from vivace.serve.prompts import Prompts, Unread
 from vivace.serve.tool_reader import ToolReader
 from vivace.serve.tools import Tools
@@ -224,7 +224,7 @@ class RequestParser:
             drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed = random.getrandbits(62) if body.seed is None else body.seed
         prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt, owner)
-        bias = (Bias(self._bias(body)),) if body.logit_bias else ()
+        bias = (LogitBias(self._bias(body)),) if body.logit_bias else ()
         requests = []
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)
@@ -295,7 +295,7 @@ class RequestParser:
         )
 
     @staticmethod
-    def _processors(body: GenerationBody, num_prompt_tokens: int, bias: tuple[Bias, ...]) -> tuple[Processor, ...]:
+    def _processors(body: GenerationBody, num_prompt_tokens: int, bias: tuple[LogitBias, ...]) -> tuple[Processor, ...]:
         """What bends the distribution of answers, other than a grammar."""
         if body.presence_penalty or body.frequency_penalty:
             return (Penalties(num_prompt_tokens, body.presence_penalty, body.frequency_penalty), *bias)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Bias:
+class LogitBias:
     """``logit_bias``: a number added to some logits."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vivace.serve.choice import Choice, Fresh, TokenInfo
-from vivace.serve.token_text import Piece
+from vivace.serve.choice import Choice, NewTokens, TokenInfo
+from vivace.serve.token_text import TokenPiece
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Extras:
         return found
 
 
-class Shape(Protocol):
+class ResponseShape(Protocol):
     """How an interface writes answers."""
 
     id_prefix: str
@@ -64,7 +64,7 @@ class Shape(Protocol):
         """What a choice's stream begins with."""
         ...
 
-    def piece(self, index: int, fresh: Fresh, extras: Extras) -> dict[str, Any]:
+    def piece(self, index: int, fresh: NewTokens, extras: Extras) -> dict[str, Any]:
         """A step of a choice."""
         ...
 
@@ -103,7 +103,7 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, index: int, fresh: Fresh, extras: Extras) -> dict[str, Any]:
+    def piece(self, index: int, fresh: NewTokens, extras: Extras) -> dict[str, Any]:
         """A step of a choice."""
         delta: dict[str, Any] = {"content": fresh.text} if fresh.text or not fresh.calls else {}
         if fresh.calls:
@@ -143,14 +143,14 @@ class TextShape:
 
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
         """A finished choice."""
-        everything = Fresh(choice.echo_text + choice.text, [*choice.echo, *choice.tokens])
+        everything = NewTokens(choice.echo_text + choice.text, [*choice.echo, *choice.tokens])
         return {**self.piece(choice.index, everything, extras), "finish_reason": choice.reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Nothing."""
         return None
 
-    def piece(self, index: int, fresh: Fresh, extras: Extras) -> dict[str, Any]:
+    def piece(self, index: int, fresh: NewTokens, extras: Extras) -> dict[str, Any]:
         """A step of a choice."""
         return {
             "index": index,
@@ -174,5 +174,5 @@ class TextShape:
         }
 
 
-def _token(piece: Piece, logprob: float) -> dict[str, Any]:
+def _token(piece: TokenPiece, logprob: float) -> dict[str, Any]:
     return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}

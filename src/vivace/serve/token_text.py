@@ -14,7 +14,7 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """A token by itself; special ones are spelt out."""
 
     id: int
@@ -23,11 +23,11 @@ class Piece:
     """What it stands for: a character may be spread over tokens, and then only bytes can be put together again."""
 
 
-def piece(tokenizer: Tokenizer, token: int) -> Piece:
+def piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
     """A token by itself."""
     text: str = tokenizer.inner.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     raw = text.encode() if _NO_CHARACTER not in text else _bytes_of(str(tokenizer.inner.convert_ids_to_tokens(token)))
-    return Piece(token, text, text.encode() if raw is None else raw)
+    return TokenPiece(token, text, text.encode() if raw is None else raw)
 
 
 def _bytes_of(spelt: str) -> bytes | None:
@@ -53,7 +53,7 @@ class Offsets:
         self._stream = TextStream(tokenizer)
         self._at = 0
 
-    def push(self, pieces: Sequence[Piece]) -> list[int]:
+    def push(self, pieces: Sequence[TokenPiece]) -> list[int]:
         """Beginnings of further tokens; one inside a character begins where the character does."""
         found = []
         for one in pieces:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Progress:
+class PromptProgress:
     """How far a prompt is read."""
 
     total: int
@@ -47,7 +47,7 @@ class Failed:
     api_error: APIError
 
 
-Event = Emitted | Progress | Scored | Failed
+Event = Emitted | PromptProgress | Scored | Failed
 Mailbox = Callable[[list[tuple["Job", Event]]], None]
 """Called on the worker's thread with everything a step brought, once per step."""
 
@@ -328,7 +328,7 @@ class Worker:
             if job.reports_progress and not job.has_begun:
                 total = len(job.request.tokens)
                 read = total - left - 1 if left else total
-                events.append((job, Progress(total, cached, read, time.perf_counter() - job.started_at)))
+                events.append((job, PromptProgress(total, cached, read, time.perf_counter() - job.started_at)))
         return events
 
     def _end(self, job: Job) -> None:

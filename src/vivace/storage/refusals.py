@@ -6,7 +6,7 @@ import torch
 
 from vivace.checkpoint.load import choose_device, choose_dtype
 from vivace.errors import UnsupportedError
-from vivace.kernels.choice import Choice
+from vivace.kernels.choice import KernelChoice
 
 
 def check_weights(kept: str, device: str) -> None:
@@ -30,7 +30,7 @@ def check_dtype(asked: str, found: torch.dtype) -> None:
         raise UnsupportedError(f"this store holds {found}, {asked} was asked for; convert it with --dtype {asked}")
 
 
-def torch_only(asked: str) -> Choice:
+def torch_only(asked: str) -> KernelChoice:
     """What runs weights that are read while they are used, and do not lie as native kernels read them.
 
     Raises:
@@ -41,4 +41,4 @@ def torch_only(asked: str) -> Choice:
             f"{asked} kernels cannot stream this store: convert it with --kernels {asked}, give --kernels torch, "
             "or more memory"
         )
-    return Choice("torch", "this store was not converted for native kernels", None)
+    return KernelChoice("torch", "this store was not converted for native kernels", None)

@@ -4,17 +4,18 @@ An ``Objective`` owns the parameters that are trained and computes their loss: a
 of a decoding method beside a frozen decoder.
 """
 
-from vivace.train.batches import BatchSource, Countable, DataSplit, Place
+from vivace.train.batches import BatchPlace, BatchSource, Countable, DataSplit
 from vivace.train.config import LoopConfig, TrainConfig
 from vivace.train.data import Batches, Rows, TokenBatch, pairs_of
 from vivace.train.loop import TrainResult, fit
 from vivace.train.next_token import NextToken
-from vivace.train.objective import Objective, Part, Parts
+from vivace.train.objective import LossPart, LossParts, Objective
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Curves, Lines, Report
 from vivace.train.variation import Variation, VariationConfig
 
 __all__ = [
+    "BatchPlace",
     "BatchSource",
     "Batches",
     "Countable",
@@ -22,13 +23,12 @@ __all__ = [
     "DataSplit",
     "Lines",
     "LoopConfig",
+    "LossPart",
+    "LossParts",
     "NextToken",
     "Objective",
     "Optimiser",
     "OptimiserConfig",
-    "Part",
-    "Parts",
-    "Place",
     "Report",
     "Rows",
     "TokenBatch",

@@ -26,7 +26,7 @@ class Countable(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPlace:
     """A position in the training data: the next batch to be read."""
 
     epoch: int = 0
@@ -41,7 +41,7 @@ BOut = TypeVar("BOut", bound=Countable, covariant=True)
 class BatchSource(Protocol[BOut]):
     """Endless batches; the same place always gives the same batch, so a resumed run sees what a killed one would."""
 
-    def start_at(self, place: Place) -> Iterator[tuple[Place, BOut]]:
+    def start_at(self, place: BatchPlace) -> Iterator[tuple[BatchPlace, BOut]]:
         """Yield the batches from ``place`` on, each together with the place that follows it."""
         ...
 

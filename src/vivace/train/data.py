@@ -22,7 +22,7 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
-from vivace.train.batches import Place
+from vivace.train.batches import BatchPlace
 from vivace.train.objective import Objective
 from vivace.train.variation import Pair
 
@@ -163,13 +163,13 @@ class Batches:
         self._tokens = tokens_per_batch
         self._seed = seed
 
-    def start_at(self, place: Place) -> Iterator[tuple[Place, TokenBatch]]:
+    def start_at(self, place: BatchPlace) -> Iterator[tuple[BatchPlace, TokenBatch]]:
         """Yield endless batches from ``place`` on, each together with the place that follows it."""
         epoch, first = place.epoch, place.index
         while True:
             groups = self.epoch(epoch)
             for index in range(first, len(groups)):
-                yield Place(epoch, index + 1), collate(groups[index])
+                yield BatchPlace(epoch, index + 1), collate(groups[index])
             epoch, first = epoch + 1, 0
 
     def epoch(self, number: int) -> list[list[Row]]:

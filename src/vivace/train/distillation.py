@@ -28,7 +28,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.train.data import TokenBatch
-from vivace.train.objective import Part, Parts
+from vivace.train.objective import LossPart, LossParts
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Cut:
         self.wholes = wholes
         self.copies = tuple(whole.detach().requires_grad_(torch.is_grad_enabled()) for whole in wholes)
 
-    def rest(self) -> Parts:
+    def rest(self) -> LossParts:
         """Yield one part whose backward pass sends the collected gradients on to the original tensors.
 
         Its value means nothing; only its gradient does. Nothing is yielded while gradients are disabled. Copies that no
@@ -121,7 +121,7 @@ def slices(count: int, rows: int) -> Iterator[slice]:
         yield slice(first, first + rows)
 
 
-def head_in_parts(top: Tensor, rows: int, part_of: Callable[[Tensor, slice], Part]) -> Parts:
+def head_in_parts(top: Tensor, rows: int, part_of: Callable[[Tensor, slice], LossPart]) -> LossParts:
     """Yield a loss in parts of ``rows`` positions each, then the part that passes their gradients on to ``top``.
 
     Args:
@@ -224,7 +224,7 @@ class AlignedLoss(DistillationLoss):
 
 def guess_losses(
     loss: DistillationLoss, model: Decoder, speaker: Decoder, frozen: FrozenPass, batch: TokenBatch, top: Tensor
-) -> Parts:
+) -> LossParts:
     """Yield the loss of one guess at every scored position, in parts.
 
     Args:
@@ -237,7 +237,7 @@ def guess_losses(
     """
     rows, targets = batch.predicting, batch.targets
 
-    def part_of(h: Tensor, part: slice) -> Part:
+    def part_of(h: Tensor, part: slice) -> LossPart:
         compared = loss.of(speaker.head(h), frozen.logits(model, rows[part]), targets[part])
         share = 1 / len(rows)
         return compared.loss * share, {"agreement": float(compared.agreed) * share}

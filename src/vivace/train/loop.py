@@ -24,8 +24,8 @@ from vivace.train.batches import Countable, DataSplit
 from vivace.train.config import TrainConfig
 from vivace.train.objective import Objective
 from vivace.train.optim import Optimiser
-from vivace.train.report import Reading, Report
-from vivace.train.resume import Progress, load_snapshot, read_state, save_snapshot, write_state
+from vivace.train.report import Report, StepMeans
+from vivace.train.resume import TrainProgress, load_snapshot, read_state, save_snapshot, write_state
 
 M = TypeVar("M")
 B = TypeVar("B", bound=Countable)
@@ -37,7 +37,7 @@ BEST = "best.pt"
 class TrainResult:
     """The end of a run; by then the objective holds the best parameters."""
 
-    progress: Progress
+    progress: TrainProgress
     held_back: Mapping[str, float]
     """Mean loss and metrics of the last evaluation on the held-back batches."""
 
@@ -89,7 +89,7 @@ class _Run(Generic[M, B]):
         self.folder = folder
         self.report = report
         self.optimiser = Optimiser(objective.groups(), config.optimiser)
-        self.progress = Progress()
+        self.progress = TrainProgress()
         self.batches = data.train.start_at(self.progress.place)
         self.held_back: dict[str, float] = {}
         self.window = _Window()
@@ -165,7 +165,7 @@ class _Run(Generic[M, B]):
         share = self.spent()
         eta = self.progress.elapsed_s / share * (1 - share) if share else 0.0
         metrics, rate = self.window.close()
-        self.report.reading(Reading(self.progress.step, spent, factor, rate, eta, metrics, self.data.unit))
+        self.report.reading(StepMeans(self.progress.step, spent, factor, rate, eta, metrics, self.data.unit))
 
     @torch.no_grad()
     def _evaluate(self) -> None:

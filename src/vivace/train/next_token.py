@@ -16,7 +16,7 @@ from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import head_in_parts
-from vivace.train.objective import Part, Parts
+from vivace.train.objective import LossPart, LossParts
 
 
 def next_token_loss(model: Decoder, hidden: Tensor, targets: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -69,13 +69,13 @@ class NextToken(DecoderObjective):
             {"name": "others", "method": "adamw", "params": others},
         ]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the cross-entropy in parts of ``rows`` positions, then the part that trains the layers."""
         rows, targets = batch.predicting, batch.targets
         step = Step.dense(*batch.tokens.shape)
         top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
 
-        def part_of(h: Tensor, part: slice) -> Part:
+        def part_of(h: Tensor, part: slice) -> LossPart:
             loss, right = next_token_loss(model, h, targets[part], len(rows))
             return loss, {"loss": float(loss.detach()), "accuracy": float(right)}
 
@@ -105,7 +105,7 @@ class NextTokenBeside(NextToken):
         """Return a layer's term, (), given its residual after attention ``u`` (T, E); None where the layer has none."""
         raise NotImplementedError
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the parts of ``NextToken``, with the term added to the last, which trains the layers."""
         for loss, seen in super().losses(model, batch):
             if seen:

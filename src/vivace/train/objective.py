@@ -13,9 +13,9 @@ M = TypeVar("M")
 B = TypeVar("B")
 """Type of a batch."""
 
-Part = tuple[Tensor, Mapping[str, float]]
+LossPart = tuple[Tensor, Mapping[str, float]]
 """A part of a loss, (), and metrics for reports; metrics of the same name are summed over a batch's parts."""
-Parts = Iterator[Part]
+LossParts = Iterator[LossPart]
 """The parts of a loss; their sum is the mean loss of a batch."""
 
 
@@ -30,7 +30,7 @@ class Objective(ABC, Generic[M, B]):
         """Return parameter groups ``{"params": [...], "name": str, ...}``, as ``Optimiser`` describes them."""
 
     @abstractmethod
-    def losses(self, model: M, batch: B) -> Parts:
+    def losses(self, model: M, batch: B) -> LossParts:
         """Yield the loss of a batch in parts that add up to its mean.
 
         The loop backpropagates each part before it asks for the next, so memory holds the graph of one part at a time.

@@ -12,7 +12,7 @@ from vivace.units import format_seconds
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepMeans:
     """Means over the steps since the last report."""
 
     step: int
@@ -44,7 +44,7 @@ class Report(Protocol):
         """Receive a sentence, such as the memory that the run needs or the step it resumed from."""
         ...
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: StepMeans) -> None:
         """Receive the means over the last steps."""
         ...
 
@@ -63,7 +63,7 @@ class Lines:
         """Print the sentence."""
         self._show(text)
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: StepMeans) -> None:
         """Print the means over the last steps."""
         self._show(str(reading))
 
@@ -93,7 +93,7 @@ class Curves:
         """Pass the sentence on; it has no curve."""
         self._lines.note(text)
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: StepMeans) -> None:
         """Add a point to each training curve."""
         self._lines.reading(reading)
         speed = {f"{reading.unit}_per_s": reading.elements_per_s}

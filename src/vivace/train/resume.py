@@ -18,14 +18,14 @@ import torch
 
 from vivace.errors import CheckpointError, CorruptError, MismatchError
 from vivace.files import replacing
-from vivace.train.batches import Place
+from vivace.train.batches import BatchPlace
 
 STATE = "state.pt"
 _FORMAT = 1
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class HasState(Protocol):
     """An objective that has state besides its parameters, such as moving averages or a generator."""
 
     def state(self) -> Mapping[str, Any]:
@@ -38,11 +38,11 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """The progress of a run: its step, place in the data, elapsed time and best loss so far."""
 
     step: int = 0
-    place: Place = field(default_factory=Place)
+    place: BatchPlace = field(default_factory=BatchPlace)
     elapsed_s: float = 0.0
     num_tokens: int = 0
     """Elements of all batches so far, padding included; snapshots use this name for every kind of element."""
@@ -50,7 +50,9 @@ class Progress:
     best_step: int = 0
 
 
-def save_snapshot(folder: Path, progress: Progress, optimiser: Mapping[str, Any], objective: object, plan: str) -> None:
+def save_snapshot(
+    folder: Path, progress: TrainProgress, optimiser: Mapping[str, Any], objective: object, plan: str
+) -> None:
     """Write a snapshot to ``state.pt``.
 
     Args:
@@ -63,7 +65,7 @@ def save_snapshot(folder: Path, progress: Progress, optimiser: Mapping[str, Any]
     Raises:
         CheckpointError: writing failed, for instance because the disk is full; the previous snapshot is unharmed.
     """
-    kept = dict(objective.state()) if isinstance(objective, Stateful) else None
+    kept = dict(objective.state()) if isinstance(objective, HasState) else None
     content = {
         "format": _FORMAT,
         "plan": plan,
@@ -75,7 +77,7 @@ def save_snapshot(folder: Path, progress: Progress, optimiser: Mapping[str, Any]
     write_state(folder / STATE, content)
 
 
-def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) -> Progress | None:
+def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) -> TrainProgress | None:
     """Restore a run from its snapshot.
 
     Args:
@@ -101,10 +103,10 @@ def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) ->
             "folder"
         )
     optimiser.restore(content["optimiser"])
-    if isinstance(objective, Stateful) and content["objective"] is not None:
+    if isinstance(objective, HasState) and content["objective"] is not None:
         objective.restore(content["objective"])
     found = dict(content["progress"])
-    return Progress(**(found | {"place": Place(**found["place"])}))
+    return TrainProgress(**(found | {"place": BatchPlace(**found["place"])}))
 
 
 def write_state(path: Path, content: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from vivace.errors import ConfigError
 from vivace.train.data import TokenBatch
 from vivace.train.distillation import Cut, slices
 from vivace.train.next_token import NextToken, next_token_loss
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SupervisedObjective(NextToken):
             raise ConfigError(f"layers {list(supervision.layers)} must lie inside a model of {count}")
         self.supervision = supervision
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the losses of the exits and of the last layer, each in parts, then the part that trains the layers."""
         rows, targets, count = batch.predicting, batch.targets, model.config.num_layers
         residuals = {at: h[rows] for at, h in self._residuals(model, batch, self._exits(count)).items()}

@@ -22,7 +22,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, NotFoundError
 from vivace.kernels.native import NativeBody
-from vivace.methods.mod.drafter import MixtureOfDepths, ModConfig, ModPlan, Routers
+from vivace.methods.mod.drafter import DepthRouters, MixtureOfDepths, ModConfig, ModPlan
 from vivace.methods.mod.objective import largest, routed, thresholds_on
 from vivace.recipes.decoder import DecoderRecipe, Stage
 from vivace.recipes.mod import ModRecipe
@@ -43,7 +43,7 @@ RECIPE = ModRecipe(
 
 def mixture(model: Decoder, threshold: float, noise: float = 0.3) -> MixtureOfDepths:
     torch.manual_seed(3)
-    routers = noisy(Routers(ModConfig(2), model.config), torch.float32, noise)
+    routers = noisy(DepthRouters(ModConfig(2), model.config), torch.float32, noise)
     return MixtureOfDepths(routers, ModPlan((threshold,) * len(routers.layers)))
 
 
@@ -145,7 +145,7 @@ def test_thresholds_let_the_stated_share_through(base) -> None:
     model = base(torch.float32, num_layers=LAYERS)
     torch.manual_seed(3)
     for capacity in (0.25, 0.5, 1.0):
-        routers = noisy(Routers(ModConfig(2, capacity), model.config), torch.float32, 0.3)
+        routers = noisy(DepthRouters(ModConfig(2, capacity), model.config), torch.float32, 0.3)
         tokens = torch.randint(0, 97, (8, 40), generator=torch.Generator().manual_seed(1))
         texts = TokenBatch(tokens, torch.arange(40).expand(8, 40) >= 4)
         plan = thresholds_on(model, routers, [texts])
@@ -222,9 +222,9 @@ def test_steps_lower_the_loss_and_teach_the_routers(checkpoint: Path) -> None:  
 def test_what_cannot_be_is_refused(base) -> None:
     model = base(torch.float32, num_layers=LAYERS)
     with pytest.raises(ConfigError, match="2 thresholds for 3 routed layers"):
-        MixtureOfDepths(Routers(ModConfig(2), model.config), ModPlan((0.0, 0.0)))
+        MixtureOfDepths(DepthRouters(ModConfig(2), model.config), ModPlan((0.0, 0.0)))
     with pytest.raises(ConfigError, match="a model of 6 layers has no such layer"):
-        Routers(ModConfig(7), model.config)
+        DepthRouters(ModConfig(7), model.config)
     with pytest.raises(ConfigError, match="every must be at least 2"):
         ModConfig(1)
     with pytest.raises(ConfigError, match="mod trains in one stage"):

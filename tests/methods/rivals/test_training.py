@@ -27,7 +27,7 @@ from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
 from vivace.train.optim import OptimiserConfig
-from vivace.train.report import Lines, Reading
+from vivace.train.report import Lines, StepMeans
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
 SETTINGS = {"loop": LoopConfig(steps=5, warmup_steps=1), "tokens_per_batch": 128, "held_back": 8}
@@ -92,7 +92,7 @@ class Killed(Lines):
     def __init__(self) -> None:
         super().__init__(lambda _: None)
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: StepMeans) -> None:
         if reading.step == 3:
             raise KeyboardInterrupt
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.cpu.span import NativeSpan, matrix_of, norm_of, pointers, quantized_copy
-from vivace.core.draft_rows import ChainPlan, DeepRead, DraftRows, Root, StreamRows
+from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, StreamRows
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
@@ -81,13 +81,13 @@ class NativeChain:
     def prepare(self, rows: DraftRows | StreamRows, weights: Weights) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         if isinstance(rows, StreamRows):
-            self._following(rows, weights)
+            self._stream_call(rows, weights)
         else:
             self._of(rows, weights)
 
     def draft(
         self,
-        roots: Sequence[Root],
+        roots: Sequence[ChainRoot],
         draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
@@ -115,7 +115,7 @@ class NativeChain:
             return Draft(slots, given, tokens, slot, node, parent)
         return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=draft_rows.gate)
 
-    def decide(self, roots: Sequence[Root], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
+    def decide(self, roots: Sequence[ChainRoot], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
         """Decode the next tokens below each root greedily with the whole model: several steps of plain decoding.
 
         Args:
@@ -138,7 +138,7 @@ class NativeChain:
 
     def speculate(
         self,
-        root: Root,
+        root: ChainRoot,
         draft_rows: DraftRows,
         offsets: Tensor | None,
         cache: KVCache,
@@ -165,7 +165,7 @@ class NativeChain:
 
     def follow(
         self,
-        root: Root,
+        root: ChainRoot,
         stream_rows: StreamRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
@@ -198,7 +198,7 @@ class NativeChain:
         call: CChain,
         drafting: CPlan,
         into: CSpeculation,
-        root: Root,
+        root: ChainRoot,
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int],
@@ -258,7 +258,7 @@ class NativeChain:
         """The decoder's head, not quantized, which verification uses."""
         return quantized_copy(self._decoder.lm_head, "bf16")
 
-    def _place(self, call: CChain, roots: Sequence[Root], cache: KVCache, positions: int) -> None:
+    def _place(self, call: CChain, roots: Sequence[ChainRoot], cache: KVCache, positions: int) -> None:
         """Set the roots of a call and the addresses of a cache in which no position reaches ``positions``."""
         slots, tokens, limits = zip(*roots, strict=True)
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
@@ -270,7 +270,7 @@ class NativeChain:
         call.sequences, call.capacity = len(roots), cache.capacity
 
     def _run(
-        self, call: CChain, plan: CPlan, roots: Sequence[Root], cache: KVCache, *, hands_over: bool
+        self, call: CChain, plan: CPlan, roots: Sequence[ChainRoot], cache: KVCache, *, hands_over: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Draft; return tokens, slots, nodes and parents of the T rows, (4, T), and residuals (T, E) if asked for."""
         deepest = [cache.lengths[root.slot] + root.limit for root in roots]

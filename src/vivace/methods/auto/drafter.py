@@ -128,7 +128,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DraftChoice:
     """What a step does and why."""
 
     drafter: int
@@ -162,27 +162,27 @@ class Adaptive:
         """State of a session, with one of every drafter: all of them hear of every text."""
         return AdaptiveState(self, [drafter.open(cache) for drafter in self.drafters])
 
-    def choose(self, batch: int, room: int) -> Choice:
+    def choose(self, batch: int, room: int) -> DraftChoice:
         """What to do in a step of ``batch`` sequences in which there is room for so many guesses."""
         if len(self.drafters) == 1 or room == 0:
-            return Choice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
+            return DraftChoice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
         arms = self._arms(batch)
         for index, arm in enumerate(arms):
             arm.idle += 1
             if arm.steps < len(PROBES) or arm.idle > arm.wait:
                 arm.wait = min(2 * arm.wait, LONGEST_WAIT) if arm.steps >= len(PROBES) else PROBE_EVERY
                 guesses = PROBES[arm.steps % len(PROBES)] if index else 0
-                return Choice(index, guesses, f"measuring {self.drafters[index].name}")
+                return DraftChoice(index, guesses, f"measuring {self.drafters[index].name}")
         plain = 1 / arms[0].seconds(0)
         index, (guesses, rate) = max(((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1])
         name = self.drafters[index].name
         gain = rate / plain
         arms[index if gain >= MARGIN else 0].wait = PROBE_EVERY
         if gain < MARGIN:
-            return Choice(0, 0, f"{name} would give {gain:.2f}x plain at batch {batch}: not drafting")
+            return DraftChoice(0, 0, f"{name} would give {gain:.2f}x plain at batch {batch}: not drafting")
         if arms[index].is_due(guesses, room):
-            return Choice(index, LONGEST, f"measuring {name}")
-        return Choice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {batch}")
+            return DraftChoice(index, LONGEST, f"measuring {name}")
+        return DraftChoice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {batch}")
 
     def _arms(self, batch: int) -> list[Measured]:
         """What is known of every way to draft at this batch size."""
@@ -230,7 +230,7 @@ class AdaptiveState:
 
     def __init__(self, adaptive: Adaptive, states: Sequence[DraftState]) -> None:
         """Choose among ``states``, those of the drafters of ``adaptive`` in their order."""
-        self.choice = Choice(0, 0, "nothing measured yet")
+        self.choice = DraftChoice(0, 0, "nothing measured yet")
         self.traversal: Traversal = states[0].traversal
         self._adaptive = adaptive
         self._states = tuple(states)

@@ -34,7 +34,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import FrozenPass
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 Measure = Literal["softmax", "cosine", "learned", "probability"]
 _FEWEST = 20
@@ -218,7 +218,7 @@ class ConfidenceObjective(DecoderObjective):
         """The classifier."""
         return [{"params": list(self.confidence.parameters()), "name": "classifier", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Binary cross-entropy, the mean over gates."""
         gates, rows = self.confidence.config.gates, batch.predicting
         frozen = FrozenPass.of(model, batch.tokens, gates)

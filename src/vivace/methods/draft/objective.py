@@ -8,7 +8,7 @@ from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass, guess_losses
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 class StudentObjective(DecoderObjective):
@@ -22,7 +22,7 @@ class StudentObjective(DecoderObjective):
         """All its weights, no decay."""
         return [{"params": list(self.student.parameters()), "name": "student", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """The student on the same text, through its own head."""
         step = Step.dense(*batch.tokens.shape)
         top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)

@@ -30,7 +30,7 @@ from vivace.methods.dynamic.gates import GatedAccelerator
 from vivace.methods.dynamic.router import Router, RouterConfig
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import AlignedLoss, Cut, FrozenPass, slices
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 from vivace.train.rows import RowsConfig, fit_rows
 
 MAX_WEIGHT = 5.0
@@ -57,7 +57,7 @@ class GatesObjective(DecoderObjective):
         """All adapter weights, no decay."""
         return [{"params": list(self.accelerator.parameters()), "name": "gates", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """The loss in parts of ``rows`` positions, all gates of each, then what they send to the adapters."""
         config, rows, targets = self.accelerator.config, batch.predicting, batch.targets
         frozen = slow_pass(model, self.accelerator, batch.tokens)

@@ -15,7 +15,7 @@ from vivace.errors import ConfigError
 from vivace.methods.eagle.drafter import EagleLayer
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass, head_in_parts
-from vivace.train.objective import Part, Parts
+from vivace.train.objective import LossPart, LossParts
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EagleObjective(DecoderObjective):
         """All weights of the layer, no decay."""
         return [{"params": self.layer.trainable(), "name": "eagle", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Every position guesses its own final residual from the one before it and its token."""
         frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
@@ -53,7 +53,7 @@ class EagleObjective(DecoderObjective):
             before = before + (torch.rand_like(before) - 0.5) * (2 * self.loss.noise)
         top = self.layer(before, frozen.embedded, Step.dense(*batch.tokens.shape))[rows]
 
-        def part_of(g: Tensor, part: slice) -> Part:
+        def part_of(g: Tensor, part: slice) -> LossPart:
             compared = self.loss.of(model.head(g), frozen.logits(model, rows[part]), targets[part])
             aim, width = x[rows[part]].float(), x.shape[1]
             distance = F.smooth_l1_loss(model.norm(g).float(), aim, reduction="sum") / width

@@ -12,7 +12,7 @@ from vivace.errors import ConfigError
 from vivace.methods.early_exit.drafter import Exit
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass, guess_losses
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 class ExitObjective(DecoderObjective):
@@ -28,7 +28,7 @@ class ExitObjective(DecoderObjective):
         """All weights of the module, no decay."""
         return [{"params": list(self.exit.parameters()), "name": "exit", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """What the exit says against what the top says."""
         gate = self.exit.config.gate
         frozen = FrozenPass.of(model, batch.tokens, (gate - 1,))

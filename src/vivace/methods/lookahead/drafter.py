@@ -87,7 +87,7 @@ class Pool:
 
 
 @dataclass
-class Memory:
+class NgramMemory:
     """What is remembered of a sequence."""
 
     pool: Pool
@@ -118,7 +118,7 @@ class LookaheadState(Forgetful):
         self.model = model
         self.plan = plan
         self.traversal: Traversal = ForwardPass()
-        self._memory: dict[int, Memory] = {}
+        self._memory: dict[int, NgramMemory] = {}
 
     def propose(self, context: Context) -> Draft:
         """Verification branches and, while there is room for all of it, the window."""
@@ -136,13 +136,13 @@ class LookaheadState(Forgetful):
             trees[slot] = nodes
         return grown(draft, trees)
 
-    def _start(self, tokens: Sequence[int]) -> Memory:
+    def _start(self, tokens: Sequence[int]) -> NgramMemory:
         """The window begins with the text's own last tokens, over and over: any tokens do."""
         pool = Pool(self.plan)
         if self.plan.from_prompt:
             pool.add_text(tokens)
         span = [tokens[-1 - place % len(tokens)] for place in range(self.plan.window + self.plan.ngram)]
-        return Memory(pool, [span[level : level + self.plan.window] for level in range(self.plan.ngram - 1)])
+        return NgramMemory(pool, [span[level : level + self.plan.window] for level in range(self.plan.ngram - 1)])
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """New answers at the top of the windows: n-grams for the pools, levels one down."""
@@ -158,7 +158,7 @@ class LookaheadState(Forgetful):
         for slot, new in zip(looking, answers, strict=True):
             self._learn(self._memory[slot], new.tolist(), kept[slot])
 
-    def _learn(self, memory: Memory, answers: list[int], accepted: int) -> None:
+    def _learn(self, memory: NgramMemory, answers: list[int], accepted: int) -> None:
         """Take up a pass; the window moves as far as the text did."""
         for column, token in enumerate(answers):
             memory.pool.add([*(level[column] for level in memory.levels), token])
@@ -180,7 +180,7 @@ class LookaheadState(Forgetful):
     def saved(self) -> object:
         """The windows; pools gain the same n-grams again when a pass is made again."""
         return {
-            slot: Memory(memory.pool, [list(level) for level in memory.levels], memory.grid)
+            slot: NgramMemory(memory.pool, [list(level) for level in memory.levels], memory.grid)
             for slot, memory in self._memory.items()
         }
 

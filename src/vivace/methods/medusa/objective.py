@@ -17,7 +17,7 @@ from vivace.errors import ConfigError
 from vivace.methods.medusa.drafter import MedusaHeads
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MedusaObjective(DecoderObjective):
             groups.append({"params": [self.heads.output], "name": "output", "rate": 0.3, "weight_decay": 0.0})
         return groups
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Heads and stretches of positions apart from one another."""
         frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():

@@ -68,7 +68,7 @@ class ModPlan:
     """Per routed layer; a token goes through where r is larger."""
 
 
-class Routers(Trained):
+class DepthRouters(Trained):
     """Trained weights: w and b of each routed layer."""
 
     def __init__(self, config: ModConfig, model: ModelConfig) -> None:
@@ -94,7 +94,7 @@ def gated(h: Tensor, through: Tensor, r: Tensor) -> Tensor:
 class RoutedForwardPass:
     """Fills ``Traversal``: each row through the layers whose routers let it."""
 
-    def __init__(self, routers: Routers, plan: ModPlan) -> None:
+    def __init__(self, routers: DepthRouters, plan: ModPlan) -> None:
         """Climb by thresholds.
 
         Raises:
@@ -141,5 +141,5 @@ def _through(model: Decoder, index: int, h: Tensor, step: Step, passes: Tensor, 
 class MixtureOfDepths(NoDrafts):
     """Fills ``Drafter``: guesses nothing."""
 
-    def __init__(self, routers: Routers, plan: ModPlan) -> None:
+    def __init__(self, routers: DepthRouters, plan: ModPlan) -> None:
         super().__init__("mod", RoutedForwardPass(routers, plan))

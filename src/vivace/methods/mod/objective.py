@@ -19,10 +19,10 @@ from torch import Tensor
 
 from vivace.core.model import Decoder
 from vivace.core.step import Step
-from vivace.methods.mod.drafter import ModConfig, ModPlan, Routers, gated
+from vivace.methods.mod.drafter import DepthRouters, ModConfig, ModPlan, gated
 from vivace.train.data import TokenBatch
 from vivace.train.next_token import NextToken
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 class ModObjective(NextToken):
@@ -46,7 +46,7 @@ class ModObjective(NextToken):
         super().__init__(model, rows=rows)
         self.anneal_steps = anneal_steps
         self.telling = telling
-        self.routers = Routers(config, model.config)
+        self.routers = DepthRouters(config, model.config)
         self.step = 0
         self._answers = torch.zeros(0, 0, dtype=torch.bool)
         self._told: list[Tensor] = []
@@ -64,7 +64,7 @@ class ModObjective(NextToken):
             return final
         return final + (1 - final) * max(0.0, 1 - self.step / max(1, self.anneal_steps))
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """As ``NextToken``, what teaches the routers beside the last part."""
         self._answers = F.pad(batch.scored[:, 1:], (0, 1))
         for loss, seen in super().losses(model, batch):
@@ -131,7 +131,7 @@ def routed(model: Decoder, layer: int, h: Tensor, step: Step, passes: Tensor, r:
 
 
 @torch.no_grad()
-def thresholds_on(model: Decoder, routers: Routers, batches: Sequence[TokenBatch]) -> ModPlan:
+def thresholds_on(model: Decoder, routers: DepthRouters, batches: Sequence[TokenBatch]) -> ModPlan:
     """Layer by layer the threshold that lets the share ``capacity`` of answer rows through, lower ones in force."""
     steps = [Step.dense(*batch.tokens.shape) for batch in batches]
     answers = [F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1) for batch in batches]

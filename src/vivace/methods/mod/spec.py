@@ -17,10 +17,10 @@ def _mod(context: MethodContext) -> Drafter:
 
 
 def _depth_routers() -> Stored:
-    from vivace.methods.mod.drafter import ModConfig, ModPlan, Routers
+    from vivace.methods.mod.drafter import DepthRouters, ModConfig, ModPlan
 
     what = "routers, and a model that was fine-tuned for them,"
-    return Stored(ModConfig, ModPlan, Routers, what, is_float32=True)
+    return Stored(ModConfig, ModPlan, DepthRouters, what, is_float32=True)
 
 
 MOD = MethodSpec(

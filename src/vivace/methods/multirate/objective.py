@@ -25,7 +25,7 @@ from vivace.errors import ConfigError
 from vivace.methods.multirate.residual import Accelerator
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import AlignedLoss, FrozenPass, head_in_parts
-from vivace.train.objective import Part, Parts
+from vivace.train.objective import LossPart, LossParts
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class MultirateObjective(DecoderObjective):
         """All adapter weights, no decay."""
         return [{"params": list(self.accelerator.parameters()), "name": "accelerator", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """The loss in parts of ``rows`` positions that add up to the mean, then what they send to the adapters."""
         rows, targets = batch.predicting, batch.targets
         frozen = FrozenPass.of(model, batch.tokens)
 
-        def part_of(p: Tensor, part: slice) -> Part:
+        def part_of(p: Tensor, part: slice) -> LossPart:
             truth, aim = frozen.logits(model, rows[part]), frozen.final[rows[part]]
             loss, sums = self.loss.of_residuals(model, p, truth, aim, targets[part])
             share = 1 / len(rows)

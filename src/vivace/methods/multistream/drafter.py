@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.draft_rows import Root
+from vivace.core.draft_rows import ChainRoot
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.multi_step import StepBudget, deciding
@@ -100,7 +100,7 @@ class StreamState(Forgetful):
         if found is None or drafts is None:
             return None
         limit, plan = drafts
-        root, left = Root(slot, found.pending[slot], limit), (self._kept[slot], self._final.get(slot))
+        root, left = ChainRoot(slot, found.pending[slot], limit), (self._kept[slot], self._final.get(slot))
 
         def decide() -> Decided:
             decided, entering = found.chain.follow(root, followers, left, context.cache, plan, context.ends)

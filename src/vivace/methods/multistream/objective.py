@@ -27,7 +27,7 @@ from vivace.errors import ConfigError
 from vivace.methods.multistream.streams import Streams, known_at
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import FrozenPass
-from vivace.train.objective import Part, Parts
+from vivace.train.objective import LossPart, LossParts
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MultistreamObjective(DecoderObjective):
             return [adapters]
         return [{"params": [embeddings], "name": "embeddings", "rate": 5.0, "weight_decay": 0.0}, adapters]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """The loss in chunks of positions that add up to the mean, then the pruner's."""
         main = self._main_stream(model, batch.tokens)
         total = len(batch.predicting)
@@ -89,7 +89,7 @@ class MultistreamObjective(DecoderObjective):
             yield self._chunk(model, batch, main, places, total)
         yield from self._pruned(model, batch, main)
 
-    def _pruned(self, model: Decoder, batch: TokenBatch, main: MainStream) -> Parts:
+    def _pruned(self, model: Decoder, batch: TokenBatch, main: MainStream) -> LossParts:
         if self.streams.pruner is not None and self.loss.pruner:
             rows = batch.predicting
             logits = model.head(self.streams.pruner(main.entering.flatten(0, 1)[rows]))
@@ -104,7 +104,7 @@ class MultistreamObjective(DecoderObjective):
         known = known_in_text(model, tokens, frozen.final) if self.streams.config.feedback else None
         return MainStream(entering, final, frozen.step, known)
 
-    def _chunk(self, model: Decoder, batch: TokenBatch, main: MainStream, places: Places, total: int) -> Part:
+    def _chunk(self, model: Decoder, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
         """Loss of the streams of some positions, as their share of the batch's mean."""
         hidden = run_streams(model, self.streams, main.entering, main.memory, places, main.known)
         heard = Heard.of(places, hidden.shape[1], batch.scored)

@@ -31,7 +31,7 @@ from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
 from vivace.train.distillation import Cut, slices
 from vivace.train.next_token import next_token_loss
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SharedObjective(MultistreamObjective):
         super().__init__(streams, loss.of_streams())
         self.alpha = loss.alpha
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """The main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
         step, entering, final = self._main(model, batch.tokens)
         layers = range(self.streams.config.insertion, model.config.num_layers)
@@ -151,7 +151,7 @@ class SharedObjective(MultistreamObjective):
         final = model.run(entering, step, insertion)
         return step, entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1)
 
-    def _next_token(self, model: Decoder, batch: TokenBatch, main: MainStream) -> Parts:
+    def _next_token(self, model: Decoder, batch: TokenBatch, main: MainStream) -> LossParts:
         top, rows, targets = main.final.flatten(0, 1), batch.predicting, batch.targets
         for part in slices(len(rows), self.loss.rows):
             loss, right = next_token_loss(model, top[rows[part]], targets[part], len(rows))

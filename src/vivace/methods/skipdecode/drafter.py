@@ -27,7 +27,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.train.data import TokenBatch
 from vivace.train.next_token import NextToken
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SkipObjective(NextToken):
         self.plan = plan
         self._first = torch.zeros(0, dtype=torch.int64)
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """As ``NextToken``, places counted from each answer's first token."""
         length, count = batch.tokens.shape[1], model.config.num_layers
         begins = batch.scored.int().argmax(1)

@@ -14,7 +14,7 @@ from vivace.errors import ConfigError
 from vivace.methods.uno.drafter import UnoTerms
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass
-from vivace.train.objective import Part, Parts
+from vivace.train.objective import LossPart, LossParts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class UnoObjective(DecoderObjective):
             {"params": terms, "name": "terms", "weight_decay": 0.0},
         ]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """What noise rows below some positions say against what the model says there."""
         frozen = FrozenPass.of(model, batch.tokens)
         teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
@@ -59,7 +59,7 @@ class UnoObjective(DecoderObjective):
         for places in places_of(carrying, max(1, self.loss.rows // count)):
             yield self._part(model, batch, frozen, places, total)
 
-    def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> Part:
+    def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> LossPart:
         count, length = self.terms.config.block - 1, batch.tokens.shape[1]
         call = branch_call(places, count, self.terms.deltas)
         with torch.no_grad():

@@ -30,7 +30,7 @@ TOGETHER = 128
 """Neurons of one of PyTorch's products: it compiles a kernel for each shape, and keeps it with its working space."""
 
 
-class Bias(nn.Module):
+class NeuronBias(nn.Module):
     """Holds the bias of a matrix that is not in memory."""
 
     def __init__(self, width: int, *, bias: bool) -> None:
@@ -46,8 +46,8 @@ class NeuronFeedForward(nn.Module):
         self.config = config
         self.layer = layer
         self.neurons = neurons
-        self.up = Bias(config.ffn_width * (2 if config.gated else 1), bias=config.ffn_bias)
-        self.down = Bias(config.width, bias=config.ffn_bias)
+        self.up = NeuronBias(config.ffn_width * (2 if config.gated else 1), bias=config.ffn_bias)
+        self.down = NeuronBias(config.width, bias=config.ffn_bias)
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """(T, E) -> (T, E).

@@ -24,7 +24,7 @@ from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
 from vivace.storage.experts.foresight.config import ForesightPlan
 from vivace.storage.experts.foresight.drafter import ForesightDrafter, ForesightForwardPass
-from vivace.storage.experts.foresight.routers import Routers
+from vivace.storage.experts.foresight.routers import ExpertRouters
 from vivace.storage.experts.foresight.weights import router_rows
 
 
@@ -51,7 +51,7 @@ def test_routers_asked_together_say_what_each_says(model: Decoder) -> None:
     p, slow = torch.randn(2, 5, model.config.width, generator=torch.Generator().manual_seed(2)).unbind()
     layers = tuple(index for index in range(1, model.config.num_layers) if model.config.is_moe(index))
     with torch.no_grad():
-        together = Routers.of(model, seen, dict.fromkeys(layers, 2), []).logits(p, slow)
+        together = ExpertRouters.of(model, seen, dict.fromkeys(layers, 2), []).logits(p, slow)
         for index, logits in zip(layers, together, strict=True):
             alone = model.layers[index].route(seen.at(index, p, slow))  # type: ignore[operator]
             torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
@@ -121,7 +121,7 @@ def test_native_routers_say_what_torch_says_of_one_row(model: Decoder, body: Nat
     rounded = copy.deepcopy(model).to(torch.bfloat16).eval()
     pack_decoder(rounded, body)
     seen, layers = foresight(rounded, 0.3), tuple(filter(model.config.is_moe, range(model.config.num_layers)))
-    native = Routers.of(rounded, seen, dict.fromkeys(layers, 3), [(layers[0], 1)])
+    native = ExpertRouters.of(rounded, seen, dict.fromkeys(layers, 3), [(layers[0], 1)])
     assert native.body is body
     assert model.config.moe is not None
     count = model.config.moe.top_k
@@ -132,7 +132,7 @@ def test_native_routers_say_what_torch_says_of_one_row(model: Decoder, body: Nat
         assert alone == replace(native, body=None).likeliest(p, slow)
         logits = slow.float() @ native.weight[0]
         assert alone[-1] == logits[0].topk(count)[1].tolist(), "the last is asked about the slow residual alone"
-    greedy = Routers.of(rounded, seen, dict.fromkeys(layers, 99), [])
+    greedy = ExpertRouters.of(rounded, seen, dict.fromkeys(layers, 99), [])
     assert greedy.likeliest(p, slow) == replace(greedy, body=None).likeliest(p, slow)
 
 

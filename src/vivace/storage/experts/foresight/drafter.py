@@ -20,7 +20,7 @@ from vivace.core.step import Step
 from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.storage.experts.foresight.config import ForesightPlan
 from vivace.storage.experts.foresight.forecaster import Forecaster
-from vivace.storage.experts.foresight.routers import Routers
+from vivace.storage.experts.foresight.routers import ExpertRouters
 from vivace.storage.experts.foresight.weights import Foresight
 
 
@@ -90,7 +90,7 @@ class ForesightForwardPass:
         self.depth = foresight.config.depth(foresight.model.num_layers)
         forecast = foresight.forecast
         self._forecaster = None if forecast is None else Forecaster(forecast, plan.at_least)
-        self._routers_at: dict[int, Routers | None] = {}
+        self._routers_at: dict[int, ExpertRouters | None] = {}
         """By depth, the routers that are asked there; None where there are none."""
         self._deltas: dict[int, LowRankDeltas] = {}
         """By the number of rows of a call: backends lay deltas out once for each object."""
@@ -152,7 +152,7 @@ class ForesightForwardPass:
             for mixture, experts in zip(routers.mixtures, routers.likeliest(p, slow), strict=True):
                 mixture.experts.prefetch(experts)
 
-    def _collect_routers(self, model: Decoder, depth: int) -> Routers | None:
+    def _collect_routers(self, model: Decoder, depth: int) -> ExpertRouters | None:
         """Collect the routers that are asked after ``depth`` layers, each of them only once."""
         c, count = model.config, self.count
         assert c.moe is not None
@@ -165,4 +165,4 @@ class ForesightForwardPass:
                     ahead[layer] = max(count, c.moe.top_k)
                 else:
                     early.append((layer, lookahead))
-        return Routers.of(model, self.foresight, ahead, early) if ahead or early else None
+        return ExpertRouters.of(model, self.foresight, ahead, early) if ahead or early else None

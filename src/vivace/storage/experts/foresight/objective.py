@@ -23,7 +23,7 @@ from vivace.storage.experts.foresight.forecast import Forecast, forecast_loss
 from vivace.storage.experts.foresight.weights import Foresight, of_mean_square_one
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import FrozenPass, divergence
-from vivace.train.objective import Parts
+from vivace.train.objective import LossParts
 
 
 class ForesightObjective(DecoderObjective):
@@ -45,7 +45,7 @@ class ForesightObjective(DecoderObjective):
         """Return one group of all weights, without decay."""
         return [{"params": list(self.foresight.parameters()), "name": "foresight", "weight_decay": 0.0}]
 
-    def losses(self, model: Decoder, batch: TokenBatch) -> Parts:
+    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield one loss over all mixtures and answer positions.
 
         Metrics are recalls of the routers' top k: ``recall`` by the accelerated residual, ``forecast`` by the forecast,

@@ -19,7 +19,7 @@ from vivace.storage.experts.foresight.weights import Foresight, of_mean_square_o
 
 
 @dataclass(frozen=True, eq=False)
-class Routers:
+class ExpertRouters:
     """Routers of n layers, asked at once in float32: small products in bfloat16 take PyTorch ten times as long.
 
     Their logits are those of ``Layer.route`` up to rounding.
@@ -41,7 +41,9 @@ class Routers:
     """Experts that each router is asked for, for every row."""
 
     @staticmethod
-    def of(model: Decoder, foresight: Foresight, ahead: Mapping[int, int], early: Sequence[tuple[int, int]]) -> Routers:
+    def of(
+        model: Decoder, foresight: Foresight, ahead: Mapping[int, int], early: Sequence[tuple[int, int]]
+    ) -> ExpertRouters:
         """Collect the routers of some mixtures of a model, which stays as it is.
 
         Args:
@@ -67,7 +69,7 @@ class Routers:
         if ahead:
             scale[: len(ahead)], slow_scale[: len(ahead)] = (each[:, None].float() for each in foresight.scales(ahead))
         counts = tuple(min(count, weight.shape[-1]) for count in (*ahead.values(), *(c.moe.top_k for _ in early)))
-        return Routers(tuple(mixtures), scale, slow_scale, weight, c, body, counts)
+        return ExpertRouters(tuple(mixtures), scale, slow_scale, weight, c, body, counts)
 
     def likeliest(self, p: Tensor, slow: Tensor) -> list[list[int]]:
         """Return for each router the likeliest experts of all rows (T, E) together, the likeliest first."""
