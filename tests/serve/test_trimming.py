@@ -9,12 +9,13 @@ import sys
 
 import pytest
 
+from vivace.kernels.heap import trimmer
 from vivace.serve import grammar_trial, trimming
 from vivace.serve.grammars import Trials
 
 HOARD = """
 import os, sys
-from vivace.serve.trimming import trimmer
+from vivace.kernels.heap import trimmer
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 before = resident()
@@ -28,7 +29,7 @@ print(held, resident() - before)
 
 
 def test_what_is_free_is_given_back() -> None:
-    if trimming.trimmer() is None:
+    if trimmer() is None:
         pytest.skip("this C library has no malloc_trim")
     done = subprocess.run([sys.executable, "-c", HOARD], capture_output=True, text=True, check=True)
     held, left = map(int, done.stdout.split())
