@@ -167,7 +167,7 @@ def test_techniques_do_not_know_one_another() -> None:
 
 
 def test_few_files_know_how_native_code_is_called() -> None:
-    """``ctypes`` stays with the kernels, the backend that lays out their calls, file readers, what trims memory and the llama.cpp peer."""
+    """``ctypes`` stays with the kernels, their backend, file readers, what trims memory and the llama.cpp system."""
     places = ("kernels/", "core/cpu/", "storage/", "serve/trimming.py", "evaluate/llamacpp.py")
     wrong = [str(found) for found in all_imports() if found.module == "ctypes" and not within(found, *places)]
     kernels = {f"vivace.kernels.{name}" for name in ("native", "library", "chain")}
