@@ -60,10 +60,11 @@ class Heard:
         """Find the scored rows of branches with ``count`` rows in a batch whose scored tokens are ``scored`` (B, T)."""
         length = scored.shape[1]
         text = places.real.nonzero()[:, :1].expand(-1, count)
-        position = places.position[places.real][:, None] + torch.arange(1, count + 1)
+        ahead = torch.arange(1, count + 1, device=scored.device)
+        position = places.position[places.real][:, None] + ahead
         inside = position.clamp(max=length - 2)
         learnt = scored[text, inside + 1] & (position < length - 1)
-        level = torch.arange(count).expand_as(position)
+        level = (ahead - 1).expand_as(position)
         return Heard(learnt, text[learnt], position[learnt], level[learnt])
 
     def agreement(self, guess: Tensor, truth: Tensor, total: int, name: str) -> dict[str, float]:
@@ -78,7 +79,7 @@ class Heard:
         Returns:
             The share of positions for each row, and under "kept" the mean number of guesses before the first wrong one.
         """
-        right = torch.zeros(self.scored.shape)
+        right = torch.zeros(self.scored.shape, device=self.scored.device)
         right[self.scored] = (guess.argmax(-1) == truth.argmax(-1)).float()
         seen = {f"{name} {place + 1}": float(share) for place, share in enumerate(right.sum(0) / total)}
         return {**seen, "kept": float(right.cumprod(-1).sum()) / total}
@@ -86,9 +87,10 @@ class Heard:
 
 def branch_call(places: Places, count: int, terms: Callable[[Tensor], LowRankDeltas]) -> Step:
     """Make the call of branches of ``count`` rows, with the low-rank deltas that ``terms`` returns for (T,)."""
-    stands = (places.position[places.real][:, None] + torch.arange(1, count + 1)).reshape(-1)
+    at = places.position[places.real]
+    stands = (at[:, None] + torch.arange(1, count + 1, device=at.device)).reshape(-1)
     rows = len(stands)
-    which = torch.zeros(rows, dtype=torch.int64)
+    which = torch.zeros_like(stands)
     return Step(_OwnRows(), which, stands, stands, stands + 1, None, rows, rows, deltas=(terms(which),))
 
 
@@ -199,12 +201,12 @@ def branch_mask(position: Tensor, count: int, length: int, window: int | None) -
     Returns:
         Additive mask, (B, 1, 1, P, count, T + count) float32.
     """
-    ahead = torch.arange(1, count + 1)
+    ahead = torch.arange(1, count + 1, device=position.device)
     stands = position[..., None, None] + ahead[:, None]
-    main = torch.arange(length).expand(*position.shape, count, length)
+    main = torch.arange(length, device=position.device).expand(*position.shape, count, length)
     own = position[..., None, None] + ahead.expand(count, count)
     hidden = torch.cat((main > position[..., None, None], own > stands), -1)
     if window is not None:
         hidden |= torch.cat((main, own), -1) <= stands - window
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+    mask = torch.zeros(hidden.shape, device=position.device).masked_fill_(hidden, -math.inf)
     return mask[:, None, None]

@@ -134,6 +134,11 @@ class KVCache:
                 values = self._pages.tensor(first + keys.nbytes, shapes[1], self._dtype)
         return keys, values
 
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values lie, and whatever is computed with them."""
+        return self._keys[0].device
+
     def slot_bytes(self, entries: int) -> int:
         """Return the largest number of bytes that a slot takes once ``entries`` of its entries were written."""
         return slot_bytes(self._specs, entries, self._dtype)
@@ -175,7 +180,7 @@ class KVCache:
         for slot, path in zip(slots, paths, strict=True):
             length = self.lengths[slot]
             if any(node != place for place, node in enumerate(path)):
-                kept = torch.tensor([length + node for node in path], device=self._keys[0].device)
+                kept = torch.tensor([length + node for node in path], device=self.device)
                 for stored in (*self._keys, *self._values):
                     stored[slot, :, length : length + len(path)] = stored[slot].index_select(1, kept)
             self.lengths[slot] = length + len(path)

@@ -55,7 +55,8 @@ class LowRankDeltas:
         for adapter in sorted(set(which) - {-1}):
             rows = [row for row, other in enumerate(which) if other == adapter]
             contiguous = rows[-1] - rows[0] + 1 == len(rows)
-            spans.append((adapter, slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows)))
+            span: slice | Tensor = slice(rows[0], rows[-1] + 1)
+            spans.append((adapter, span if contiguous else torch.tensor(rows, device=self.which.device)))
         return tuple(spans)
 
     def add(self, y: Tensor, x: Tensor, site: Site) -> None:

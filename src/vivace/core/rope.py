@@ -95,12 +95,12 @@ class Rotary:
         """Return those of at least ``count`` positions, each (positions, 1, width); not for the dynamic kind."""
         assert self.rope.kind != "dynamic"
         table = self._table
-        if table is None or table[0].shape[0] < count or table[0].dtype != dtype:
+        if table is None or table[0].shape[0] < count or (table[0].dtype, table[0].device) != (dtype, device):
             table = self._table = self._build(max(256, 2 * count), dtype, device)
         return table
 
     def _build(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
+        angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * self._frequencies
         cos, sin = self._signed(angles, dtype)
         return cos.to(device), sin.to(device)
 

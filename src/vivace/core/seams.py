@@ -64,8 +64,10 @@ class Draft:
     """The rows are of prompts: nothing is decided behind them."""
 
     @staticmethod
-    def committed_only(tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False) -> Draft:
-        """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk."""
+    def committed_only(
+        tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False, device: torch.device | None = None
+    ) -> Draft:
+        """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk; rows are made on ``device``."""
         slots = tuple(tokens)
         flat: list[int] = []
         slot: list[int] = []
@@ -81,12 +83,17 @@ class Draft:
         return Draft(
             slots,
             counts,
-            tokens=torch.tensor(flat, dtype=torch.int64),
-            slot=torch.tensor(slot, dtype=torch.int64),
-            node=torch.tensor(node, dtype=torch.int64),
-            parent=torch.tensor(parent, dtype=torch.int64),
+            tokens=torch.tensor(flat, dtype=torch.int64, device=device),
+            slot=torch.tensor(slot, dtype=torch.int64, device=device),
+            node=torch.tensor(node, dtype=torch.int64, device=device),
+            parent=torch.tensor(parent, dtype=torch.int64, device=device),
             is_prompt=is_prompt,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where its rows are: the model's device."""
+        return self.tokens.device
 
     @cached_property
     def lists(self) -> RowLists:
@@ -122,7 +129,7 @@ class Draft:
 
     def last_committed(self) -> Tensor:
         """``last_rows`` as indices, (number of slots,)."""
-        return torch.tensor(self.last_rows)
+        return torch.tensor(self.last_rows, device=self.device)
 
     def grow(self, leaves: Tensor, tokens: Tensor, probs: Tensor | None = None) -> tuple[Draft, Tensor]:
         """Append guesses below rows.
@@ -143,7 +150,7 @@ class Draft:
         for s in slot.tolist():
             next_node[s] += 1
             node.append(next_node[s])
-        rows = torch.arange(len(self.tokens), len(self.tokens) + count * width)
+        rows = torch.arange(len(self.tokens), len(self.tokens) + count * width, device=self.device)
         flat = tokens.reshape(-1)
         distribution = self.probs
         known = probs if distribution is None else distribution
@@ -155,7 +162,7 @@ class Draft:
             self,
             tokens=torch.cat((self.tokens, flat)),
             slot=torch.cat((self.slot, slot)),
-            node=torch.cat((self.node, torch.tensor(node, dtype=torch.int64))),
+            node=torch.cat((self.node, torch.tensor(node, dtype=torch.int64, device=self.device))),
             parent=torch.cat((self.parent, parent)),
             probs=distribution,
         )
@@ -169,13 +176,13 @@ class Draft:
         """
         place = {row: index for index, row in enumerate(rows)}
         parents = [place[p] if p >= 0 else -1 for p in (self.lists.parent[row] for row in rows)]
-        kept = torch.tensor(rows)
+        kept = torch.tensor(rows, device=self.device)
         return replace(
             self,
             tokens=self.tokens[kept],
             slot=self.slot[kept],
             node=self.node[kept],
-            parent=torch.tensor(parents),
+            parent=torch.tensor(parents, device=self.device),
             probs=None if self.probs is None else self.probs[kept],
             hidden=None if self.hidden is None else self.hidden[kept],
         )
@@ -200,7 +207,7 @@ class TargetPass:
     hidden: Tensor
     """(n, E) before the final norm; logits are taken by whoever needs them."""
     rows: Tensor
-    """(n,) draft rows that reached the top."""
+    """(n,) draft rows that reached the top; like ``depth`` and ``work`` it is for Python to read, on any device."""
     depth: Tensor | None = None
     """(n,) layers each row went through, None when all of them."""
     work: Tensor | None = None
@@ -297,7 +304,8 @@ class Context:
 
     def committed(self) -> Draft:
         """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
-        return Draft.committed_only({s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots})
+        fresh = {s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots}
+        return Draft.committed_only(fresh, device=self.cache.device)
 
 
 class SlotState(Protocol):

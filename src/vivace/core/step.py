@@ -70,7 +70,7 @@ class Step:
         lengths = memory.lengths
         entries = [lengths[s] + n for s, n in zip(slots, nodes, strict=True)]
         memory.reserve(slots, entries)
-        entry = torch.tensor(entries)
+        entry = torch.tensor(entries, device=memory.device)
         if len(slots) == sum(draft.committed) or draft.is_chain:
             chunks = _runs(slots) if chunk else None
             position, seen, tail = entry, entry + 1, None
@@ -107,13 +107,13 @@ class Step:
             holes: positions of a slot that no row may read; None for none.
         """
         memory.reserve(slots, positions)
-        position = torch.tensor(positions, dtype=torch.int64)
+        position = torch.tensor(positions, dtype=torch.int64, device=memory.device)
         seen, tail = position + 1, None
         if holes is not None and any(holes.values()):
-            seen, tail = _around(slots, positions, holes)
+            seen, tail = _around(slots, positions, holes, memory.device)
         count = len(slots)
         extent = _extent(slots, position, memory)
-        slot = torch.tensor(slots, dtype=torch.int64)
+        slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
         return Step(
             memory,
             slot,
@@ -128,14 +128,20 @@ class Step:
         )
 
     @staticmethod
-    def dense(batch: int, length: int, *, causal: bool = True) -> Step:
+    def dense(batch: int, length: int, *, causal: bool = True, device: torch.device | None = None) -> Step:
         """Make the call of a whole batch without a cache, for training, encoders and scoring.
 
         Rows are packed by batch element: token t of element b is row b * length + t.
+
+        Args:
+            batch: number of batch elements, B.
+            length: number of tokens of each, T/B.
+            causal: a row reads the tokens up to its own; otherwise all tokens of its batch element.
+            device: where the rows are made, the device of the model; None is the CPU.
         """
         count = batch * length
-        position = torch.arange(length).repeat(batch)
-        slot = torch.arange(batch).repeat_interleave(length)
+        position = torch.arange(length, device=device).repeat(batch)
+        slot = torch.arange(batch, device=device).repeat_interleave(length)
         return Step(
             Fresh(),
             slot,
@@ -149,6 +155,11 @@ class Step:
             causal=causal,
             is_prompt=True,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are, and everything that is computed for them."""
+        return self.slot.device
 
     @property
     def num_rows(self) -> int:
@@ -224,8 +235,8 @@ class Step:
             paths += [tail + own[: place + 1] for place in range(count)]
         below = [row for row in range(len(slots)) for _ in range(count)]
         self.memory.reserve([slots[row] for row in below], stored)
-        of = torch.tensor(below)
-        ahead = torch.arange(1, count + 1).repeat(len(slots))
+        of = torch.tensor(below, device=self.device)
+        ahead = torch.arange(1, count + 1, device=self.device).repeat(len(slots))
         paths = tails + paths
         longest = max(len(path) for path in paths)
         total = len(paths)
@@ -233,9 +244,9 @@ class Step:
             self,
             slot=torch.cat((self.slot, self.slot[of])),
             position=torch.cat((self.position, self.position[of] + ahead)),
-            entry=torch.tensor(entries + stored),
-            seen=torch.tensor(seen + [seen[row] for row in below]),
-            tail=torch.tensor([path + [-1] * (longest - len(path)) for path in paths]),
+            entry=torch.tensor(entries + stored, device=self.device),
+            seen=torch.tensor(seen + [seen[row] for row in below], device=self.device),
+            tail=torch.tensor([path + [-1] * (longest - len(path)) for path in paths], device=self.device),
             num_write=total,
             num_feed=total,
             deltas=self._extended(total - len(slots), deltas),
@@ -252,7 +263,8 @@ class Step:
         """Return flat indices of the writing rows in a (slots, K, capacity) layout, (num_write * K,)."""
         cached = self._addresses.get((num_heads, capacity))
         if cached is None:
-            base = self.slot[: self.num_write, None] * num_heads + torch.arange(num_heads)
+            heads = torch.arange(num_heads, device=self.device)
+            base = self.slot[: self.num_write, None] * num_heads + heads
             cached = (base * capacity + self.entry[:, None]).reshape(-1)
             self._addresses[num_heads, capacity] = cached
         return cached
@@ -282,8 +294,8 @@ class Step:
         """
         if self.tail is None:
             return None
-        ordinals = torch.arange(self.num_visible).repeat(self.num_rows, 1)
-        places = self.seen[:, None] + torch.arange(self.tail.shape[1])
+        ordinals = torch.arange(self.num_visible, device=self.device).repeat(self.num_rows, 1)
+        places = self.seen[:, None] + torch.arange(self.tail.shape[1], device=self.device)
         return ordinals.scatter(1, places, self.tail.clamp(min=0))
 
     def visible(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -291,11 +303,11 @@ class Step:
         cached = self._masks.get((window, dtype))
         if cached is None:
             reach = self.seen if self.tail is None else self.seen + (self.tail >= 0).sum(1)
-            ordinal = torch.arange(self.num_visible)
+            ordinal = torch.arange(self.num_visible, device=self.device)
             hidden = ordinal >= reach[:, None]
             if window is not None:
                 hidden |= ordinal <= (reach - 1 - window)[:, None]
-            cached = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+            cached = _additive(hidden, dtype)
             self._masks[window, dtype] = cached
         return cached
 
@@ -305,13 +317,12 @@ class Step:
         if key not in self._masks:
             position = self.position[first:stop]
             count, longest = stop - first, int(position[-1]) + 1
-            ordinal = torch.arange(longest)
+            ordinal = torch.arange(longest, device=self.device)
             hidden = ordinal > position[:, None]
             if window is not None:
                 hidden |= ordinal <= (position - window)[:, None]
             plain = longest == count and (window is None or window >= longest)
-            mask = None if plain else torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
-            self._masks[key] = mask
+            self._masks[key] = None if plain else _additive(hidden, dtype)
         return self._masks[key]
 
     def visible_dense(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -322,11 +333,12 @@ class Step:
             return None
         key = (-1, window, dtype)
         if key not in self._masks:
-            distance = torch.arange(length)[:, None] - torch.arange(length)
+            place = torch.arange(length, device=self.device)
+            distance = place[:, None] - place
             hidden = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
             if window is not None:
                 hidden = hidden | (distance >= window)
-            self._masks[key] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+            self._masks[key] = _additive(hidden, dtype)
         return self._masks[key]
 
     @cached_property
@@ -348,10 +360,18 @@ def _extent(slots: list[int], position: Tensor, memory: KVCache) -> Tensor | Non
     """Return the length of each row's text: its prompt's length, or its position + 1 where that is more; or None."""
     if all(memory.prompts[slot] <= memory.lengths[slot] + 1 for slot in set(slots)):
         return None
-    return torch.maximum(position + 1, torch.tensor([memory.prompts[slot] for slot in slots]))
+    prompts = torch.tensor([memory.prompts[slot] for slot in slots], device=position.device)
+    return torch.maximum(position + 1, prompts)
 
 
-def _around(slots: list[int], positions: list[int], holes: Mapping[int, Collection[int]]) -> tuple[Tensor, Tensor]:
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores, -inf where ``hidden`` and 0 elsewhere."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
+def _around(
+    slots: list[int], positions: list[int], holes: Mapping[int, Collection[int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return ``seen`` and ``tail`` of rows that read around holes: entries before the first hole, then the others."""
     seen, paths = [], []
     for slot, position in zip(slots, positions, strict=True):
@@ -359,7 +379,8 @@ def _around(slots: list[int], positions: list[int], holes: Mapping[int, Collecti
         seen.append(min(first, position))
         paths.append([at for at in range(seen[-1], position + 1) if at not in holes[slot] or at == position])
     longest = max(map(len, paths))
-    return torch.tensor(seen), torch.tensor([path + [-1] * (longest - len(path)) for path in paths])
+    tail = torch.tensor([path + [-1] * (longest - len(path)) for path in paths], device=device)
+    return torch.tensor(seen, device=device), tail
 
 
 def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
@@ -381,6 +402,6 @@ def _tree(draft: Draft, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         above = paths[parent] if parent >= 0 else []
         paths.append([*above, lengths[row] + nodes[row]])
     longest = max(len(path) for path in paths)
-    tail = torch.tensor([path + [-1] * (longest - len(path)) for path in paths])
-    position = torch.tensor([length + len(path) - 1 for length, path in zip(lengths, paths, strict=True)])
-    return position, torch.tensor(lengths), tail
+    tail = torch.tensor([path + [-1] * (longest - len(path)) for path in paths], device=draft.device)
+    ends = [length + len(path) - 1 for length, path in zip(lengths, paths, strict=True)]
+    return torch.tensor(ends, device=draft.device), torch.tensor(lengths, device=draft.device), tail

@@ -111,7 +111,7 @@ class ActiveRows:
         if len(places) == len(self.row):
             return self
         pick = [self.row[p] for p in places], [self.slot[p] for p in places], [self.position[p] for p in places]
-        return ActiveRows(*pick, self.h[torch.tensor(places, dtype=torch.int64)])
+        return ActiveRows(*pick, self.h[torch.tensor(places, dtype=torch.int64, device=self.h.device)])
 
 
 class Depth:
@@ -155,16 +155,15 @@ class _GatedForward:
         self.way, self.model, self.cache = way, model, cache
         count = len(draft.tokens)
         h = model.embed(draft.tokens, step)
-        self.walkers = ActiveRows(list(range(count)), draft.slot.tolist(), step.position.tolist(), h)
+        self.walkers = ActiveRows(list(range(count)), draft.lists.slot, step.position.tolist(), h)
         self.step: Step | None = step
         """Of the walkers; None when it has to be made."""
         full = {slot for slot in draft.slots if self._owed(slot) >= way.max_late}
-        roots = zip(draft.slots, draft.last_committed().tolist(), strict=True)
-        self.may_leave = {root for slot, root in roots if slot not in full}
+        self._root = dict(zip(draft.slots, draft.last_rows, strict=True))
+        self.may_leave = {root for slot, root in self._root.items() if slot not in full}
         self.out = torch.empty_like(h)
         self.depth = torch.full((count,), model.config.num_layers)
         self.work = torch.zeros(count, dtype=torch.int64)
-        self._root = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
 
     def _owed(self, slot: int) -> int:
         return 0 if self.way.missing == "mask" else len(self.cache.pending[slot])
@@ -175,7 +174,8 @@ class _GatedForward:
         self._join(low)
         asking = [place for place, row in enumerate(self.walkers.row) if row in self.may_leave]
         step = self._step(low)
-        went = self.way.policy.forward(self.model, gate, self.walkers.h, step, torch.tensor(asking, dtype=torch.int64))
+        places = torch.tensor(asking, dtype=torch.int64, device=step.device)
+        went = self.way.policy.forward(self.model, gate, self.walkers.h, step, places)
         self._book(high - low, self.walkers.slot)
         self._book(went.draft_row_layers, [self.walkers.slot[place] for place in asking])
         self.walkers = ActiveRows(self.walkers.row, self.walkers.slot, self.walkers.position, went.h)

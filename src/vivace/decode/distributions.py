@@ -40,13 +40,13 @@ class Distributions:
             RequestFailed: a request's own processors failed behind its root.
         """
         out = torch.empty_like(logits)
-        slots = draft.slot.tolist()
+        slots, order = draft.lists.slot, rows.tolist()
         by_slot: dict[int, list[int]] = {}
-        for place, row in enumerate(rows.tolist()):
+        for place, row in enumerate(order):
             by_slot.setdefault(slots[row], []).append(place)
         for slot, places in by_slot.items():
             with blaming(slot, "its logits processors"):
-                out[places] = self._of(slot, logits[places], draft, [int(rows[place]) for place in places])
+                out[places] = self._of(slot, logits[places], draft, [order[place] for place in places])
         return out
 
     def _of(self, slot: int, scores: Tensor, draft: Draft, rows: Sequence[int]) -> Tensor:
@@ -68,9 +68,9 @@ class Distributions:
         return distribution(scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes])
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:
-        tokens = draft.tokens
+        tokens = draft.lists.tokens
         committed = list(self._tokens[slot][: self._stored[slot]])
-        return committed + [int(tokens[r]) for r in draft.path(row)]
+        return committed + [tokens[r] for r in draft.path(row)]
 
     @staticmethod
     def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:

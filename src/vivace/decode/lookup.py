@@ -92,11 +92,12 @@ class LookupState(Forgetful):
     def seed(self, draft: Draft, context: Context) -> tuple[Draft, frozenset[int]]:
         """Chains below the roots of ``draft`` where the ending was seen before, and the slots that got one."""
         chains = {slot: self.guess(context, slot) for slot in context.slots}
-        leaves = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
+        leaves = dict(zip(draft.slots, draft.last_rows, strict=True))
         for depth in range(max(map(len, chains.values()), default=0)):
             growing = [slot for slot in context.slots if len(chains[slot]) > depth]
-            tokens = torch.tensor([[chains[slot][depth]] for slot in growing])
-            draft, rows = draft.grow(torch.tensor([leaves[slot] for slot in growing]), tokens)
+            tokens = torch.tensor([[chains[slot][depth]] for slot in growing], device=draft.device)
+            below = torch.tensor([leaves[slot] for slot in growing], device=draft.device)
+            draft, rows = draft.grow(below, tokens)
             leaves.update(zip(growing, rows.tolist(), strict=True))
         return draft, frozenset(slot for slot, chain in chains.items() if chain)
 

@@ -231,12 +231,12 @@ class ShallowState(Forgetful):
         leaves = draft.last_committed()
         if self.first is not None:
             draft, known = self.first.seed(draft, context)
-            leaves = torch.tensor(
-                [leaf for leaf in leaves.tolist() if int(draft.slot[leaf]) not in known], dtype=torch.int64
-            )
+            roots = zip(draft.slots, draft.last_rows, strict=True)
+            growing = [root for slot, root in roots if slot not in known]
+            leaves = torch.tensor(growing, dtype=torch.int64, device=draft.device)
         done: list[Tensor] = []
         for depth in range(len(self.plan.widths) + 1):
-            fresh = torch.arange(sum(len(h) for h in done), len(draft.tokens))
+            fresh = torch.arange(sum(len(h) for h in done), len(draft.tokens), device=draft.device)
             width = self._width(depth)
             leaves = self._with_room(draft, leaves, context, width)
             hidden, at_gate = self._lower(draft, context, fresh, leaves, depth)
@@ -254,9 +254,9 @@ class ShallowState(Forgetful):
         """Leaves that may still grow: within the plan and as deep as their slot can use."""
         if width == 0:
             return leaves[:0]
-        slots = draft.slot.tolist()
+        slots = draft.lists.slot
         keep = [leaf for leaf in leaves.tolist() if draft.depths[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)]
-        return torch.tensor(keep, dtype=torch.int64)
+        return torch.tensor(keep, dtype=torch.int64, device=draft.device)
 
     def _lower(
         self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor, depth: int
@@ -337,12 +337,12 @@ def guess_below(
         bare, distribution = torch.softmax(logits, -1), context.distribution(logits, draft, leaves)
         if draws:
             distribution = drawable(distribution)
-            slots = draft.slot.tolist()
+            slots = draft.lists.slot
             drawn = [
                 sample(q, context.generators[slots[leaf]])
                 for q, leaf in zip(distribution, leaves.tolist(), strict=True)
             ]
-            tokens, probs = torch.tensor(drawn)[:, None], distribution
+            tokens, probs = torch.tensor(drawn, device=distribution.device)[:, None], distribution
         elif plan.is_chain:
             tokens = logits.argmax(-1, keepdim=True)  # as one native call guesses
         else:

@@ -34,7 +34,7 @@ def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
             slot.append(index)
             node.append(given + place)
             parent.append(root if guess.parent < 0 else first + guess.parent)
-    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
+    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent), device=draft.device)
     return Draft(draft.slots, draft.committed, rows, slots, nodes, parents)
 
 
