@@ -324,7 +324,7 @@ class Engine:
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.model.device)
         if ids.dim() != 2:
             raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
-        step = Step.dense(*ids.shape)
+        step = Step.dense(*ids.shape, device=ids.device)
         flat = self.model.head(self.model.run(self.model.embed(ids.reshape(-1), step), step))
         return flat.view(*ids.shape, -1)
 

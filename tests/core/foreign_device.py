@@ -97,9 +97,18 @@ class _Reads(TorchFunctionMode):
             return func(*args, **kwargs).to(device)
         if func is Tensor.new_tensor and isinstance(args[0], ForeignTensor):
             return args[0].held.new_tensor(*args[1:], **kwargs).to(FOREIGN)
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], ForeignTensor):
+            args = (args[0], _beside(args[1]), *args[2:])
         if func is Tensor.tolist and isinstance(args[0], ForeignTensor):
             return args[0].cpu().tolist()
         return func(*args, **kwargs)
+
+
+def _beside(index: Any) -> Any:
+    """An index whose lists are on the device, as PyTorch makes them beside what is indexed."""
+    parts = index if isinstance(index, tuple) else (index,)
+    moved = tuple(torch.tensor(part).to(FOREIGN) if isinstance(part, list) else part for part in parts)
+    return moved if isinstance(index, tuple) else moved[0]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

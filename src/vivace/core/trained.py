@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -15,6 +16,11 @@ class Trained(nn.Module):
 
     depth = 1
     """Number of layers of the frozen decoder that gradients pass through in training."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
     def start_from(self, model: Decoder) -> None:
         """Initialise weights from the frozen decoder; most modules need nothing of it."""

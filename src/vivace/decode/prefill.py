@@ -130,7 +130,7 @@ class _Chunks(NoMemory):
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
         """One pass over a chunk of each slot."""
         tokens = {slot: prompts[slot][piece.first : piece.stop] for slot, piece in pieces.items()}
-        draft = Draft.committed_only(tokens, is_prompt=True)
+        draft = Draft.committed_only(tokens, is_prompt=True, device=self._cache.device)
         is_chunk = next(iter(pieces.values())).kind == "chunks"
         with nullcontext() if is_chunk else threads_of(self._model):
             passed = self._climb.run(self._model, draft, self._cache, chunk=is_chunk)

@@ -119,7 +119,7 @@ class PromptReader:
         sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self._cache)
         known = sequence.stats.num_cached_tokens = sum(map(len, sequence.shown))
         if known:
-            draft = Draft.committed_only({slot: request.tokens[:known]}, is_prompt=True)
+            draft = Draft.committed_only({slot: request.tokens[:known]}, is_prompt=True, device=self._cache.device)
             drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
             for state in (*self._owned, sequence.prefilling, drafting):
                 state.commit([slot], [range(known)])
@@ -149,6 +149,5 @@ def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, Ta
         return draft, passed
     tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}
     rows = torch.cat([(draft.slot == slot).nonzero()[:, 0] for slot in slots])
-    return Draft.committed_only(tokens, is_prompt=draft.is_prompt), TargetPass(
-        passed.hidden[rows], torch.arange(len(rows))
-    )
+    own = Draft.committed_only(tokens, is_prompt=draft.is_prompt, device=draft.device)
+    return own, TargetPass(passed.hidden[rows], torch.arange(len(rows)))

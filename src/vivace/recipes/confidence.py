@@ -41,7 +41,7 @@ class ConfidenceTraining(Trainable):
     def __init__(self, recipe: ConfidenceRecipe, context: TrainContext) -> None:
         super().__init__(context)
         self.recipe = recipe
-        self.weights = Confidence(recipe.adapter, context.engine.model.config)
+        self.weights = Confidence(recipe.adapter, context.engine.model.config).to(context.engine.model.device)
         self.objective = ConfidenceObjective(self.weights) if recipe.adapter.measure == "learned" else None
 
     def finish(self) -> TrainedAdapter:

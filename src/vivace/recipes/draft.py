@@ -30,10 +30,10 @@ class DraftRecipe(FrozenRecipe):
 
     def begin(self, context: TrainContext) -> StudentTraining:
         """Make an untrained draft model."""
-        base, tokenizer = context.engine.model.config, context.engine.tokenizer
-        shape = replace(self.shape, vocab_size=base.vocab_size, max_positions=base.max_positions)
+        base, tokenizer = context.engine.model, context.engine.tokenizer
+        shape = replace(self.shape, vocab_size=base.config.vocab_size, max_positions=base.config.max_positions)
         student = start_decoder(shape, shape.num_layers, tokenizer.pieces(), self.seed)
-        student = student.to(context.engine.model.dtype)
+        student = student.to(base.device, base.dtype)
         return StudentTraining(context, shape, student, self.loss)
 
 

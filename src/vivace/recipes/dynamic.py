@@ -52,7 +52,7 @@ class ExitTraining(Trainable):
     def __init__(self, recipe: DynamicRecipe, context: TrainContext) -> None:
         super().__init__(context)
         self.recipe = recipe
-        self.weights = DynamicWeights(recipe.adapter, context.engine.model.config)
+        self.weights = DynamicWeights(recipe.adapter, context.engine.model.config).to(context.engine.model.device)
         self.objective = GatesObjective(self.weights.gates, recipe.loss)
         self.depth = recipe.adapter.gates.layers[-1]
 

@@ -33,7 +33,7 @@ class ForesightTraining(Trainable):
         super().__init__(context)
         model = context.engine.model.config
         self.recipe = recipe
-        self.foresight = Foresight(recipe.adapter, model)
+        self.foresight = Foresight(recipe.adapter, model).to(context.engine.model.device)
         self.objective = ForesightObjective(self.foresight, recipe.loss)
         self.depth = max(1, recipe.adapter.depth(model.num_layers))
 

@@ -183,11 +183,15 @@ class TrainContext:
 
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
         """Return batches that hold each pair once, in order of length."""
-        return Rows(self.engine.tokenizer, self.recipe.longest).batches(pairs, self.recipe.tokens_per_batch)
+        return self._rows().batches(pairs, self.recipe.tokens_per_batch)
+
+    def _rows(self) -> Rows:
+        """Return what encodes pairs for the frozen decoder, on its device."""
+        return Rows(self.engine.tokenizer, self.recipe.longest, self.engine.model.device)
 
     def data(self) -> DataSplit[TokenBatch]:
         """Return endless batches of the rows to train on, and the held-back batches."""
-        rows, recipe = Rows(self.engine.tokenizer, self.recipe.longest), self.recipe
+        rows, recipe = self._rows(), self.recipe
         return DataSplit(
             Batches(lambda rng, number: self.train, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed),
             self.batches(self.held_back),

@@ -30,7 +30,7 @@ class MethodRecipe(FrozenRecipe):
         assert make is not None, f"{self.kind} has no weights"
         weights = make(self.adapter, model.config)
         weights.start_from(model)
-        return MethodTraining(self, context, weights.to(model.dtype))
+        return MethodTraining(self, context, weights.to(model.device, model.dtype))
 
 
 def method_recipe(kind: str) -> type[MethodRecipe]:

@@ -37,7 +37,7 @@ class MultirateRecipe(FrozenRecipe):
             )
             context.report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
             config = replace(config, reach=found)
-        accelerator = Accelerator(config, model.config)
+        accelerator = Accelerator(config, model.config).to(model.device)
         for reach in accelerator.reaches():
             reach.start_from(model)
         return AcceleratorTraining(self, context, accelerator)

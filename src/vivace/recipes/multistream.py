@@ -52,6 +52,7 @@ class MultistreamRecipe(FrozenRecipe):
                     f"one for {self.kind} with {asdict(self.adapter)}, inserted there or above"
                 )
             streams.take_over(Streams(known, model), tensors)
+        streams.to(context.engine.model.device)
         return StreamTraining(self.plan, MultistreamObjective(streams, self.loss), context)
 
 

@@ -38,7 +38,8 @@ class SharedRecipe(FrozenRecipe):
         """Make untrained deltas and streams, and copy the model's weights so that they can be changed."""
         for parameter in context.engine.model.parameters():
             parameter.data = parameter.data.clone()  # a loaded weight is a view of the file; merging writes
-        return SharedTraining(self, SharedStreams(self.adapter, context.engine.model.config, self.rank), context)
+        model = context.engine.model
+        return SharedTraining(self, SharedStreams(self.adapter, model.config, self.rank).to(model.device), context)
 
 
 class SharedTraining(StreamTraining):

@@ -102,8 +102,8 @@ def texts_of(prompts: Sequence[Prompt]) -> list[str]:
 class Rows:
     """Encodes pairs as rows of at most ``longest`` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
-        """Set the tokenizer and the length limit.
+    def __init__(self, tokenizer: Tokenizer, longest: int, device: torch.device | None = None) -> None:
+        """Set the tokenizer, the length limit and the device that batches are made for (None is the CPU).
 
         Raises:
             ConfigError: the tokenizer has no end-of-text token, which every row ends with.
@@ -113,6 +113,7 @@ class Rows:
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_ids[0]
         self._longest = longest
+        self.device = device
 
     def encode(self, pairs: Sequence[Pair]) -> list[Row]:
         """Encode pairs in order, leaving out those that are longer than the limit.
@@ -133,7 +134,7 @@ class Rows:
 
     def batches(self, pairs: Sequence[Pair], tokens_per_batch: int) -> list[TokenBatch]:
         """Return batches that hold each pair once, in order of length, at most ``tokens_per_batch`` tokens each."""
-        return [collate(group) for group in grouped(self.encode(pairs), tokens_per_batch)]
+        return [collate(group, self.device) for group in grouped(self.encode(pairs), tokens_per_batch)]
 
     def _template(self, prompt: str) -> str:
         if not self._tokenizer.has_template:
@@ -169,7 +170,7 @@ class Batches:
         while True:
             groups = self.epoch(epoch)
             for index in range(first, len(groups)):
-                yield BatchPlace(epoch, index + 1), collate(groups[index])
+                yield BatchPlace(epoch, index + 1), collate(groups[index], self._rows.device)
             epoch, first = epoch + 1, 0
 
     def epoch(self, number: int) -> list[list[Row]]:
@@ -202,15 +203,20 @@ def grouped(rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | Non
     return groups
 
 
-def collate(rows: Sequence[Row]) -> TokenBatch:
-    """Make a batch of rows, padded on the right with token 0; padding is neither scored nor read by other tokens."""
+def collate(rows: Sequence[Row], device: torch.device | None = None) -> TokenBatch:
+    """Make a batch of rows, padded on the right with token 0; padding is neither scored nor read by other tokens.
+
+    Args:
+        rows: what it holds.
+        device: where it is made; None is the CPU.
+    """
     length = _padded(max(len(row.tokens) for row in rows))
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     scored = torch.zeros(len(rows), length, dtype=torch.bool)
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)] = torch.tensor(row.tokens)
         scored[index, row.num_prompt : len(row.tokens)] = True
-    return TokenBatch(tokens, scored)
+    return TokenBatch(tokens.to(device), scored.to(device))
 
 
 def _padded(length: int) -> int:

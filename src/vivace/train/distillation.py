@@ -61,7 +61,7 @@ class FrozenPass:
             attended: indices of layers whose residuals are kept between attention and feed-forward.
             rows: (n,) rows whose ``attended`` residuals are kept; None keeps all.
         """
-        step, count = Step.dense(*tokens.shape), model.config.num_layers
+        step, count = Step.dense(*tokens.shape, device=tokens.device), model.config.num_layers
         h = model.embed(tokens.reshape(-1), step)
         residuals, between = {0: h}, dict[int, Tensor]()
         stops = {*depths, *attended, *(layer + 1 for layer in attended), count} - {0}

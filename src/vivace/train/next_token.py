@@ -72,7 +72,7 @@ class NextToken(DecoderObjective):
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the cross-entropy in parts of ``rows`` positions, then the part that trains the layers."""
         rows, targets = batch.predicting, batch.targets
-        step = Step.dense(*batch.tokens.shape)
+        step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
 
         def part_of(h: Tensor, part: slice) -> LossPart:

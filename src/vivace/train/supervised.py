@@ -72,7 +72,7 @@ class SupervisedObjective(NextToken):
 
     def _residuals(self, model: Decoder, batch: TokenBatch, exits: Sequence[int]) -> dict[int, Tensor]:
         """Return the residuals (B * T, E) at the exits and at the top; layers are dropped only under gradients."""
-        step, count = Step.dense(*batch.tokens.shape), model.config.num_layers
+        step, count = Step.dense(*batch.tokens.shape, device=batch.tokens.device), model.config.num_layers
         h = model.embed(batch.tokens.reshape(-1), step)
         found: dict[int, Tensor] = {}
         drops = self.supervision.dropout if torch.is_grad_enabled() else 0.0

@@ -136,7 +136,7 @@ class ConfidentExit:
         start, stop, threshold = self.gates[gate - 1] if gate else 0, self.gates[gate], self.thresholds[gate]
         if threshold is None or len(asking) == 0:
             h = model.run(h, step, start, stop)
-            return EarlyExit(h, torch.zeros(len(asking), dtype=torch.bool), h[asking])
+            return EarlyExit(h, torch.zeros(len(asking), dtype=torch.bool, device=h.device), h[asking])
         before = None
         if self.confidence.config.measure == "cosine":
             h = model.run(h, step, start, stop - 1)
@@ -191,11 +191,11 @@ def confidence_scores(model: Decoder, confidence: Confidence, batches: Sequence[
 
 def calibrated(told: ConfidenceScores, quality: float) -> ConfidenceThresholds:
     """Gate by gate the lowest threshold above which a share ``quality`` of those that leave say what the top says."""
-    left = torch.ones(len(told.scores), dtype=torch.bool)
+    left = torch.ones(len(told.scores), dtype=torch.bool, device=told.scores.device)
     thresholds: list[float | None] = []
     for scores, agrees in zip(told.scores.T, told.agrees.T, strict=True):
         order = scores[left].argsort(descending=True)
-        right = agrees[left][order].float().cumsum(0) / torch.arange(1, len(order) + 1)
+        right = agrees[left][order].float().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
         enough = (right >= quality).nonzero()[:, 0]
         last = int(enough[-1]) if len(enough) else -1
         if last + 1 < _FEWEST:

@@ -95,12 +95,12 @@ class DraftModelState(NoMemory):
             cache.prompts[slot] = context.cache.prompts[slot]
         self._catch_up(context.tokens, tuple(counts), cache)
         rows = {slot: context.tokens[slot][cache.lengths[slot] :] for slot in counts}
-        leaves = dict(zip(draft.slots, draft.last_committed().tolist(), strict=True))
+        leaves = dict(zip(draft.slots, draft.last_rows, strict=True))
         self._unverified.update((slot, context.cache.lengths[slot]) for slot in counts)
         for depth in range(max(counts.values())):
             growing = [slot for slot in counts if counts[slot] > depth]
             hidden = self._run({slot: rows[slot] for slot in growing}, cache)
-            below = torch.tensor([leaves[slot] for slot in growing])
+            below = torch.tensor([leaves[slot] for slot in growing], device=draft.device)
             tokens, probs = self._guess(self._logits(hidden), context, draft, below)
             draft, nodes = draft.grow(below, tokens, probs)
             leaves.update(zip(growing, nodes.tolist(), strict=True))
@@ -122,7 +122,7 @@ class DraftModelState(NoMemory):
 
     def _run(self, rows: Mapping[int, Sequence[int]], cache: KVCache, *, chunk: bool = False) -> Tensor:
         """Store these tokens of each slot; the hidden row of each slot's last one, (slots, E)."""
-        taken = Draft.committed_only(rows)
+        taken = Draft.committed_only(rows, device=cache.device)
         step = Step.of(taken, cache, chunk=chunk)
         known = taken.tokens.clamp(max=self._model.config.vocab_size - 1)  # an id only the target has
         hidden = self._model.run(self._model.embed(known, step), step)
@@ -145,7 +145,7 @@ class DraftModelState(NoMemory):
         drawn = [
             sample(distribution, context.generators[slot]) for distribution, slot in zip(probs, slots, strict=True)
         ]
-        return torch.tensor(drawn)[:, None], probs
+        return torch.tensor(drawn, device=probs.device)[:, None], probs
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """The tokens themselves are all it needs."""

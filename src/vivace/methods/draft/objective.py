@@ -24,6 +24,6 @@ class StudentObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """The student on the same text, through its own head."""
-        step = Step.dense(*batch.tokens.shape)
+        step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)
         yield from guess_losses(self.loss, model, self.student, FrozenPass.of(model, batch.tokens), batch, top)

@@ -94,7 +94,7 @@ class AcceleratedExit:
         start, stop = self.accelerator.config.interval(number)
         if len(asking) == 0:
             h = model.run(h, step, low, stop)
-            return EarlyExit(h, torch.zeros(0, dtype=torch.bool), h[asking])
+            return EarlyExit(h, torch.zeros(0, dtype=torch.bool, device=h.device), h[asking])
         h = h if low == start else model.run(h, step, low, start)
         h, trail = self.accelerator.forward(model, number, h, step, asking, self._depths[gate])
         says = self.accelerator.at_gate(number, trail[:, -1])

@@ -132,7 +132,7 @@ class GatedAccelerator(LowRank):
         Returns:
             The trail (T, number of depths, E).
         """
-        deltas = self.deltas(torch.zeros(len(h), dtype=torch.int64))
+        deltas = self.deltas(torch.zeros_like(step.slot))
         fed = len(h) if self.config.mode == "delta" else 0
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
         return torch.stack(_stops(model, h, reading, (self.config.interval(gate)[0], *depths)), 1)
@@ -155,7 +155,7 @@ class GatedAccelerator(LowRank):
         """
         start = self.config.interval(gate)[0]
         count = step.num_rows
-        which = torch.full((count + len(leading),), -1, dtype=torch.int64)
+        which = torch.full((count + len(leading),), -1, dtype=torch.int64, device=step.device)
         which[count:] = 0
         both = step.readers(leading, self.deltas(which), fed=self.config.mode == "delta")
         stops = _stops(model, torch.cat((h, h[leading])), both, (start, *depths))

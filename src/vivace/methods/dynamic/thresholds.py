@@ -69,7 +69,7 @@ def calibrate(
         minimum_exit_share: share of the positions asked that must leave at each gate, else it stays shut
             (``GatesConfig``); empty opens every gate that can keep the agreement.
     """
-    left = torch.ones(len(scores.score), dtype=torch.bool)
+    left = torch.ones(len(scores.score), dtype=torch.bool, device=scores.score.device)
     thresholds: list[float | None] = []
     for gate in range(scores.score.shape[1]):
         score = scores.score[:, gate]
@@ -92,7 +92,7 @@ def exit_shares(scores: Scores, plan: QualityPlan) -> list[float]:
 def exits(scores: Scores, plan: QualityPlan) -> Tensor:
     """Number of the gate at which each position leaves, (n,); J for the top."""
     gates = len(plan.thresholds)
-    depth = torch.full((len(scores.score),), gates)
+    depth = torch.full((len(scores.score),), gates, device=scores.score.device)
     for gate in reversed(range(gates)):
         threshold = plan.thresholds[gate]
         if threshold is not None:
@@ -106,8 +106,10 @@ def _lowest(score: Tensor, agrees: Tensor, quality: float, fewest: int) -> float
         return None
     order = score.argsort(descending=True, stable=True)
     ranked = score[order]
-    share = agrees[order].double().cumsum(0) / torch.arange(1, len(order) + 1)
-    last_of_equals = torch.ones(len(order), dtype=torch.bool)  # equal scores pass together or not at all
+    share = agrees[order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
+    last_of_equals = torch.ones(
+        len(order), dtype=torch.bool, device=order.device
+    )  # equal scores pass together or not at all
     last_of_equals[:-1] = ranked[:-1] > ranked[1:]
     good = ((share >= quality) & last_of_equals).nonzero()[:, 0]
     if len(good) == 0 or int(good[-1]) + 1 < fewest:

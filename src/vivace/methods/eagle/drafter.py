@@ -154,14 +154,15 @@ class EagleState(Forgetful):
         cache = self.cache
         own, hidden = self._catch_up(context.tokens, growing, cache)
         above = dict(zip(draft.slots, draft.last_rows, strict=True))
-        leaves, mine = torch.tensor([above[slot] for slot in growing]), own.last_committed()
+        leaves = torch.tensor([above[slot] for slot in growing], device=draft.device)
+        mine = own.last_committed()
         known = hidden[mine]
         for depth, width in enumerate(self.plan.widths):
             draft, own, rows, origin = self._guess(context, (draft, own), (leaves, mine), known, width)
             wanted = [place for place, row in enumerate(rows[0].tolist()) if room[draft.lists.slot[row]] > depth + 1]
             if depth + 1 == len(self.plan.widths) or not wanted:
                 break
-            keep = torch.tensor(wanted)
+            keep = torch.tensor(wanted, device=draft.device)
             leaves, mine = rows[0][keep], rows[1][keep]
             known = self._run(own, mine, self.model.norm(known[origin[keep]]), cache)
         cache.commit(own.slots, [range(given) for given in own.committed])
@@ -188,11 +189,12 @@ class EagleState(Forgetful):
                 features[slot] = F.pad(features[slot], (0, 0, 1, 0))
         while far := [slot for slot in slots if len(features[slot]) > CHUNK]:
             rows = {slot: self._tail(tokens[slot], len(features[slot]))[:CHUNK] for slot in far}
-            taken = Draft.committed_only(rows)
+            taken = Draft.committed_only(rows, device=cache.device)
             self._run(taken, None, torch.cat([features[slot][:CHUNK] for slot in far]), cache, chunk=True)
             cache.commit(taken.slots, [range(count) for count in taken.committed])
             features.update((slot, features[slot][CHUNK:]) for slot in far)
-        own = Draft.committed_only({slot: self._tail(tokens[slot], len(features[slot])) for slot in slots})
+        rows = {slot: self._tail(tokens[slot], len(features[slot])) for slot in slots}
+        own = Draft.committed_only(rows, device=cache.device)
         return own, self._run(own, None, torch.cat([features[slot] for slot in slots]), cache)
 
     @staticmethod
@@ -203,10 +205,9 @@ class EagleState(Forgetful):
         """Keep the residuals of every position that stays, prompt chunks too."""
         normed = self.model.norm(passed.hidden)
         if verdict is None:
-            slots = torch.tensor(draft.lists.slot)
-            paths = [(slots == slot).nonzero()[:, 0] for slot in draft.slots]
+            paths = [(draft.slot == slot).nonzero()[:, 0] for slot in draft.slots]
         else:
-            paths = [torch.tensor(path) for path in verdict.paths]
+            paths = [torch.tensor(path, device=normed.device) for path in verdict.paths]
         for slot, path in zip(draft.slots, paths, strict=True):
             self._pending.setdefault(slot, []).append(normed[path])
 

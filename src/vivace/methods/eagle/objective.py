@@ -51,7 +51,8 @@ class EagleObjective(DecoderObjective):
             x = model.norm(frozen.final)
             before = F.pad(x.view(*batch.tokens.shape, -1)[:, :-1], (0, 0, 1, 0)).reshape_as(x)
             before = before + (torch.rand_like(before) - 0.5) * (2 * self.loss.noise)
-        top = self.layer(before, frozen.embedded, Step.dense(*batch.tokens.shape))[rows]
+        own = Step.dense(*batch.tokens.shape, device=x.device)
+        top = self.layer(before, frozen.embedded, own)[rows]
 
         def part_of(g: Tensor, part: slice) -> LossPart:
             compared = self.loss.of(model.head(g), frozen.logits(model, rows[part]), targets[part])

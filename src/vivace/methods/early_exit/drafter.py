@@ -81,9 +81,10 @@ class ExitGuess:
     def __init__(self, model: Decoder, exit_: Exit) -> None:
         self.exit = exit_
         self.gate = exit_.config.gate
-        scale = torch.ones(model.config.width, dtype=model.dtype) if exit_.scale is None else exit_.scale
+        bare = torch.ones(model.config.width, dtype=model.dtype, device=model.device)
+        scale = bare if exit_.scale is None else exit_.scale
         self.companion: DraftRows | None = DraftRows(
-            self.gate, exit_.deltas(torch.zeros(1, dtype=torch.int64)), True, scale
+            self.gate, exit_.deltas(torch.zeros(1, dtype=torch.int64, device=model.device)), True, scale
         )
 
     def offsets(self, final: Tensor) -> Tensor | None:
@@ -98,7 +99,7 @@ class ExitGuess:
             h = model.run(h, step, 0, self.gate)
             return h, h[guessing]
         h = model.run(h, step, 0, self.gate - 1)
-        which = torch.full((step.num_rows + len(guessing),), -1, dtype=torch.int64)
+        which = torch.full((step.num_rows + len(guessing),), -1, dtype=torch.int64, device=step.device)
         which[step.num_rows :] = 0
         both = step.readers(guessing, self.exit.deltas(which))
         h = model.run(torch.cat((h, h[guessing])), both, self.gate - 1, self.gate)

@@ -32,7 +32,7 @@ class ExitObjective(DecoderObjective):
         """What the exit says against what the top says."""
         gate = self.exit.config.gate
         frozen = FrozenPass.of(model, batch.tokens, (gate - 1,))
-        deltas = self.exit.deltas(torch.zeros(frozen.step.num_rows, dtype=torch.int64))
+        deltas = self.exit.deltas(torch.zeros_like(frozen.step.slot))
         reading = replace(frozen.step, num_write=0, num_feed=frozen.step.num_rows, deltas=(deltas,))
         top = self.exit.at_gate(model.run(frozen.residuals[gate - 1], reading, gate - 1, gate))
         yield from guess_losses(self.loss, model, model, frozen, batch, top)

@@ -54,7 +54,7 @@ class MedusaObjective(DecoderObjective):
             x = model.norm(frozen.final)
         scored = F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1)
         length = batch.tokens.shape[1]
-        target_of = torch.zeros(len(scored), dtype=torch.int64)
+        target_of = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
         target_of[rows] = targets
         for head in range(self.heads.config.heads):
             heard = rows + head + 1  # whose next token the head guesses

@@ -112,7 +112,7 @@ class RoutedForwardPass:
         assert draft.is_chain, "a row is routed on the text before it"
         step, below = Step.of(draft, cache), 0
         h = model.embed(draft.tokens, step)
-        skipped = torch.zeros(len(h), dtype=torch.int64)
+        skipped = torch.zeros(len(h), dtype=torch.int64, device=h.device)
         for place, layer in enumerate(self.routers.layers):
             h = model.run(h, step, below, layer)
             r = self.routers.logit(place, h)

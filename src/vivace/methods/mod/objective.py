@@ -109,7 +109,8 @@ def largest(r: Tensor, answers: Tensor, capacity: float) -> Tensor:
         capacity: rounded up to a whole number of rows.
     """
     ranked = r.view(answers.shape).masked_fill(~answers, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(ranked).scatter_(1, ranked, torch.arange(answers.shape[1]).expand_as(ranked))
+    places = torch.arange(answers.shape[1], device=answers.device)
+    rank = torch.empty_like(ranked).scatter_(1, ranked, places.expand_as(ranked))
     count = torch.ceil(answers.sum(1, keepdim=True) * capacity - 1e-6)
     return ((rank < count) | ~answers).reshape(-1)
 
@@ -133,7 +134,7 @@ def routed(model: Decoder, layer: int, h: Tensor, step: Step, passes: Tensor, r:
 @torch.no_grad()
 def thresholds_on(model: Decoder, routers: DepthRouters, batches: Sequence[TokenBatch]) -> ModPlan:
     """Layer by layer the threshold that lets the share ``capacity`` of answer rows through, lower ones in force."""
-    steps = [Step.dense(*batch.tokens.shape) for batch in batches]
+    steps = [Step.dense(*batch.tokens.shape, device=batch.tokens.device) for batch in batches]
     answers = [F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1) for batch in batches]
     rows = [model.embed(batch.tokens.reshape(-1), step) for batch, step in zip(batches, steps, strict=True)]
     found, below = list[float](), 0

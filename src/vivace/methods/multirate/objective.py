@@ -70,7 +70,7 @@ class MultirateObjective(DecoderObjective):
     def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
         """Residuals p at the gate for every position, (B * T, E)."""
         accelerator, step, count = self.accelerator, frozen.step, frozen.step.num_rows
-        deltas = accelerator.deltas(torch.zeros(count, dtype=torch.int64))
+        deltas = accelerator.deltas(torch.zeros_like(step.slot))
         fed = count if accelerator.config.mode == "delta" else 0
         reading = replace(step, num_write=0, num_feed=fed, deltas=(deltas,))
         last = self._last_verified(tokens)
@@ -83,15 +83,15 @@ class MultirateObjective(DecoderObjective):
     def _last_verified(self, tokens: Tensor) -> Tensor:
         """A position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""
         batch, length = tokens.shape
-        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length))
-        return (torch.arange(length) - lag).clamp(min=-1)
+        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length)).to(tokens.device)  # the same on every device
+        return (torch.arange(length, device=tokens.device) - lag).clamp(min=-1)
 
     def _feedback(self, model: Decoder, final: Tensor, last: Tensor) -> Tensor | None:
         """Normed final residual of the last verified position, zeros where there is none."""
         if self.accelerator.feedback is None:
             return None
         batch, length = last.shape
-        source = (last.clamp(min=0) + torch.arange(batch)[:, None] * length).reshape(-1)
+        source = (last.clamp(min=0) + torch.arange(batch, device=last.device)[:, None] * length).reshape(-1)
         with torch.no_grad():
             known = (last >= 0).reshape(-1, 1).to(final.dtype)
             return model.norm(final)[source] * known

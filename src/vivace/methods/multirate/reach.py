@@ -85,12 +85,12 @@ class Reach(nn.Module):
         """
         attention = _layer(model, self.layer).attention
         queries = self._queries(p, model, step, partial(kernels.linear, weight=self.query))
-        entry = torch.arange(last.shape[1])
+        entry = torch.arange(last.shape[1], device=last.device)
         reach = last.clamp(min=0)[..., None]
         hidden = entry > reach
         if attention.window is not None:
             hidden |= entry <= reach - attention.window
-        visible = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -math.inf)[:, None]
+        visible = torch.zeros_like(hidden, dtype=queries.dtype).masked_fill_(hidden, -math.inf)[:, None]
         keys, values = step.memory.stored(self.layer)
         q = queries.view(*last.shape, *queries.shape[1:])
         scale, softcap = attention.scale, attention.softcap
@@ -122,16 +122,16 @@ def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, cou
     Returns:
         The layers with most weight there, bottom first.
     """
-    weight = torch.zeros(model.config.num_layers)
+    weight = torch.zeros(model.config.num_layers, device=model.device)
     for batch in batches:
         tokens = batch.tokens
-        step, length = Step.dense(*tokens.shape), tokens.shape[1]
-        following = torch.zeros(*tokens.shape, length, dtype=torch.bool)
+        step, length = Step.dense(*tokens.shape, device=tokens.device), tokens.shape[1]
+        following = torch.zeros(*tokens.shape, length, dtype=torch.bool, device=tokens.device)
         following[:, :-1, 1:] = (tokens[:, :-1, None] == tokens[:, None, :-1]) & (
             tokens[:, 1:, None] == tokens[:, None, 1:]
         )
-        following &= torch.ones(length, length, dtype=torch.bool).tril()
-        predicts = torch.zeros(tokens.numel(), dtype=torch.bool).index_fill(0, batch.predicting, True)
+        following &= torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        predicts = torch.zeros_like(step.slot, dtype=torch.bool).index_fill(0, batch.predicting, True)
         following &= predicts.view(*tokens.shape, 1)
         h = model.embed(tokens.reshape(-1), step)
         for index in range(len(model.layers)):
@@ -150,7 +150,7 @@ def _weights(q: Tensor, layer: Layer, step: Step) -> Tensor:
     batch, kv_heads, length, width = keys.shape
     q = q.view(batch, length, -1, width).transpose(1, 2)
     scores = (q @ keys.repeat_interleave(q.shape[1] // kv_heads, 1).mT).float() * layer.attention.scale
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     return torch.softmax(scores.masked_fill(future, -math.inf), -1)
 
 
@@ -162,7 +162,7 @@ def far_step(step: Step, leading: Tensor) -> tuple[Step, Tensor]:
     """
     assert isinstance(step.memory, KVCache)
     lengths = step.memory.lengths
-    verified = torch.tensor([lengths[slot] for slot in step.slot[leading].tolist()])
+    verified = torch.tensor([lengths[slot] for slot in step.slot[leading].tolist()], device=step.device)
     rows = step if len(leading) == step.num_rows else step.take(leading)
     far = Step(step.memory, rows.slot, rows.position, rows.entry, verified.clamp(min=1), None, 0, 0, extent=rows.extent)
     return far, (verified > 0)[:, None]

@@ -87,7 +87,7 @@ class Accelerator(LowRank):
 
     def companion(self) -> DraftRows:
         """Accelerated rows as data."""
-        deltas = self.deltas(torch.zeros(1, dtype=torch.int64))
+        deltas = self.deltas(torch.zeros(1, dtype=torch.int64, device=self.device))
         reads = tuple(reach.data() for reach in self.reaches())
         return DraftRows(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
 
@@ -130,7 +130,7 @@ def dual_forward(
     count = len(leading)
     if count == 0:
         return model.run(h, step, 0, config.gate), h[:0]
-    which = torch.full((step.num_rows + count,), -1, dtype=torch.int64)
+    which = torch.full((step.num_rows + count,), -1, dtype=torch.int64, device=step.device)
     which[step.num_rows :] = 0
     both = step.readers(leading, accelerator.deltas(which), fed=config.mode == "delta")
     slow, p = h, h[leading] if offset is None else h[leading] + offset

@@ -114,7 +114,7 @@ class StreamState(Forgetful):
     def _verified(self, context: Context, slots: Sequence[int]) -> Verified | None:
         if not self.drafter.has_feedback:
             return None
-        roots = torch.tensor([context.tokens[slot][-1] for slot in slots])
+        roots = torch.tensor([context.tokens[slot][-1] for slot in slots], device=context.cache.device)
         return Verified(torch.stack([self._final[slot] for slot in slots]), roots)
 
     def _guesses(self, streams: Tensor) -> list[list[list[int]]]:
@@ -161,5 +161,5 @@ def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
                     node.append(number)
                     parent.append(leaf)
                     number += 1
-    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent))
+    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent), device=draft.device)
     return Draft(draft.slots, draft.committed, rows, slots, nodes, parents)

@@ -64,9 +64,9 @@ class StreamForwardPass:
         insertion, count = self.streams.config.insertion, len(self.plan.widths)
         step = Step.of(draft, cache, chunk=chunk)
         main = model.run(model.embed(draft.tokens, step), step, 0, insertion)
-        rows = torch.arange(len(draft.tokens))
+        rows = torch.arange(len(draft.tokens), device=draft.device)
         if self.plan.threshold and len(rows) > len(draft.slots):
-            rows = torch.tensor(self.surviving(model, draft, main))
+            rows = torch.tensor(self.surviving(model, draft, main), device=draft.device)
             if len(rows) < len(main):
                 step, main = step.take(rows), main[rows]
         if self.plan.attach == "kept":
@@ -94,7 +94,7 @@ class StreamForwardPass:
         step = Step.at(cache, [slot for slot in slots for _ in range(count)], positions)
         known = None
         if verified is not None:
-            first = step.take(torch.arange(0, len(positions), count))
+            first = step.take(torch.arange(0, len(positions), count, device=step.device))
             known = known_at(model, verified.final, model.embed(verified.tokens, first))
         start = self.streams.start(entering, count, known).flatten(0, 1)
         step = replace(step, deltas=(self.terms(0, len(start)),))
@@ -112,7 +112,7 @@ class StreamForwardPass:
         assert self.streams.pruner is not None, "checked by the plan"
         distribution = self.streams.pruner.distribution(main, model)
         parents, tokens, depths = draft.lists.parent, draft.lists.tokens, draft.depths
-        chances = distribution[torch.tensor(parents).clamp(min=0), draft.tokens].tolist()
+        chances = distribution[draft.parent.clamp(min=0), draft.tokens].tolist()
         kept: set[int] = set()
         for row in range(len(tokens)):
             if depths[row] == 0 or (parents[row] in kept and chances[row] >= self.plan.threshold):
@@ -122,7 +122,7 @@ class StreamForwardPass:
     def terms(self, num_main: int, num_streams: int) -> LowRankDeltas:
         """Adapters of a call, the same object for calls of the same shape."""
         if (num_main, num_streams) not in self._terms:
-            which = torch.full((num_main + num_streams,), -1, dtype=torch.int64)
+            which = torch.full((num_main + num_streams,), -1, device=self.streams.device)
             which[num_main:] = 0
             self._terms[num_main, num_streams] = self.streams.deltas(which, len(self.plan.widths))
         return self._terms[num_main, num_streams]

@@ -111,8 +111,8 @@ class MultistreamObjective(DecoderObjective):
         with torch.no_grad():
             truth = model.head(main.final[heard.text, heard.position])
             wanted = torch.softmax(truth, -1).mul_(1 - self.loss.hard)
-            targets = batch.tokens[heard.text, heard.position + 1]
-            wanted.scatter_add_(1, targets[:, None], torch.full((len(targets), 1), self.loss.hard))
+            targets = batch.tokens[heard.text, heard.position + 1][:, None]
+            wanted.scatter_add_(1, targets, torch.full_like(targets, self.loss.hard, dtype=wanted.dtype))
         guess = model.head(hidden[heard.scored])
         loss = (self.loss.decay**heard.level * F.cross_entropy(guess, wanted, reduction="none")).sum() / total
         return loss, heard.agreement(guess.detach(), truth, total, "stream")
@@ -120,7 +120,7 @@ class MultistreamObjective(DecoderObjective):
 
 def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
     """What feedback reads at every position, (B, T) and (B * T, E) -> (B, T, 2, E)."""
-    decided = model.embed(tokens.reshape(-1), Step.dense(*tokens.shape)).view(*tokens.shape, -1)
+    decided = model.embed(tokens.reshape(-1), Step.dense(*tokens.shape, device=tokens.device)).view(*tokens.shape, -1)
     decided = F.pad(decided[:, 1:], (0, 0, 0, 1)).flatten(0, 1)
     return known_at(model, final, decided).view(*tokens.shape, 2, -1)
 
@@ -142,7 +142,7 @@ def run_streams(
         (n, streams, E) before the final norm.
     """
     count = streams.config.streams
-    at = torch.arange(len(places.position))[:, None], places.position
+    at = torch.arange(len(places.position), device=places.position.device)[:, None], places.position
     carrying = None if known is None else known[at][places.real]
     h = streams.start(entering[at][places.real], count, carrying).flatten(0, 1)
     call = branch_call(places, count, streams.deltas)

@@ -71,7 +71,7 @@ class ValueRotation(nn.Module):
         """
         which = deltas.which.clone()
         rows = (which >= 0).nonzero()[:, 0]
-        which[rows] = torch.arange(len(rows)) % count
+        which[rows] = torch.arange(len(rows), device=which.device) % count
         down: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.down.items()}
         up: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.up.items()}
         turns = self.turns().to(self.values.dtype)

@@ -145,8 +145,8 @@ class SharedObjective(MultistreamObjective):
 
     def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, Tensor, Tensor]:
         """The main pass with the deltas on every row: its step, and (B, T, E) at the insertion layer and at the top."""
-        step, insertion = Step.dense(*tokens.shape), self.streams.config.insertion
-        step = replace(step, deltas=(self.streams.deltas(torch.zeros(step.num_rows, dtype=torch.int64)),))
+        step, insertion = Step.dense(*tokens.shape, device=tokens.device), self.streams.config.insertion
+        step = replace(step, deltas=(self.streams.deltas(torch.zeros_like(step.slot)),))
         entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
         final = model.run(entering, step, insertion)
         return step, entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1)

@@ -116,7 +116,7 @@ class Streams(LowRank):
         """The first ``count`` streams as data; None where values are rotated."""
         if self.rotation is not None:
             return None
-        deltas = self.deltas(torch.zeros(count, dtype=torch.int64), count)
+        deltas = self.deltas(torch.zeros(count, dtype=torch.int64, device=self.device), count)
         feedback = self._feedback() if self.config.feedback else None
         return StreamRows(self.config.insertion, deltas, self.embeddings[:count], feedback)
 

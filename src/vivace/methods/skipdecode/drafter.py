@@ -76,7 +76,7 @@ class SkipForwardPass:
         first = [self.plan.first(position - cache.prompts[slot] + 1, num_layers) for position, slot in places]
         stops = [*sorted(set(first)), num_layers]
         for start, stop in pairwise(stops):
-            rows = torch.tensor([row for row, at in enumerate(first) if at <= start])
+            rows = torch.tensor([row for row, at in enumerate(first) if at <= start], device=h.device)
             if len(rows) == len(first):
                 h = model.run(h, step, start, stop)
             else:
@@ -120,8 +120,8 @@ class SkipObjective(NextToken):
         """As ``NextToken``, places counted from each answer's first token."""
         length, count = batch.tokens.shape[1], model.config.num_layers
         begins = batch.scored.int().argmax(1)
-        place = torch.arange(length) - begins[:, None] + 1
-        firsts = torch.tensor([self.plan.first(at, count) for at in range(length + 1)])
+        place = torch.arange(length, device=begins.device) - begins[:, None] + 1
+        firsts = torch.tensor([self.plan.first(at, count) for at in range(length + 1)], device=begins.device)
         self._first = torch.where(place < 0, 0, firsts[place.clamp(min=0)]).reshape(-1)
         yield from super().losses(model, batch)
 

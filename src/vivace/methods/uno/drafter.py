@@ -92,7 +92,8 @@ class Uno(NoDrafts):
         guessing = {slot: count for slot, count in room.items() if count > 0}
         if not guessing:
             return draft
-        given = Draft.committed_only({slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in guessing})
+        fresh = {slot: context.tokens[slot][context.cache.lengths[slot] :] for slot in guessing}
+        given = Draft.committed_only(fresh, device=context.cache.device)
         hidden = self.block(given, list(guessing.values()), context.cache)
         return grown(draft, dict(zip(guessing, self._trees(hidden, list(guessing.values())), strict=True)))
 
@@ -114,13 +115,13 @@ class Uno(NoDrafts):
         for root, count in zip(given.last_rows, counts, strict=True):
             guessing += [root, *range(noise, noise + count - 1)]
             noise += count - 1
-        return top[torch.tensor(guessing)]
+        return top[torch.tensor(guessing, device=top.device)]
 
     def _terms_of(self, num_prompt: int, num_noise: int) -> LowRankDeltas:
         """Terms of a call, the same object for calls of the same shape."""
         key = (num_prompt, num_noise)
         if key not in self._deltas:
-            which = torch.zeros(num_prompt + num_noise, dtype=torch.int64)
+            which = torch.zeros(num_prompt + num_noise, dtype=torch.int64, device=self.terms.device)
             which[:num_prompt] = -1
             self._deltas[key] = self.terms.deltas(which)
         return self._deltas[key]

@@ -53,7 +53,8 @@ class UnoObjective(DecoderObjective):
         """What noise rows below some positions say against what the model says there."""
         frozen = FrozenPass.of(model, batch.tokens)
         teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
-        carrying = teaches & (torch.rand(teaches.shape) < self.loss.blocks / max(1, int(teaches.sum())))
+        drawn = torch.rand(teaches.shape).to(teaches.device)  # the same numbers on every device
+        carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
         total, count = int(carrying[:, 1:].sum()), self.terms.config.block - 1
         for places in places_of(carrying, max(1, self.loss.rows // count)):

@@ -114,7 +114,7 @@ class ForesightForwardPass:
             ends: by slot, the residual (E) that its first row was decided from, as far as it is known.
         """
         step = Step.of(draft, cache, chunk=chunk)
-        start, rows = draft.entry_layer, torch.arange(len(draft.tokens))
+        start, rows = draft.entry_layer, torch.arange(len(draft.tokens), device=draft.device)
         slow = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
         if step.is_prompt or start:
             slow = model.run(slow, step, start)
@@ -131,7 +131,7 @@ class ForesightForwardPass:
         """Run slow and accelerated rows together as far as the latter go, and return the slow rows (T, E) there."""
         count = len(rows)
         if count not in self._deltas:
-            which = torch.cat((torch.full((count,), -1), torch.zeros(count, dtype=torch.int64)))
+            which = torch.cat((torch.full_like(rows, -1), torch.zeros_like(rows)))
             self._deltas[count] = self.foresight.deltas(which)
         both = step.readers(rows, self._deltas[count], fed=False)
         self._prefetch(model, 0, slow, slow)

@@ -116,7 +116,7 @@ class ForesightObjective(DecoderObjective):
 
     def _accelerated(self, model: Decoder, p: Tensor, step: Step) -> Iterator[tuple[int, Tensor]]:
         """Yield p (B * T, E) after 0, 1, ... layers, each with that number."""
-        deltas = self.foresight.deltas(torch.zeros(step.num_rows, dtype=torch.int64))
+        deltas = self.foresight.deltas(torch.zeros_like(step.slot))
         reading = replace(step, num_write=0, num_feed=0, deltas=(deltas,))
         yield 0, p
         for index in range(self.foresight.config.depth(model.config.num_layers)):

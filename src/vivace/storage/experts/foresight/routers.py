@@ -64,7 +64,7 @@ class ExpertRouters:
             router = layer.feed_forward.router
             body = router.body if isinstance(router, PackedLinear) else None
         weight = torch.stack(weights).detach().float().mT.contiguous()
-        scale = torch.zeros(len(weights), 1, c.width)
+        scale = torch.zeros(len(weights), 1, c.width, device=weight.device)
         slow_scale = torch.ones_like(scale)
         if ahead:
             scale[: len(ahead)], slow_scale[: len(ahead)] = (each[:, None].float() for each in foresight.scales(ahead))
