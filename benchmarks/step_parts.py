@@ -50,7 +50,7 @@ def measure_parts(
         raise ConfigError(f"a step needs two tokens and a guess, found {len(tokens)} tokens and {longest} guesses")
     room = STEPS * (longest + 1)
     cache, climb = model.new_cache(1, len(tokens) + room + 1), ForwardPass()
-    prompt = Draft.committed_only({0: list(tokens[:-1])})
+    prompt = Draft.committed_only({0: list(tokens[:-1])}, device=cache.device)
     undrafted, drafting = plain.open(cache), drafter.open(cache)
     drafting.observe(prompt, climb.run(model, prompt, cache, chunk=True), None)
     cache.commit([0], [range(len(tokens) - 1)])

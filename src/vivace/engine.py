@@ -158,7 +158,7 @@ def load(
 
     Args:
         path: directory or Hub id; None is the model that ships with the package.
-        device: "auto" or "cpu".
+        device: "auto" (the CPU), "cpu" or "cuda", which runs and has not been measured.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         adapters: a folder, or folders by name; each is used by the method named in its ``config.json``. A method
             without one uses ``<model>/adapters/<method>``.
@@ -180,7 +180,7 @@ def load(
         UsageError: something that is not supported was asked for.
         DependencyError: native kernels were asked for by name and are not built.
     """
-    choice, kept = choose(kernels), check_weights(weights)
+    choice, kept = choose(kernels, device=choose_device(device)), check_weights(weights)
     if kept not in ("bf16", "exact12") and dtype == "auto":
         dtype = "bfloat16"
     if path is None and not SHIPPED.is_dir():

@@ -178,7 +178,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     ),
     "other tokenizer": ((*GENERATE, "--draft-model", "respelt"), FAILED, "the tokenizers differ in"),
     "missing draft model": ((*GENERATE, "--draft-model", "nowhere"), FAILED, "no checkpoint directory nowhere"),
-    "unknown device": ((*GENERATE, "--device", "tpu"), USAGE, "device 'tpu' is not built yet"),
+    "unknown device": ((*GENERATE, "--device", "tpu"), USAGE, "there is no device 'tpu'"),
     "unknown dtype": ((*GENERATE, "--dtype", "int8"), USAGE, "weights cannot be 'int8'"),
     "unknown kernels": (
         (*GENERATE, "--kernels", "fast"),

@@ -50,7 +50,7 @@ def load_decoder(
         path: directory or Hub id.
         dtype: dtype of all weights; "auto" keeps the checkpoint's, but float16 becomes float32 on a CPU, where
             float16 arithmetic is slow and the result of a row depends on how many rows are computed with it.
-        device: "auto" or "cpu".
+        device: "auto", "cpu" or "cuda", as for ``choose_device``.
         parts: builds the projections in another way; parameters that it leaves out are not read.
         backend: makes the backend that runs a decoder of this dtype, or returns None to run the modules with PyTorch. A
             backend takes over each layer as soon as its weights are loaded, so that never more than one layer is in
@@ -120,14 +120,28 @@ def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16"
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Return the device to run on; "auto" is the CPU.
+    """Return the device to run on.
+
+    Args:
+        device: "cpu"; "cuda", also with the number of a GPU ("cuda:1"); or "auto", which is the CPU, since decoding on
+            a GPU has not been measured.
 
     Raises:
-        UnsupportedError: another device; decoding has only been built and measured on CPUs.
+        UnsupportedError: another kind of device, or a GPU that PyTorch does not find here.
     """
+    kind, _, number = str(device).partition(":")
     if str(device) in ("auto", "cpu"):
         return torch.device("cpu")
-    raise UnsupportedError(f"device {str(device)!r} is not built yet: this version decodes on the CPU; leave it out")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise UnsupportedError(f"there is no device {str(device)!r} for this version; use auto, cpu or cuda")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"PyTorch {torch.__version__} finds no CUDA device here: install a build of PyTorch for CUDA and a driver, "
+            "or leave --device out"
+        )
+    if int(number or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"there is no {device}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+    return torch.device("cuda", int(number or 0))
 
 
 def choose_dtype(dtype: str | torch.dtype, written: str | torch.dtype, device: torch.device) -> torch.dtype:

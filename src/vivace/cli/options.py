@@ -35,7 +35,7 @@ Quality = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto or cpu.", rich_help_panel=_MODEL)]
+Device = Annotated[str, typer.Option("--device", help="auto (the CPU), cpu or cuda.", rich_help_panel=_MODEL)]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]

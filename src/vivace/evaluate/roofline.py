@@ -88,10 +88,10 @@ def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> lis
     """
     cache = model.new_cache(1, context + max(num_rows) + 1)
     climb = ForwardPass()
-    prompt = Draft.committed_only({0: [1] * context})
+    prompt = Draft.committed_only({0: [1] * context}, device=cache.device)
     climb.run(model, prompt, cache, chunk=True)
     cache.commit([0], [range(context)])
-    drafts = [Draft.committed_only({0: [1] * rows}) for rows in num_rows]
+    drafts = [Draft.committed_only({0: [1] * rows}, device=cache.device) for rows in num_rows]
     return [partial(run_pass, model, climb, draft, cache) for draft in drafts]
 
 

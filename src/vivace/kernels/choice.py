@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
+import torch
+
 from vivace.errors import ConfigError, DependencyError, UnsupportedError, nearest
 from vivace.kernels.library import BODIES, open_library, runnable
 from vivace.kernels.native import NativeBody
@@ -26,22 +28,31 @@ class KernelChoice:
     """The native kernels; None for PyTorch."""
 
 
-def choose(asked: str = "auto", *, features: Set[str] | None = None) -> KernelChoice:
+CPU = torch.device("cpu")
+
+
+def choose(asked: str = "auto", *, device: torch.device = CPU, features: Set[str] | None = None) -> KernelChoice:
     """Choose the kernels.
 
     Args:
-        asked: "auto" chooses the best that run on this processor; any other name chooses exactly those.
+        asked: "auto" chooses the best that run on this device; any other name chooses exactly those.
+        device: where the model lies; native kernels run on the CPU.
         features: kernels that the processor can run; None asks the processor.
 
     Raises:
         ConfigError: there are no kernels of this name.
         DependencyError: native kernels are asked for and are not built.
-        UnsupportedError: this processor lacks the instructions that the kernels need.
+        UnsupportedError: this processor lacks the instructions that the kernels need, or the model is not in its
+            memory.
     """
     if asked not in NAMES:
         raise ConfigError(f"kernels must be auto, torch, avx2, avx512 or amx, found {asked!r}{nearest(asked, NAMES)}")
     if asked == "torch":
         return KernelChoice("torch", "asked for", None)
+    if device.type != "cpu":
+        if asked != "auto":
+            raise UnsupportedError(f"the {asked} kernels run on the CPU, the model is on {device}; leave out --kernels")
+        return KernelChoice("torch", f"native kernels run on the CPU, the model is on {device}", None)
     try:
         library = open_library()
     except DependencyError as error:

@@ -43,13 +43,13 @@ def scoring(model: Decoder, tokens: Sequence[int], num_top: int, *, chunk: int) 
         num_top: likeliest tokens to name for every place.
         chunk: rows; a turn costs what so many of them cost on the whole way up, or one layer's pass over the text.
     """
-    ids, num_layers, num_rows = torch.tensor(tokens), model.config.num_layers, len(tokens)
-    step = Step.dense(1, num_rows)
+    ids, num_layers, num_rows = torch.tensor(tokens, device=model.device), model.config.num_layers, len(tokens)
+    step = Step.dense(1, num_rows, device=ids.device)
     with torch.inference_mode():
         h = model.embed(ids, step)
     per_turn = max(1, chunk * num_layers // num_rows)
     for start in range(0, num_layers, per_turn):
-        step = Step.dense(1, num_rows)  # a new one forgets the keys and values of the layers below
+        step = Step.dense(1, num_rows, device=ids.device)  # a new one forgets the keys and values of the layers below
         with torch.inference_mode():
             h = model.run(h, step, start, min(start + per_turn, num_layers))
         yield None

@@ -68,8 +68,11 @@ class CpuBackend:
         """Refuse a decoder that cannot be packed in this format.
 
         Raises:
-            UnsupportedError: native kernels and ``exact12`` need bfloat16 weights, and the decoder's are not.
+            UnsupportedError: the decoder is not on the CPU; or native kernels and ``exact12`` need bfloat16 weights,
+                and the decoder's are not.
         """
+        if decoder.device.type != "cpu":
+            raise UnsupportedError(f"{self.weights} weights are for the CPU, this model is on {decoder.device}")
         if self.weights == "exact12" and decoder.dtype != torch.bfloat16:
             raise UnsupportedError(
                 f"exact12 keeps bfloat16 weights as they are, this model's are {_name(decoder.dtype)}; "

@@ -107,9 +107,7 @@ def _lowest(score: Tensor, agrees: Tensor, quality: float, fewest: int) -> float
     order = score.argsort(descending=True, stable=True)
     ranked = score[order]
     share = agrees[order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
-    last_of_equals = torch.ones(
-        len(order), dtype=torch.bool, device=order.device
-    )  # equal scores pass together or not at all
+    last_of_equals = torch.ones_like(order, dtype=torch.bool)  # equal scores pass together or not at all
     last_of_equals[:-1] = ranked[:-1] > ranked[1:]
     good = ((share >= quality) & last_of_equals).nonzero()[:, 0]
     if len(good) == 0 or int(good[-1]) + 1 < fewest:
