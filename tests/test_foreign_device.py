@@ -30,9 +30,9 @@ from vivace.kernels.choice import choose
 from vivace.methods.confidence.drafter import (
     Confidence,
     ConfidenceConfig,
-    ConfidenceDepth,
     ConfidencePlan,
     ConfidenceThresholds,
+    ConfidentDepth,
 )
 from vivace.methods.table import METHODS
 from vivace.serve.prefix import PrefixCache
@@ -136,11 +136,11 @@ def test_behind_a_cached_prompt(folder: Path, method: str) -> None:
 def test_early_exit_with_missing_entries(folder: Path, missing: Any) -> None:
     def run(engine: Engine) -> list[tuple[int, ...]]:
         plan = ConfidencePlan((ConfidenceThresholds(0.98, (0.1, 0.1)),), missing)
-        drafter = ConfidenceDepth("calm", Confidence(ConfidenceConfig((2, 4)), engine.model.config), plan)
+        drafter = ConfidentDepth("calm", Confidence(ConfidenceConfig((2, 4)), engine.model.config), plan)
         asked = vivace.engine.Options(max_new_tokens=6, ignore_eos=True, do_sample=False)
         requests = [replace(engine.request(prompt, asked), drafter=drafter) for prompt in PROMPTS]
         answers = finish(Session(engine.model, num_slots=2, capacity=64), requests)
-        assert sum(n for answer in answers for layer, n in answer.stats.exit_layers.items() if layer < 6) > 0
+        assert any(answer.stats.num_early_exits for answer in answers)
         return [answer.tokens for answer in answers]
 
     same_on_both(folder, "plain", run)
@@ -176,6 +176,7 @@ def test_every_objective(name: str) -> None:
 
 def descent(name: str, device: torch.device | str) -> tuple[float, float]:
     """The loss of an objective and the size of its gradient."""
+    torch.manual_seed(6)
     case = CASES[name]()
     case.model.to(device)
     for part in vars(case.objective).values():

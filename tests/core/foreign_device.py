@@ -44,11 +44,14 @@ def foreign_device() -> Iterator[torch.device]:
     """
     mixed.clear()
     copied.clear()
+    autocast = torch.autocast
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as on a GPU
+    torch.autocast = lambda kind, *args, **how: autocast("cpu" if kind == FOREIGN.type else kind, *args, **how)  # type: ignore[assignment,misc]
     try:
         with _Makes(), _Reads():
             yield FOREIGN
     finally:
+        torch.autocast = autocast  # type: ignore[misc]
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert not mixed, f"tensors of two devices met at {len(mixed)} places:\n" + "\n".join(sorted(mixed))
 
@@ -107,7 +110,10 @@ class _Reads(TorchFunctionMode):
 def _beside(index: Any) -> Any:
     """An index whose lists are on the device, as PyTorch makes them beside what is indexed."""
     parts = index if isinstance(index, tuple) else (index,)
-    moved = tuple(torch.tensor(part).to(FOREIGN) if isinstance(part, list) else part for part in parts)
+    moved = tuple(
+        torch.tensor(part, dtype=None if part else torch.int64).to(FOREIGN) if isinstance(part, list) else part
+        for part in parts
+    )
     return moved if isinstance(index, tuple) else moved[0]
 
 

@@ -74,7 +74,7 @@ class ValueRotation(nn.Module):
         which[rows] = torch.arange(len(rows), device=which.device) % count
         down: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.down.items()}
         up: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.up.items()}
-        turns = self.turns().to(self.values.dtype)
+        turns = self.turns().to(self.values)
         for layer, values in enumerate(self.values, self.insertion):
             site = layer, "v"
             own = values.expand(self.streams, -1, -1)
