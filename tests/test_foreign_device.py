@@ -20,6 +20,7 @@ from tests.objectives.case import BATCH
 from tests.objectives.test_objectives import CASES
 from vivace.checkpoint.load import choose_device
 from vivace.decode.plain import NoDrafts
+from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan
@@ -35,7 +36,6 @@ from vivace.methods.confidence.drafter import (
     ConfidentDepth,
 )
 from vivace.methods.table import METHODS
-from vivace.serve.prefix import PrefixCache
 from vivace.train.data import TokenBatch
 
 PROMPTS = ("aka bob aka bob aka bob", "the quick fox the quick fox the", "fox")

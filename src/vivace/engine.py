@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.load import choose_device, load_decoder
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer
 from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes

@@ -15,7 +15,8 @@ def check_weights(kept: str, device: str) -> None:
     Raises:
         UnsupportedError: says what was asked.
     """
-    choose_device(device)
+    if choose_device(device).type != "cpu":
+        raise UnsupportedError(f"a store is read into the memory of the CPU, {device} was asked for; leave it out")
     if kept != "bf16":
         raise UnsupportedError(f"a store keeps its weights as they were converted, {kept} was asked for; leave it out")
 
