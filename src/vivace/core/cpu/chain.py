@@ -81,7 +81,7 @@ class NativeChain:
     def prepare(self, rows: DraftRows | StreamRows, weights: Weights) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         if isinstance(rows, StreamRows):
-            self._following(rows, weights)
+            self._stream_call(rows, weights)
         else:
             self._of(rows, weights)
 
