@@ -230,7 +230,7 @@ def test_an_engine_goes_on(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", layers=8)
     store = write_store(tmp_path / "model", tmp_path / "store")
     whole = plan_memory(store, None, 128).num_bytes
-    engine = vivace.load(store.folder, memory=int(whole * 0.8), reader="buffered")
+    engine = vivace.load(store.folder, memory=int(whole * 0.85), reader="buffered")
     assert engine.storage is not None
     plain = ask(engine)
     with flipped(store, engine.storage.plan.streamed[0]), pytest.raises(CorruptError, match="is damaged"):
