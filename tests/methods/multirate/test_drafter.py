@@ -10,13 +10,11 @@ from tests.decode.runs import finish
 from tests.decode.tiny_decoders import prompts
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.core.step import Step
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import ForwardPass
-from vivace.decode.lookup import PromptLookup
-from vivace.decode.request import Request, StopRule
+from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan
 from vivace.methods.multirate.drafter import self_speculation
@@ -88,14 +86,6 @@ def test_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -
     assert torch.equal(tree.hidden, chain.hidden)
 
 
-def test_lookup_first_changes_nothing_but_the_drafts(deep, accelerator, texts) -> None:
-    model = deep(torch.bfloat16)
-    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(3), lookup=PromptLookup())
-    session = Session(model, num_slots=2, capacity=64, chunk=8)
-    found = finish(session, [Request(t.prompt, COUNT, drafter) for t in texts[torch.bfloat16]], every=2)
-    assert [r.tokens for r in found] == [t.new for t in texts[torch.bfloat16]]
-
-
 @torch.inference_mode()
 def test_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> None:
     """The cache is that of plain decoding in every layer, also for a tree that keeps nodes out of order."""
@@ -157,28 +147,3 @@ def test_drafts_stop_at_the_token_limit_and_below_unsure_guesses(deep, accelerat
     [result] = finish(session, [Request((5, 6), 12, self_speculation(model, fast, plan))])
     assert len(result.tokens) == 12
     assert result.stats.num_draft_tokens < 6 * result.stats.num_spec_steps
-
-
-def test_end_of_text_inside_a_draft_cuts_like_plain_decoding(deep, accelerator, texts) -> None:
-    model = deep(torch.bfloat16)
-    drafter = self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4))
-    text = texts[torch.bfloat16][1]
-    for place, end in enumerate(text.new):
-        stop = StopRule(end_tokens=frozenset([end]))
-        session = Session(model, num_slots=1, capacity=64, chunk=8)
-        [result] = finish(session, [Request(text.prompt, COUNT, drafter, stop=stop)])
-        assert result.tokens == text.new[: text.new.index(end) + 1], place
-        assert result.reason == "stop"
-
-
-def test_sampling_is_reproducible_and_differs_by_seed(deep, accelerator) -> None:
-    model = deep(torch.bfloat16)
-    drafter = self_speculation(model, accelerator(torch.bfloat16), DraftPlan.chain(3))
-    hot = Sampling(do_sample=True, temperature=1.5)
-
-    def text(seed: int) -> tuple[int, ...]:
-        session = Session(model, num_slots=1, capacity=64)
-        return finish(session, [Request((5, 6), 20, drafter, hot, seed=seed)])[0].tokens
-
-    assert text(1) == text(1)
-    assert text(1) != text(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.decode.oracles import chi_square, plain_text
+from tests.decode.oracles import chi_square
 from tests.decode.runs import finish
 from tests.decode.test_sampled_text import LIKELY, SAMPLINGS, TINY, V, exact, sampled_texts
 from tests.decode.tiny_decoders import build, prompts
@@ -13,7 +13,7 @@ from vivace.core.cpu.backend import pack_decoder
 from vivace.core.seams import Draft
 from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
-from vivace.decode.request import Request, StopRule
+from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
@@ -79,21 +79,6 @@ def test_sampled_text_has_the_targets_law(attach) -> None:
     counts, kept = sampled_texts(model, SAMPLINGS["truncated"], drafter)
     assert chi_square(counts, exact(model, SAMPLINGS["truncated"])) > LIKELY
     assert 0.02 < kept < 0.9
-
-
-def test_stops_inside_a_path_cut_like_plain_decoding(deep, streams) -> None:
-    model = deep(torch.bfloat16)
-    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=5, noise=0.0), StreamPlan((3, 3), "kept"))
-    for prompt in prompts(3, seed=2):
-        new = plain_text(model, prompt, COUNT).new
-        for stop in (3, 6, 9):
-            [result] = finish(
-                Session(model, num_slots=1, capacity=64),
-                [Request(prompt, COUNT, drafter, stop=StopRule(end_tokens=frozenset({new[stop]})))],
-            )
-            first = new.index(new[stop])
-            assert result.tokens == new[: first + 1]
-            assert result.reason == "stop"
 
 
 @pytest.mark.parametrize(

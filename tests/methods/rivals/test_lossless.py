@@ -10,8 +10,7 @@ from tests.decode.runs import finish
 from tests.decode.test_sampled_text import LIKELY, SAMPLINGS, TINY, V, exact, sampled_texts
 from tests.decode.tiny_decoders import prompts
 from tests.methods.rivals.conftest import RIVALS, rival
-from vivace.core.sampling import Sampling
-from vivace.decode.request import Request, StopRule
+from vivace.decode.request import Request
 from vivace.decode.session import Session
 
 COUNT = 18
@@ -59,19 +58,6 @@ def test_slots_leave_nothing_behind(base, texts, name) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", RIVALS)
-def test_end_of_text_inside_a_draft_cuts_like_plain_decoding(base, texts, name) -> None:
-    model = base(torch.bfloat16)
-    drafter = rival(name, model)
-    text = texts[torch.bfloat16][1]
-    for place in (2, 5, 9):
-        stop = StopRule(end_tokens=frozenset([text.new[place]]))
-        session = Session(model, num_slots=1, capacity=64, chunk=8)
-        [result] = finish(session, [Request(text.prompt, COUNT, drafter, stop=stop)])
-        assert result.tokens == text.new[: text.new.index(text.new[place]) + 1]
-        assert result.reason == "stop"
-
-
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
@@ -86,17 +72,3 @@ def test_the_law_is_the_targets(base, name, sampling) -> None:
     counts, kept = sampled_texts(model, SAMPLINGS[sampling], rival(name, model))
     assert chi_square(counts, exact(model, SAMPLINGS[sampling])) > LIKELY
     assert kept > 0.02
-
-
-@pytest.mark.parametrize("name", RIVALS)
-def test_sampling_is_reproducible(base, name) -> None:
-    model = base(torch.bfloat16)
-    drafter = rival(name, model)
-    hot = Sampling(do_sample=True, temperature=1.5)
-
-    def text(seed: int) -> tuple[int, ...]:
-        session = Session(model, num_slots=1, capacity=64)
-        return finish(session, [Request((5, 6), 14, drafter, hot, seed=seed)])[0].tokens
-
-    assert text(1) == text(1)
-    assert text(1) != text(2)
