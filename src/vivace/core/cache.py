@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vivace.core.low_rank import SlotAdapters
 from vivace.core.pages import Pages, items_to_a_page, whole_pages
 from vivace.errors import CapacityError
 from vivace.kernels.reference import KEY_BLOCK
@@ -108,6 +109,8 @@ class KVCache:
         """Prompt length of each slot; dynamic rotary embeddings rotate a prompt by its whole length."""
         self.pending: list[list[PendingKV]] = [[] for _ in range(num_slots)]
         """Per slot, tokens with missing entries; all others are complete in every layer."""
+        self.adapters = SlotAdapters()
+        """Low-rank deltas that the rows of each slot carry in every call."""
         self._written = [0] * num_slots
         sizes = [self.num_slots * spec.num_bytes(self.capacity, dtype) for spec in specs]
         self._pages: Pages | None = None
@@ -201,6 +204,7 @@ class KVCache:
             self._clear(slot, self._written[slot])
             self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
             self.pending[slot] = []
+            self.adapters.give(slot, None)
 
     def _clear(self, slot: int, entries: int) -> None:
         """Zero the first entries of a slot, which frees their memory."""

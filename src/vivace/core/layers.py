@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.config import Activation, ModelConfig
+from vivace.core.low_rank import add_low_rank
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -116,21 +117,13 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """Compute the feed-forward of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         inner = self.up(x)
-        if step.deltas:
-            self._add_deltas(inner, x, step)
+        names = ("gate", "up") if self.gated else ("up",)
+        add_low_rank(inner, x, step.low_rank, self.layer, dict.fromkeys(names, inner.shape[1] // len(names)))
         if self.gated:
             gate, up = inner.chunk(2, -1)
             inner = activate(gate, self.activation) * up
         else:
             inner = activate(inner, self.activation)
         y: Tensor = self.down(inner, add)
-        for deltas in step.deltas:
-            deltas.add(y, inner, (self.layer, "down"))
+        add_low_rank(y, inner, step.low_rank, self.layer, {"down": y.shape[1]})
         return y
-
-    def _add_deltas(self, inner: Tensor, x: Tensor, step: Step) -> None:
-        sites = (("gate", 0), ("up", 1)) if self.gated else (("up", 0),)
-        width = inner.shape[-1] // len(sites)
-        for deltas in step.deltas:
-            for name, part in sites:
-                deltas.add(inner[:, part * width : (part + 1) * width], x, (self.layer, name))

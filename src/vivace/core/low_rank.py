@@ -10,9 +10,10 @@ they are. ``LowRank`` is the one module that holds such factors while they are t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -60,12 +61,19 @@ class LowRankDeltas:
         return tuple(spans)
 
     def add(self, y: Tensor, x: Tensor, site: Site) -> None:
-        """Add this site's deltas to ``y`` (T, out) in place, computed from ``x`` (T, in)."""
+        """Add this site's deltas to ``y`` in place, computed from ``x``, for the first rows of the call.
+
+        Args:
+            y: (n, out), n at most T: rows behind the first n do not pass this projection.
+            x: (n, in) inputs of the same rows.
+            site: layer and projection.
+        """
         down = self.down.get(site)
         if down is None:
             return
         up = self.up[site]
-        for adapter, rows in self.spans:
+        whole = len(x) == len(self.which)
+        for adapter, rows in (self if whole else LowRankDeltas(self.which[: len(x)], self.down, self.up)).spans:
             inner = kernels.linear(x[rows].to(down.dtype), down[adapter])
             if site[1] == "mlp":
                 inner = kernels.pointwise(F.silu, inner)
@@ -82,6 +90,91 @@ class LowRankDeltas:
     def extended(self, num_rows: int) -> LowRankDeltas:
         """Return the same deltas for a call with ``num_rows`` further rows, which get none."""
         return LowRankDeltas(F.pad(self.which, (0, num_rows), value=-1), self.down, self.up)
+
+
+def add_low_rank(y: Tensor, x: Tensor, carried: Sequence[LowRankDeltas], layer: int, widths: Mapping[str, int]) -> None:
+    """Add to the output of a projection, in place, whatever deltas its rows carry there.
+
+    This is the one place where PyTorch's path adds low-rank deltas, whoever brought them (``Step.low_rank``); native
+    spans take the same deltas as data.
+
+    Args:
+        y: (n, sum of the widths) outputs, of one projection or of several side by side.
+        x: (n, in) inputs.
+        carried: deltas of the call.
+        layer: number of the layer.
+        widths: columns of each projection in ``y``, by the name of its site and in order.
+    """
+    for deltas in carried:
+        first = 0
+        for name, width in widths.items():
+            deltas.add(y[:, first : first + width], x, (layer, name))
+            first += width
+
+
+class DeltaBank(Protocol):
+    """Holds low-rank factors of one or several adapters."""
+
+    def deltas(self, which: Tensor) -> LowRankDeltas:
+        """Return the factors as data for a call; ``which`` (T,) is each row's adapter, -1 for none."""
+        ...
+
+
+class Adapter(NamedTuple):
+    """One adapter of a bank, as the rows of a sequence carry it."""
+
+    bank: DeltaBank
+    number: int = 0
+
+
+class SlotAdapters:
+    """Which adapter the rows of each slot carry: a table from slots to deltas, which every call on a cache looks into.
+
+    Rows are given their slot's deltas by slot, whoever makes the call and whatever they are: prompt tokens, guesses, or
+    the rows of a drafter that ride behind them. So no traversal and no drafter knows of adapters.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no slot that carries anything."""
+        self._of_slot: dict[int, Adapter] = {}
+        self._made: dict[tuple[int, ...], tuple[LowRankDeltas, ...]] = {}
+        """By slots of a call's rows: calls of one shape get the same objects, which native spans lay out once."""
+
+    def give(self, slot: int, adapter: Adapter | None) -> None:
+        """Let the rows of a slot carry an adapter from now on, or none."""
+        if adapter is not None:
+            self._of_slot[slot] = adapter
+        elif self._of_slot.pop(slot, None) is None:
+            return
+        self._made.clear()
+
+    def any_of(self, slots: Iterable[int]) -> bool:
+        """Tell whether one of these slots carries an adapter."""
+        return bool(self._of_slot) and not self._of_slot.keys().isdisjoint(slots)
+
+    def deltas(self, slot: Tensor) -> tuple[LowRankDeltas, ...]:
+        """Return the deltas of a call whose rows are of these slots (T,), one for each bank that is used."""
+        if not self._of_slot:
+            return ()
+        slots = tuple(slot.tolist())
+        if slots not in self._made:
+            if len(self._made) >= MAX_SHAPES:
+                self._made.clear()
+            self._made[slots] = self._make(slots)
+        return self._made[slots]
+
+    def _make(self, slots: tuple[int, ...]) -> tuple[LowRankDeltas, ...]:
+        carried = [self._of_slot.get(slot) for slot in slots]
+        banks = {id(adapter.bank): adapter.bank for adapter in carried if adapter is not None}
+        made = []
+        for bank in banks.values():
+            which = [-1 if adapter is None or adapter.bank is not bank else adapter.number for adapter in carried]
+            made.append(bank.deltas(torch.tensor(which)))
+        return tuple(made)
+
+
+MAX_SHAPES = 64
+"""Shapes of calls whose deltas are remembered."""
 
 
 class LowRank(Trained):

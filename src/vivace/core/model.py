@@ -17,6 +17,7 @@ from vivace.core.backend import Backend, TorchBackend
 from vivace.core.cache import KVCache, slot_bytes, specs_of
 from vivace.core.config import ModelConfig
 from vivace.core.layers import RMSNorm, make_norm
+from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
@@ -40,6 +41,8 @@ class Layer(nn.Module):
         self.attention = parts.attention(index)
         self.feed_forward = parts.feed_forward(index)
         self.rotary = rotary
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._qkv_widths = {"q": query, "k": key, "v": key}
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
         self.attention_norm = make_norm(config) if before else None
@@ -67,8 +70,7 @@ class Layer(nn.Module):
         c = self.config
         x = h if self.attention_norm is None else self.attention_norm(h)
         qkv: Tensor = self.qkv(x)
-        if step.deltas:
-            self._add_deltas(qkv, x, step)
+        add_low_rank(qkv, x, step.low_rank, self.index, self._qkv_widths)
         if self.q_norm is not None:
             qkv = self._norm_heads(qkv)
         if c.qkv_clip is not None:
@@ -81,14 +83,6 @@ class Layer(nn.Module):
         written = slice(step.num_write)
         step.memory.put(self.index, step, rotated[written, c.num_heads :], values[written])
         return rotated[:, : c.num_heads]
-
-    def _add_deltas(self, qkv: Tensor, x: Tensor, step: Step) -> None:
-        c = self.config
-        query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        parts = (("q", 0, query), ("k", query, query + key), ("v", query + key, query + 2 * key))
-        for deltas in step.deltas:
-            for name, first, stop in parts:
-                deltas.add(qkv[:, first:stop], x, (self.index, name))
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         c = self.config
@@ -122,12 +116,11 @@ class Layer(nn.Module):
     def output(self, h: Tensor, a: Tensor, step: Step) -> Tensor:
         """Project attention ``a`` (T, H, D), apply the post-norm if there is one and add the residual ``h`` (T, E)."""
         a = a.reshape(a.shape[0], -1)
-        if self.attention_post_norm is None and not step.deltas:
+        if self.attention_post_norm is None and not step.low_rank:
             y: Tensor = self.o(a, h)
             return y
         y = self.o(a)
-        for deltas in step.deltas:
-            deltas.add(y, a, (self.index, "o"))
+        add_low_rank(y, a, step.low_rank, self.index, {"o": y.shape[1]})
         return h + (y if self.attention_post_norm is None else self.attention_post_norm(y))
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
@@ -137,15 +130,14 @@ class Layer(nn.Module):
     def feed(self, u: Tensor, step: Step) -> Tensor:
         """Compute the feed-forward half, (T, E) -> (T, E); rows from ``num_feed`` on get their "mlp" deltas only."""
         x = u if self.ffn_norm is None else self.ffn_norm(u)
-        plain = self.ffn_post_norm is None and not step.deltas and step.num_feed == step.num_rows
+        plain = self.ffn_post_norm is None and not step.low_rank and step.num_feed == step.num_rows
         if plain:
             y: Tensor = self.feed_forward(x, step, u)
             return y
         y = self.feed_forward(x[: step.num_feed], step)
         if step.num_feed < step.num_rows:
             y = F.pad(y, (0, 0, 0, step.num_rows - step.num_feed))
-        for deltas in step.deltas:
-            deltas.add(y, x, (self.index, "mlp"))
+        add_low_rank(y, x, step.low_rank, self.index, {"mlp": y.shape[1]})
         return u + (y if self.ffn_post_norm is None else self.ffn_post_norm(y))
 
     def forward(self, h: Tensor, step: Step) -> Tensor:

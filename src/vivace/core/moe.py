@@ -112,7 +112,7 @@ class MixtureOfExperts(nn.Module):
 class _NoDeltas:
     """A stand-in for the step of an expert's call: low-rank deltas go to a layer's "mlp" site, never to one expert."""
 
-    deltas: tuple[()] = ()
+    low_rank: tuple[()] = ()
 
 
 _BARE: Step = _NoDeltas()  # type: ignore[assignment]

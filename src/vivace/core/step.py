@@ -41,6 +41,7 @@ class Step:
     num_feed: int
     """Rows 0..num_feed-1 pass the feed-forward; later rows get only its "mlp" deltas."""
     deltas: tuple[LowRankDeltas, ...] = ()
+    """What rows of this call carry beside their slots' adapters."""
     """Low-rank deltas that are added to projections of some rows."""
     extent: Tensor | None = None
     """(T,) length of the text when the row was written, for dynamic rotary embeddings; None means position + 1."""
@@ -155,6 +156,13 @@ class Step:
             causal=causal,
             is_prompt=True,
         )
+
+    @cached_property
+    def low_rank(self) -> tuple[LowRankDeltas, ...]:
+        """Everything that is added to projections of this call: the adapters of its rows' slots, and ``deltas``."""
+        if not isinstance(self.memory, KVCache):
+            return self.deltas
+        return (*self.memory.adapters.deltas(self.slot), *self.deltas)
 
     @property
     def device(self) -> torch.device:

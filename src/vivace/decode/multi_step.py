@@ -43,10 +43,12 @@ def deciding(model: Decoder, context: Context) -> Deciding | None:
     """What may decide for all sequences of a step; None where each step has to be verified by the session.
 
     That is where no native code runs the model, the session allows no steps in one call, tokens are drawn or
-    processed, or a slot has more than one token that is not stored yet.
+    processed, or a slot carries an adapter or has more than one token that is not stored yet.
     """
     chain = native_chain(model, context)
     if chain is None or context.steps_per_call == 0 or not context.distribution.is_greedy(context.slots):
+        return None
+    if context.cache.adapters.any_of(context.slots):  # native calls carry the deltas of draft rows alone
         return None
     lengths = context.cache.lengths
     if any(len(context.tokens[slot]) != lengths[slot] + 1 for slot in context.slots):

@@ -109,8 +109,9 @@ class PromptReader:
 
     @staticmethod
     def _shares(sequence: Decoding) -> bool:
-        """Whether entries of its prompt are taken from a prefix cache and kept there."""
-        return sequence.request.prefix is not None and sequence.request.prefill.is_exact
+        """Whether entries of its prompt are taken from a prefix cache and kept there, which are the model's own."""
+        request = sequence.request
+        return request.prefix is not None and request.prefill.is_exact and request.adapter is None
 
     def _attach(self, sequence: Decoding) -> int:
         """Take over what is known of a prompt, and show its drafter what prefill would have; tokens stored now."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from vivace.core.low_rank import Adapter
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.prefill import FULL, Prefill
@@ -75,6 +76,8 @@ class Request:
     """Likeliest tokens returned for every place, with their log p; needs ``logprobs``."""
     shows_guesses: bool = False
     """Also return what was drafted for every place."""
+    adapter: Adapter | None = None
+    """Low-rank deltas that the model carries for this request; drafts are verified against the model with them."""
     prefill: Prefill = FULL
     """How the prompt is read; one object for all requests that read alike."""
     prefix: Prefix | None = None

@@ -261,6 +261,7 @@ class Session:
         self._free.remove(slot)
         self._live[slot] = sequence
         self.cache.prompts[slot] = len(request.tokens)
+        self.cache.adapters.give(slot, request.adapter)
         return sequence
 
     def _prefill(self, batch: list[Sequence]) -> list[Emitted]:

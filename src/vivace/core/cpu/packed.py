@@ -16,6 +16,7 @@ from vivace.core.attention import Attention
 from vivace.core.config import Activation, ModelConfig
 from vivace.core.cpu.low_bit import frozen, refuse_gradients
 from vivace.core.layers import Linear, RMSNorm
+from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.kernels.library import LANES
@@ -124,22 +125,20 @@ class PackedFeedForward(nn.Module):
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """Compute the feed-forward of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         refuse_gradients(x)
-        if not step.deltas:
+        if not step.low_rank:
             matrices = self.gate.matrix, self.up.matrix, self.down.matrix  # read each time: streamed ones move
             if matrices[2].in_width % 2 == 0:
                 return self.body.feed(matrices, x, self.activation, add)
         sites = (self.layer, "gate"), (self.layer, "up")
-        if any(site in deltas.down for deltas in step.deltas for site in sites):
+        if any(site in deltas.down for deltas in step.low_rank for site in sites):
             gate, up = self.gate(x), self.up(x)
-            for deltas in step.deltas:
-                deltas.add(gate, x, sites[0])
-                deltas.add(up, x, sites[1])
+            add_low_rank(gate, x, step.low_rank, self.layer, {"gate": gate.shape[1]})
+            add_low_rank(up, x, step.low_rank, self.layer, {"up": up.shape[1]})
             inner = self.body.activate(gate, up, self.activation)
         else:
             inner = self.body.gated(self.gate.matrix, self.up.matrix, x, self.activation)
         y = self.down(inner, add)
-        for deltas in step.deltas:
-            deltas.add(y, inner, (self.layer, "down"))
+        add_low_rank(y, inner, step.low_rank, self.layer, {"down": y.shape[1]})
         return y
 
 

@@ -84,7 +84,7 @@ class NativeSpan:
         """Return whether a call can run as a span: its rows are single rows over a cache, its deltas bfloat16."""
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
-        fresh = (deltas for deltas in step.deltas if deltas not in self._terms)
+        fresh = (deltas for deltas in step.low_rank if deltas not in self._terms)
         weights = (w for deltas in fresh for w in (*deltas.down.values(), *deltas.up.values()))
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
@@ -101,7 +101,7 @@ class NativeSpan:
             return h
         assert h.dtype == torch.bfloat16
         call, version = self._shared(step, h.dtype)
-        terms, kept = self.terms(step.deltas, start, stop, version)
+        terms, kept = self.terms(step.low_rank, start, stop, version)
         out = torch.empty_like(h)
         call.h, call.out, call.terms, call.num_terms = h.data_ptr(), out.data_ptr(), terms, len(terms)
         call.start, call.stop, call.num_feed = start, stop, num_feed
@@ -130,7 +130,7 @@ class NativeSpan:
                 tail_width=0 if step.tail is None else step.tail.shape[1],
                 capacity=step.memory.capacity,
             )
-            step.laid_out[self] = call, _version_of(step.deltas)
+            step.laid_out[self] = call, _version_of(step.low_rank)
         laid_out: tuple[CCall, int] = step.laid_out[self]
         return laid_out
 
@@ -199,7 +199,7 @@ class MixtureSpan(NativeSpan):
 
     def covers(self, step: Step) -> bool:
         """Return whether a call can run as a span; rows that pass experts must have no deltas beside them."""
-        return super().covers(step) and all(_is_behind(deltas, step.num_feed) for deltas in step.deltas)
+        return super().covers(step) and all(_is_behind(deltas, step.num_feed) for deltas in step.low_rank)
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows through layers start..stop-1, (T, E) -> (T, E)."""

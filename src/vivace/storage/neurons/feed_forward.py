@@ -57,7 +57,7 @@ class NeuronFeedForward(nn.Module):
             CheckpointError: neurons cannot be read.
         """
         sites = [(self.layer, site) for site in ("gate", "up", "down")]
-        if any(site in deltas.down for deltas in step.deltas for site in sites):
+        if any(site in deltas.down for deltas in step.low_rank for site in sites):
             raise UnsupportedError("adapters on feed-forwards need them whole; convert the model with layout layers")
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError("adapters learn from every neuron; convert the model with layout layers")
