@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
 from vivace.errors import CorruptError, UnsupportedError
+from vivace.kernels.heap import trimmer
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts.cache import ExpertCache
@@ -224,10 +223,9 @@ def _pack(decoder: Decoder, backend: CpuBackend) -> None:
 
 def _give_back() -> None:
     """Return freed memory to the system where the C library offers it: glibc keeps tens of MiB for each matrix."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = trimmer()
+    if trim is not None:
+        trim(0)
 
 
 def read_bundle(store: Store, reader: AsyncReader, name: str) -> dict[str, nn.Parameter]:
