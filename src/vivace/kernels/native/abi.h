@@ -1,6 +1,7 @@
-// What crosses the boundary between Python (kernels/library.py mirrors these structs) and the native bodies.
+// The structs that Python passes to the native kernels; kernels/library.py and chain.py mirror them.
 //
-// All numbers are bfloat16 unless said otherwise, all tensors contiguous; shape letters as in core/__init__.py.
+// Numbers are bfloat16 and tensors contiguous unless a comment says otherwise; shape letters are those of
+// core/__init__.py. A "body" is the set of kernels that are compiled for one instruction set.
 #pragma once
 #include <cstdint>
 
@@ -8,29 +9,39 @@ typedef uint16_t bf16;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int64_t LANES = 16;  // outputs of a tile of a packed matrix
+constexpr int64_t LANES = 16;  // outputs of a tile of a packed matrix: the float32 numbers of one 512-bit register
 
 constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer products
 
-// How weights lie. ROW_MAJOR: (out, in). TILES: [ceil(out / 16)][ceil(in / 2)][16][2], zeros where they end.
-// INT8: bytes 128 too large, [ceil(out / 16)][ceil(in / 64)][16][16][4], and a float for each output.
-// Q4: two codes a byte, [ceil(out / 16)][ceil(in / 64)][8][16][4], low half first, and bfloat16 scales
-// [ceil(out / 16)][ceil(in / 64)][16]; a code chooses one of the sixteen bytes of the table.
-// LUT4: four codes a word of 16 bits, [ceil(out / 16)][ceil(in / 8)][16][2], for an output and the even or the odd inputs
-// of eight; a code chooses one of its tile's bfloat16 entries, which lie in `scales`, [ceil(out / 16)][16].
-// EXACT12: as TILES, [ceil(out / 64)][3][ceil(in / 2)][64] bytes; a step, a pair of inputs of four tiles, has 64 bytes of
-// each plane. The first has the lower bytes of two tiles, eight weights of one and eight of the other in turn, the second
-// those of the others, the third codes of upper bytes, of the former in low halves. EXACT12_ROWS: as ROW_MAJOR,
-// [ceil(out / 4)][3][ceil(in / 32)][64]; a step has 32 inputs of four outputs. `scales` is an ExactSide.
+// Layouts of weights. Every layout but ROW_MAJOR is padded to whole tiles, with weights that multiply to zero, so a
+// kernel needs no special case at the end of a matrix; inputs are padded by the caller (Matrix.rows in native.py).
+//
+// ROW_MAJOR  (out, in).
+// TILES      [ceil(out / 16)][ceil(in / 2)][16][2]: two inputs of sixteen outputs are the 64 bytes that one bfloat16
+//            dot-product instruction of 512 bits takes.
+// INT8       [ceil(out / 16)][ceil(in / 64)][16][16][4] bytes, each weight plus 128, since one factor of the integer
+//            dot product has no sign; `scales` has a float32 for each output.
+// Q4         [ceil(out / 16)][ceil(in / 64)][8][16][4] bytes of two codes, the earlier inputs in the low half; a code
+//            selects one of sixteen integers of `table`. `scales` is bfloat16, [ceil(out / 16)][ceil(in / 64)][16].
+// LUT4       [ceil(out / 16)][ceil(in / 8)][16][2] words of 16 bits; a word has the four codes of one output for the
+//            even, or the odd, ones of eight inputs. A code selects one of the sixteen bfloat16 entries of its tile's
+//            codebook; `scales` has the codebooks, [ceil(out / 16)][16].
+// EXACT12    [ceil(out / 64)][3][ceil(in / 2)][64] bytes, in the order of sums of TILES. A step is two inputs of four
+//            tiles and has 64 bytes in each of three planes: lower bytes of two tiles, eight weights of one and eight
+//            of the other in turn; lower bytes of the other two tiles; and codes of the upper bytes of all four, those
+//            of the first two in the low halves of the bytes. `scales` is an ExactSide.
+// EXACT12_ROWS  [ceil(out / 4)][3][ceil(in / 32)][64] bytes, in the order of sums of ROW_MAJOR: a step is 32 inputs of
+//            four outputs.
 enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS };
 
-// What belongs to EXACT12: a step with an upper byte that has no code keeps its weights whole, a tile in its place of each
-// plane and the last one here. Then it says for each group, and behind the last, where its whole steps are listed, and
-// lists them.
+// The part of an EXACT12 matrix beside its planes. A step with an upper byte that has no code is stored uncompressed:
+// three of its tiles take its 64 bytes in each plane, the fourth is here. After those fourth tiles come, for each group
+// of tiles and one past the last, the index of its first uncompressed step in the list that follows, and that list of
+// steps.
 struct ExactSide {
-    uint8_t upper[16];
-    int64_t num_whole;
-    uint8_t unused[40];
+    uint8_t upper[16];   // the upper bytes that have a code
+    int64_t num_whole;   // uncompressed steps
+    uint8_t unused[40];  // to 64 bytes, so that the tiles behind are aligned as the planes are
 
     const bf16* last(int64_t whole) const { return (const bf16*)(this + 1) + whole * 2 * LANES; }
     const int32_t* places() const { return (const int32_t*)last(num_whole); }
@@ -52,7 +63,7 @@ struct Linear {
     Matrix matrix;
     const bf16* x;    // (rows, in)
     const bf16* add;  // (rows, out) or null: out = add + round(x W^T + b)
-    bf16* out;        // (rows, out); may be null when only the greedy choice is wanted
+    bf16* out;        // (rows, out); null when only the largest output is asked for
     int64_t rows;
 };
 
@@ -71,17 +82,17 @@ struct Activated {
     int64_t count, activation;
 };
 
-// What some neurons of a gated feed-forward add: out += round(act(gate)) * up, down. Those of which no row's activation is
-// above zero are not multiplied on.
+// The contribution of some neurons of a gated feed-forward: out += (round(act(x gate^T)) * (x up^T)) down. With ReLU a
+// neuron whose activation is zero takes no further products.
 struct Neurons {
-    const bf16 *gate, *up, *down;  // (count, E), one neuron `stride` numbers after the other
+    const bf16 *gate, *up, *down;  // (count, E), the neurons `stride` numbers apart
     const bf16* x;                 // (rows, E)
     bf16* inner;                   // (rows, count) working space
     float* out;                    // (rows, E)
     int64_t rows, count, width, stride, activation;
 };
 
-// The largest rounded output of each row and its smallest index.
+// The largest rounded output of each row and its index, the smallest of equals, for each item of the work.
 struct Greedy {
     Linear linear;
     float* best;       // (chunks, rows)
@@ -96,7 +107,7 @@ struct Norm {
     float eps, offset;
 };
 
-// Weights to four-bit codes, each choosing one of the sixteen bytes of the table, which rise.
+// The quantization of weights to four-bit codes, each of which selects one of the sixteen rising integers of the table.
 struct Quantised {
     const bf16* weight;   // (rows, in)
     const int8_t* table;  // (16,)
@@ -105,7 +116,7 @@ struct Quantised {
     int64_t rows, in;
 };
 
-// Queries of single rows over the entries each of them sees: the first `seen` of its slot, then `tail`.
+// Attention of single rows to the entries that each of them reads: the first `seen` of its slot, then those of `tail`.
 struct Attention {
     const bf16* q;  // (rows, H, D), rows `q_stride` apart
     const bf16* keys;    // (slots, K, capacity, D)
@@ -120,20 +131,21 @@ struct Attention {
     float scale, softcap;  // softcap 0: none
 };
 
-// A layer as the span executes it; null norms are absent.
+// The weights of a layer in a span; an absent norm is null.
 struct Layer {
     Matrix qkv, o, gate, up, down;
     const bf16 *attention_norm, *ffn_norm, *q_norm, *k_norm;
     int64_t window, rope;
 };
 
+// The layers of a span and the sizes that they share.
 struct Plan {
     const Layer* layers;
     int64_t num_layers, heads, kv_heads, width, ffn_width, head_width, rotated, activation;
     float norm_eps, norm_offset, scale, softcap;
 };
 
-// A low-rank term at one site of one layer, for the rows whose `which` is not -1.
+// Low-rank deltas at one site of one layer, for the rows whose `which` (their adapter) is not -1.
 struct Term {
     int64_t layer, site, rank, in, out;
     const bf16* down;  // (A, rank, in)
@@ -141,6 +153,8 @@ struct Term {
     const int64_t* which;
 };
 
+// Rows that go through layers start..stop-1 of a plan. The first `num_write` of them store keys and values; those from
+// `num_feed` on get the deltas at SITE_MLP instead of the feed-forward.
 struct Call {
     const bf16* h;  // (rows, E) entering layer `start`
     bf16* out;      // (rows, E) leaving layer `stop - 1`
@@ -154,70 +168,70 @@ struct Call {
     int64_t start, stop, rows, num_write, num_feed, tail_width, capacity, num_terms;
 };
 
-// A companion's attention to what a deep layer stored about verified entries.
+// The attention of a draft row to the entries that a deep layer stored for verified positions.
 struct DeepRead {
     int64_t layer;
     const bf16* gain;      // (E,) of the norm before the query
     Matrix query, output;  // (H D, E) and (E, H D)
 };
 
-// Chains of guesses below one root for each sequence (chain.h).
+// Chains of draft tokens below the last committed token (the root) of each sequence (chain.h).
 struct Chain {
     Matrix head;
     Matrix rows;  // the embedding where it is INT8 or EXACT12_ROWS; else `embedding` is it
     const bf16 *embedding, *final_norm;
-    const bf16* scale;          // (E,) on a companion's residual before the final norm; null: rows guess themselves
-    const bf16* offsets;        // (sequences, num_offsets, E) added where a companion starts, the last for the rest
+    const bf16* scale;          // (E,) on a draft row's residual before the final norm; null: there are no draft rows
+    const bf16* offsets;        // (sequences, num_offsets, E) added where a draft row starts, the last at later depths
     const bf16* const* keys;    // one pointer per layer of the plan
     const bf16* const* values;
     const bf16* const* cosines;  // by rope and position
     const bf16* const* sines;
-    const Term* terms;  // of companions, by layer; their `which` is not read
-    const DeepRead* reads;  // one before each of the first layers
-    const int64_t *slot, *length, *root, *limit;  // (sequences,): where, entries stored, token, guesses at most
-    const int64_t* ends;                          // (num_ends,) tokens that nothing is guessed below
-    int64_t *tokens, *slots, *nodes, *parents;    // of the rows made, room for sequences + all guesses
-    bf16* hidden;                                 // (rows, E) at the gate; null where nothing is handed over
+    const Term* terms;  // deltas of draft rows, by layer; their `which` is not read
+    const DeepRead* reads;  // one before each of the first num_reads layers
+    const int64_t *slot, *length, *root, *limit;  // (sequences,) slot, entries stored, last token, most guesses
+    const int64_t* ends;                          // (num_ends,) end-of-text tokens, below which nothing is guessed
+    int64_t *tokens, *slots, *nodes, *parents;    // written for each row; sequences + the sum of limits at most
+    bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
     int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads, num_ends;
-    float embedding_scale, min_confidence;  // below the latter a guess is not guessed on from; 0: not asked
+    float embedding_scale, min_confidence;  // a guess less likely than the latter is its chain's last; 0: never
 };
 
-// Streams that follow the last kept row through the upper layers and guess in place of a chain (streams.h).
+// Stream rows, which start from the last kept row's residual at a layer and guess in place of a chain (streams.h).
 struct Streams {
-    const Plan* plan;     // of the layers they go through
-    const bf16* marks;    // (count, E) added where they start, or null
-    const bf16* ones;     // (E,)
-    Matrix feedback;      // (count E or more, 2 E) of the normed final residual and the root's normed embedding; or none
-    const Term* terms;    // of all their rows; `which` is not read
+    const Plan* plan;     // layers that stream rows go through
+    const bf16* marks;    // (count, E) stream embeddings, added where they start, or null
+    const bf16* ones;     // (E,) ones, the weight of the norm of the root's embedding
+    Matrix feedback;      // (count E or more, 2 E): offsets from the normed final residual and root's normed embedding
+    const Term* terms;    // deltas of all stream rows; `which` is not read
     const bf16* final;    // (E,) of the last kept row after all layers
     bf16* entering;       // (E,) of the last kept row where they start; of the new one afterwards
     int64_t num_terms, insertion, count, has_feedback;
-    float mark_eps;       // of the root's norm
+    float mark_eps;       // eps of the norm of the root's embedding
 };
 
-// Several steps of drafting and verification for the one sequence of a chain (speculate.h).
+// Several steps of drafting and verification for the only sequence of a chain (speculate.h).
 struct Speculation {
     Streams* streams;  // null where chains are drafted
-    Matrix head;      // of the model, while the chain may have a rough one
-    Matrix feedback;  // (num_offsets E, E): offsets of the next chain from the normed last kept residual; or none
-    int64_t has_feedback, steps, room;  // at most so many steps, and so many rows kept in all
-    int64_t* tokens;                    // (room,) of the rows kept
-    bf16* hidden;                       // (room, E) leaving the last layer
+    Matrix head;      // the model's head, used for verification; the chain may draft with a quantized one
+    Matrix feedback;  // (num_offsets E, E): maps the last kept row's normed residual to the next chain's offsets
+    int64_t has_feedback, steps, room;  // whether there is one; most steps; most rows that are kept in all
+    int64_t* tokens;                    // (room,) tokens of the kept rows
+    bf16* hidden;                       // (room, E) residuals of the kept rows after the last layer
     int64_t *kept, *guessed;            // (steps,) rows kept and guesses made
-    int64_t draft_ns;                   // spent drafting
+    int64_t draft_ns;                   // nanoseconds spent drafting
 };
 }
 
-// A mixture's router, and the experts that it chooses for each row (mixture.cpp).
+// The routing of rows by a mixture's router (mixture.cpp).
 struct Choice {
     Matrix router;     // (X, E)
     const bf16* x;     // (rows, E), normed
-    int64_t* chosen;   // (rows, top_k), the likeliest first
-    bf16* weights;     // (rows, top_k)
+    int64_t* chosen;   // (rows, top_k) experts, the likeliest first
+    bf16* weights;     // (rows, top_k) their weights, which sum to one if `normalises`
     int64_t rows, top_k, normalises;
 };
 
-// [add +] what experts made of each row, each times its weight, in the order of the router.
+// The weighted sum of the experts' outputs, [add +] sum_k weights[k] parts[k], in the router's order.
 struct Mix {
     const bf16* const* parts;  // (count,) of (rows, E), rows `stride` apart
     const bf16* weights;       // (rows, count)
@@ -226,27 +240,27 @@ struct Mix {
     int64_t rows, count, width, stride;
 };
 
-// Routers of mixtures, asked about a mix of two residuals of one row (mixture.cpp).
+// Routers of several layers, applied to fast * scale + slow * slow_scale of one row (mixture.cpp).
 struct Routers {
     const bf16 *fast, *slow;           // (E,)
-    const float *scale, *slow_scale;   // (count, E), of each
+    const float *scale, *slow_scale;   // (count, E), for each router
     const float* weight;               // (count, E, X)
     int64_t* out;                      // (count, chosen), the likeliest first
     int64_t count, width, experts, chosen;
 };
 
-// A part of a file and where in memory it belongs (reader.cpp).
+// A part of a file and its place in memory (reader.cpp).
 struct Extent {
     int64_t offset, place, bytes;
 };
 
-// How a batch of reads ended: its number, its first error or 0, and what was to be read there.
+// The end of a batch of reads: its number, its first error or 0, and the range of the file where that happened.
 struct Ended {
     int64_t number, error, offset, bytes;
 };
 
-constexpr int64_t ENDED = -1;    // in place of an error number: the file is shorter
-constexpr int64_t DAMAGED = -2;  // a page is not as it was written
+constexpr int64_t ENDED = -1;    // in place of an error number: the read goes beyond the end of the file
+constexpr int64_t DAMAGED = -2;  // in place of an error number: a page does not have its checksum
 
 enum Site : int64_t { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_MLP };
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU };

@@ -1,28 +1,30 @@
-// Attention of rows over the entries each of them sees, in the order of their ordinals.
+// Attention of single rows to the entries that each of them reads, in the order in which it reads them.
 //
-// Softmax runs online over blocks of 64 ordinals (Milakov & Gimelshein 2018, arXiv:1805.02867), counted from the
-// row's first visible one, so that a row's sums are grouped the same way wherever its entries are stored.
+// An entry's ordinal is its place in that order. Softmax runs online over blocks of 64 ordinals (Milakov & Gimelshein
+// 2018, arXiv:1805.02867), counted from the first entry that the row reads, so that a row's sums are grouped the same
+// way wherever its entries are stored.
 #pragma once
 #include "linear.h"
 
 namespace {
 
-constexpr int64_t ENTRIES = 64;
-constexpr int64_t MAX_TILED = 256;  // width of heads whose keys are put in tiles
-constexpr int64_t MAX_GROUP = 128;  // query heads per key/value head (library.py refuses more)
+constexpr int64_t ENTRIES = 64;     // ordinals of a block
+constexpr int64_t MAX_TILED = 256;  // widest head whose keys are arranged in tiles: 32 KiB for a block
+constexpr int64_t MAX_GROUP = 128;  // most query heads per key/value head; core/cpu gives others to PyTorch
 
-// Entries that rows read together, keys also in tiles as those of a matrix whose outputs are the entries.
+// A block of entries that several rows read. Their keys are also arranged as the tiles of a matrix whose outputs are
+// the entries, so that scores are computed by the kernels of projections.
 struct Block {
     const bf16 *k[ENTRIES], *v[ENTRIES];
-    int64_t slot = -1, first = -1, stored = 0;  // of the entries at hand that lie in the order of their ordinals
+    int64_t slot = -1, first = -1, stored = 0;  // what is in the block: slot, first ordinal, entries that are no tail
     alignas(64) bf16 tiles[ENTRIES * MAX_TILED];
 
-    // Whether entries from..from+count-1 of what a row reads are at hand.
+    // Whether the block holds ordinals from..from+count-1 of a row; never where the row's tail reaches into them.
     bool has(const Attention& a, int64_t row, int64_t from, int64_t count) const {
         return a.seen[row] - from >= count && count <= stored && from == first && a.slot[row] == slot;
     }
 
-    // Brings those of a row.
+    // Fills the block with ordinals from..from+count-1 of a row, for key/value head kv.
     void hold(const Attention& a, int64_t row, int64_t kv, int64_t from, int64_t count) {
         const int64_t seen = a.seen[row], here = seen - from < count ? seen - from : count;
         const int64_t base = (a.slot[row] * a.kv_heads + kv) * a.capacity;
@@ -46,9 +48,9 @@ struct Block {
     }
 };
 
-// Query heads that read a block together: of several rows where they read the same entries.
+// Query heads that read a block together, of several rows where these read the same entries.
 struct Queries {
-    int64_t heads = 0, common = ENTRIES;  // entries that all of them see
+    int64_t heads = 0, common = ENTRIES;  // number of heads, and of leading entries that all of them read
     const bf16* q[MAX_ROWS];
     float* sums[MAX_ROWS];
     float* highest[MAX_ROWS];
@@ -88,7 +90,8 @@ inline void score(const Block& b, TileUnit& unit, Queries& to, int64_t count, in
                       mul(load(sums + (t * to.heads + h) * LANES + i), broadcast(scale)));
 }
 
-// `PARTS` vectors of HEADS heads: sums = sums * keep + weights . values; every number is one chain over the entries.
+// sums = sums * keep + weights . values, for PARTS vectors of HEADS heads. acc holds HEADS x PARTS registers over all
+// entries, value PARTS more; every number is summed as one chain over the entries.
 template <int HEADS, int PARTS>
 inline void mix_block(float* const* sums, const float* keep, const float* weights, const bf16* const* v, int64_t at,
                       int64_t first, int64_t stop) {
@@ -114,6 +117,8 @@ inline void mix_block(float* const* sums, const float* keep, const float* weight
         for (int i = 0; i < PARTS; ++i) store(sums[h] + at + i * WIDTH, acc[h][i]);
 }
 
+// The values of HEADS heads, over their whole width: blocks of four, two and one vectors, then the numbers that are
+// left.
 template <int HEADS>
 inline void mix_heads(float* const* sums, const float* keep, const float* weights, const bf16* const* v, int64_t first,
                       int64_t stop, int64_t width) {
@@ -130,7 +135,7 @@ inline void mix_heads(float* const* sums, const float* keep, const float* weight
     }
 }
 
-// Entries first..stop-1 into the sums of some heads, each of which keeps its share of what it has.
+// Adds entries first..stop-1 to the sums of some heads, after multiplying each head's sums by its `keep`.
 void mix(const Queries& some, int64_t head, int64_t heads, const float* keep, const bf16* const* v, int64_t first,
          int64_t stop, int64_t width) {
     float* const* const sums = some.sums + head;
@@ -141,7 +146,7 @@ void mix(const Queries& some, int64_t head, int64_t heads, const float* keep, co
     for (; h < heads; ++h) mix_heads<1>(sums + h, keep + h, weights + h * ENTRIES, v, first, stop, width);
 }
 
-// Scores to weights exp(score - new maximum), in place; what earlier sums have to be multiplied by.
+// Turns scores into weights exp(score - new maximum) in place; returns the factor on the sums of earlier blocks.
 inline float soften(float* scores, int64_t count, float softcap, float* highest, float* total) {
     float top = *highest;
     if (softcap != 0)
@@ -169,8 +174,8 @@ inline float soften(float* scores, int64_t count, float softcap, float* highest,
     return keep;
 }
 
-// What a block adds to the sums of some query heads. Entries that only some of them see come last, row by row: nothing
-// that a row does not see may touch its sums, were it only times zero.
+// Adds a block to the sums of some query heads. Entries that only some of them read come last, for these heads alone:
+// an entry that a row does not read must not enter its sums even with weight zero, since it could be infinite.
 void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, const Attention& a) {
     score(block, unit, queries, count, a.width, a.scale);
     for (int64_t h = 0; h < queries.heads; ++h)
@@ -185,8 +190,8 @@ void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, c
     }
 }
 
-// Query heads of key/value head `kv` for rows first..stop-1, of which there are at most ROWS_TOGETHER. What several
-// of them read is brought once, so the last goes first: it sees the most of a chain.
+// Computes the query heads of key/value head `kv` for rows first..stop-1, at most ROWS_TOGETHER of them. A block is
+// loaded once for all rows that read it; the last row goes first, since of the rows of a chain it reads the most.
 void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
     const int64_t group = a.heads / a.kv_heads, width = a.width, size = group * width;
     int64_t from[ROWS_TOGETHER], reach[ROWS_TOGETHER], longest = 0;
@@ -203,7 +208,7 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
     TileUnit unit;
     for (int64_t done = 0; done < longest; done += ENTRIES) {
         Queries queries;
-        int64_t most = 0;  // entries of the block at hand
+        int64_t most = 0;  // entries of the block that is loaded
         const auto read_all = [&] {
             if (queries.heads > 0) read(block, unit, queries, most, a);
             queries.heads = 0, queries.common = ENTRIES;
@@ -237,7 +242,7 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
         }
 }
 
-// The item-th of the items attention falls into: some rows, one key/value head.
+// One item of attention: ROWS_TOGETHER rows and one key/value head.
 void attend_some(const Attention& a, int64_t item) {
     const int64_t first = item / a.kv_heads * ROWS_TOGETHER, stop = first + ROWS_TOGETHER;
     attend(a, first, stop < a.rows ? stop : a.rows, item % a.kv_heads);

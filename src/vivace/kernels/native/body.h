@@ -1,7 +1,7 @@
-// A native body: the same functions compiled for one instruction set, handed out as a table.
+// A native body: the kernels compiled for one instruction set, as a table of functions.
 //
-// Everything lives in an unnamed namespace, and nothing of the standard library is used here: a function compiled
-// for this instruction set must never be the one another file is linked with.
+// Everything is in an unnamed namespace and nothing of the standard library is used, because an inline function that
+// was compiled for this instruction set could otherwise be linked into files for older processors.
 #pragma once
 #include "layers.h"
 #include "neurons.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Phase 0 prepares the rows, phase 1 multiplies.
+// Phase 0 quantizes one row of inputs per item where the weights need it, phase 1 multiplies some tiles per item.
 void linear_item(const void* context, int64_t phase, int64_t item) {
     const LinearWork& work = *(const LinearWork*)context;
     const Linear& l = *work.linear;

@@ -1,15 +1,16 @@
-// A chain of drafts: what decode/shallow.py does depth by depth, for all depths and sequences in one call.
+// Chains of draft tokens for several sequences in one call; decode/shallow.py does the same depth by depth.
 //
-// At each depth the rows of the last guesses go up to the gate, writing keys and values; behind those that guess
-// again rides a companion that reads. Before each of the first layers it may also read what a deep layer stored about
-// the verified entries. The companion's residual at the gate, scaled, is read by the model's head. Without companions
-// the rows' own residuals are read: with the gate at the top that is plain decoding, several tokens in one call.
+// At each depth the rows of the last guesses go through the layers below the exit layer and store keys and values.
+// Beside each row that guesses again runs a draft row, which reads the same entries and stores none. Before each of the
+// first layers it may also read the entries that a deep layer stored for verified positions. The model's head reads the
+// draft row's residual at the exit layer, times a scale. Without draft rows the head reads the rows' own residuals;
+// with the exit at the top that is plain decoding of several tokens in one call.
 #pragma once
 #include "rows.h"
 
 namespace {
 
-// What one depth's call needs, sized for every sequence with a companion.
+// One call of vivace_chain. Its buffers have room for a row and a draft row of every sequence.
 class ChainRun {
 public:
     ChainRun(const Worker& worker, const Plan& plan, const Chain& chain)
@@ -36,8 +37,8 @@ public:
             growing.clear();
             for (const int64_t row : fresh)
                 if (depth < chain_.limit[sequence_[row]] && is_sure_[row]) growing.push_back(row);
-            if (growing.empty() && chain_.hidden == nullptr) break;  // nobody asks for the last guesses' residuals
-            climb(depth, fresh, is_alone() ? std::vector<int64_t>() : growing);
+            if (growing.empty() && chain_.hidden == nullptr) break;  // residuals of the last guesses are not wanted
+            forward(depth, fresh, is_alone() ? std::vector<int64_t>() : growing);
             fresh = guess(depth, fresh, growing);
         }
         return num_rows_;
@@ -55,14 +56,14 @@ private:
         return row;
     }
 
-    // Row `at` of the call: draft row `row` of some sequence, slow or its companion.
-    void place(int64_t at, int64_t depth, int64_t row, bool is_companion) {
+    // Sets row `at` of the call to the token of row `row`, either the row itself or its draft row.
+    void place(int64_t at, int64_t depth, int64_t row, bool is_draft) {
         const int64_t i = sequence_[row], width = plan_.width;
         rows_.seat(at, i, chain_.length[i] + depth);
-        which_[at] = is_companion ? 0 : -1;
+        which_[at] = is_draft ? 0 : -1;
         bf16* h = rows_.h.get() + at * width;
         embed_row(chain_, chain_.tokens[row], width, h);
-        if (!is_companion || chain_.num_offsets == 0) return;
+        if (!is_draft || chain_.num_offsets == 0) return;
         const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
         const bf16* offset = chain_.offsets + which * width;
         for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) + widened(offset[e]));
@@ -76,7 +77,7 @@ private:
         return c;
     }
 
-    // Companions in rows first.. of h read what a deep layer stored about the verified entries of their sequences.
+    // Adds to the draft rows, rows first.. of h, their attention to a deep layer's entries of verified positions.
     void read_deep(const DeepRead& read, int64_t first, const std::vector<int64_t>& growing) {
         const int64_t count = (int64_t)growing.size(), width = plan_.width, queries = plan_.heads * plan_.head_width;
         const Layer& layer = plan_.layers[read.layer];
@@ -100,7 +101,7 @@ private:
         worker_.linear({read.output, a_.get(), h, h, count});
     }
 
-    // Rows of h through layers start..stop-1, into out.
+    // Runs the rows of h through layers start..stop-1 into out, with the deltas of these layers.
     void pass(int64_t start, int64_t stop, int64_t rows, int64_t writing) {
         Call c = call(rows, writing);
         c.start = start, c.stop = stop;
@@ -109,8 +110,8 @@ private:
         worker_.span(plan_, c);
     }
 
-    // Fresh rows to the gate, with companions behind the growing ones.
-    void climb(int64_t depth, const std::vector<int64_t>& fresh, const std::vector<int64_t>& growing) {
+    // Runs the fresh rows to the exit layer, with draft rows beside the growing ones.
+    void forward(int64_t depth, const std::vector<int64_t>& fresh, const std::vector<int64_t>& growing) {
         const int64_t writing = (int64_t)fresh.size(), width = plan_.width;
         int64_t rows = 0, layer = 0;
         for (const int64_t row : fresh) place(rows++, depth, row, false);
@@ -124,7 +125,7 @@ private:
             memcpy(chain_.hidden + fresh[0] * width, rows_.out.get(), writing * width * sizeof(bf16));
     }
 
-    // The next token below each growing row, from what stands for it in the last call's rows.
+    // Guesses the token below each growing row from the residual of its draft row, or its own where there is none.
     std::vector<int64_t> guess(int64_t depth, const std::vector<int64_t>& fresh, const std::vector<int64_t>& growing) {
         const int64_t count = (int64_t)growing.size(), width = plan_.width;
         std::vector<int64_t> children;
@@ -148,7 +149,7 @@ private:
                 is_sure = worker_.body.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
             }
             const bool ends = is_end(chain_, tokens[i]);
-            if (ends && decides()) continue;  // whoever reads the last residual sees it: no pass for what is behind
+            if (ends && decides()) continue;  // the caller reads this token from the last residual: no row for it
             is_sure = is_sure && !ends;
             children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
         }
@@ -160,7 +161,7 @@ private:
     const Chain& chain_;
     Rows rows_;
     int64_t num_rows_ = 0;
-    std::vector<int64_t> sequence_;  // of each draft row
+    std::vector<int64_t> sequence_;  // sequence of each row
     std::vector<bool> is_sure_;
     std::unique_ptr<bf16[]> logits_, q_, a_, x_;
     std::unique_ptr<float[]> sums_;

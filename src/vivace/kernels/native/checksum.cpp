@@ -1,8 +1,9 @@
-// CRC-32 of pages, the one of zlib (reflected, polynomial 0x04C11DB7): by carry-less multiplication where the processor
-// has it (Gopal et al. 2009, Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction), else by table.
+// CRC-32 of pages as zlib computes it (reflected, polynomial 0x04C11DB7), by carry-less multiplication where the
+// processor has it (Gopal et al. 2009, Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction), else
+// by a table.
 //
-// A message is a polynomial over GF(2), and its CRC the remainder modulo P. 128 bits that stand d bits before others can
-// be added to those once they are multiplied by x^d mod P: a page is folded so into its last 16 bytes.
+// A message is a polynomial over GF(2) and its CRC is the remainder modulo P. 128 bits that come d bits before others
+// can be added to those after a multiplication by x^d mod P, so a page is folded into its last 16 bytes.
 #include "checksum.h"
 
 #include <array>
@@ -17,7 +18,7 @@
 namespace {
 
 constexpr int64_t PAGE = 4096;
-constexpr uint32_t P = 0xEDB88320;  // bit 31 stands for x^0; x^32 is left out
+constexpr uint32_t P = 0xEDB88320;  // bit 31 is x^0; x^32 is implicit
 
 constexpr uint32_t times_x(uint32_t value) { return (value >> 1) ^ (value & 1 ? P : 0); }
 
@@ -31,7 +32,7 @@ constexpr std::array<uint32_t, 256> TABLE = [] {
     return table;
 }();
 
-// The register after `bytes` more bytes.
+// Returns the CRC register after `bytes` more bytes.
 uint32_t by_table(const unsigned char* memory, int64_t bytes, uint32_t value) {
     for (int64_t i = 0; i < bytes; ++i) value = (value >> 8) ^ TABLE[(value ^ memory[i]) & 255];
     return value;
@@ -44,15 +45,15 @@ uint32_t page_by_table(const char* page) {
 #if defined(__x86_64__)
 #define FOLDS __attribute__((target("pclmul,sse4.1")))
 
-// x^n mod P, one place up: a product of reflected halves stands one place too low.
+// x^n mod P, shifted by one bit, since a product of reflected numbers is one bit too low.
 constexpr int64_t power(int n) {
     uint32_t value = 1u << 31;
     for (int i = 0; i < n; ++i) value = times_x(value);
     return static_cast<int64_t>(value) << 1;
 }
 
-// 128 bits added to those `Bits` further on. The low half stands 64 bits before the high one, and a factor of 32 bits
-// fills the lower, so the 32 higher, places of its half.
+// Adds 128 bits to those that come `Bits` later. The low half comes 64 bits before the high one, and a factor of 32
+// bits is in the lower places of its half, which are the 32 higher powers.
 template <int Bits>
 FOLDS inline __m128i folded(__m128i value, __m128i onto) {
     const __m128i factors = _mm_set_epi64x(power(Bits - 32), power(Bits + 32));
@@ -89,13 +90,13 @@ int64_t first_damaged(const PageSums& pages, const char* memory, int64_t offset,
     return -1;
 }
 
-// The same for threads of Python.
+// The same for Python.
 EXPORT int64_t vivace_damaged(const void* sums, int64_t count, const void* memory, int64_t offset, int64_t bytes) {
     const PageSums pages{static_cast<const uint32_t*>(sums), count};
     return first_damaged(pages, static_cast<const char*>(memory), offset, bytes);
 }
 
-// CRC-32 of so many pages, for tests of both ways; the table's where `by_table` is not 0.
+// Computes the CRC-32 of `count` pages, by the table if `by_table` is not 0, for tests of both ways.
 EXPORT void vivace_page_sums(const void* memory, int64_t count, uint32_t* out, int64_t by_table) {
     const char* pages = static_cast<const char*>(memory);
     for (int64_t i = 0; i < count; ++i) out[i] = (by_table ? page_by_table : page_sum)(pages + i * PAGE);

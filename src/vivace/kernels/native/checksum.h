@@ -1,13 +1,13 @@
-// A checksum for every page of a file: what was read is compared by the thread that read it, while it is in its cache.
+// Checksums of the pages of a file; the thread that read a page compares it while it is in the cache.
 #pragma once
 #include <cstdint>
 
-// CRC-32 of each page of a file, from its beginning on; nothing is compared where there is no table.
+// CRC-32 of each page of a file from its beginning on; an empty table compares nothing.
 struct PageSums {
     const uint32_t* sums = nullptr;
     int64_t count = 0;
 };
 
-// Where the first page of [offset, offset + bytes) begins that is not as it was written, or -1. Pages that were read in
-// part, and those beyond the table, are not compared.
+// Returns the offset of the first page in [offset, offset + bytes) whose checksum is wrong, or -1. Pages that were read
+// only in part, and those beyond the table, are not compared.
 int64_t first_damaged(const PageSums& pages, const char* memory, int64_t offset, int64_t bytes);

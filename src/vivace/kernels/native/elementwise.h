@@ -1,4 +1,7 @@
-// Exponentials, activations, norms and rotations. Rounding stands where kernels/reference.py has it.
+// Exponentials, activations, norms and rotations. Results are rounded to bfloat16 where kernels/reference.py does.
+//
+// Rows of any width end with a vector that is loaded and stored in part, so every number goes through the same
+// operations wherever it stands in a row.
 #pragma once
 #include "span.h"
 
@@ -7,7 +10,8 @@ namespace {
 inline Vec load_some(const bf16* p, int64_t n) { return n == WIDTH ? load(p) : load(p, n); }
 inline void store_some(bf16* p, Vec v, int64_t n) { n == WIDTH ? store(p, v) : store(p, v, n); }
 
-// exp on [-87, 88], otherwise the value at the end of that range; relative error below 2e-7 (Cephes' polynomial).
+// exp on [-87, 88], where 2^n is a normal float32, otherwise the value at the end of that range; relative error below
+// 2e-7 (Cephes' polynomial).
 inline Vec exponential(Vec x) {
     x = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
     const Vec n = nearest(mul(x, broadcast(1.44269504088896341f)));
@@ -26,7 +30,7 @@ inline Vec hyperbolic_tangent(Vec x) {
     return sub(broadcast(1.0f), div(broadcast(2.0f), add(broadcast(1.0f), exponential(add(x, x)))));
 }
 
-// Area of the normal distribution below x; the complementary error function is Numerical Recipes' erfcc.
+// Cumulative normal distribution; the complementary error function is erfcc of Numerical Recipes.
 inline Vec normal_area(Vec x) {
     const Vec z = mul(max(x, sub(broadcast(0), x)), broadcast(0.70710678118654752f));
     const Vec t = div(broadcast(1.0f), fma(broadcast(0.5f), z, broadcast(1.0f)));
@@ -53,7 +57,7 @@ inline Vec activated(Vec x, int64_t kind) {
     }
 }
 
-// use(first component, how many) over a row.
+// Calls use(first component, number of components) for the vectors of a row; the last one may be shorter.
 template <class Use>
 inline void for_width(int64_t width, Use use) {
     int64_t i = 0;
@@ -68,6 +72,7 @@ void activate(const bf16* gate, const bf16* up, bf16* out, int64_t count, int64_
     });
 }
 
+// Root-mean-square norm of one row; with an offset the weight is offset + weight and nothing is rounded between.
 void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float eps, float offset) {
     Vec squares = broadcast(0);
     for_width(width, [&](int64_t i, int64_t n) {
@@ -81,7 +86,7 @@ void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float
     });
 }
 
-// Probability of the largest of these logits; `index` becomes the first such.
+// Returns the probability of the largest logit and sets `index` to the first such logit.
 float likeliest(const bf16* logits, int64_t count, int64_t* index) {
     float highest = -__builtin_inff();
     for_width(count, [&](int64_t i, int64_t n) {
@@ -102,7 +107,7 @@ float likeliest(const bf16* logits, int64_t count, int64_t* index) {
     return 1 / sum_of(sum);
 }
 
-// Rotates the leading `width` components in place; `sin` has its first half negated.
+// Applies the rotary embedding to the first `width` components in place; `sin` has its first half negated.
 void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t width) {
     const int64_t half = width / 2;
     for_width(half, [&](int64_t i, int64_t n) {

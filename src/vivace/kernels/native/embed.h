@@ -1,4 +1,4 @@
-// A token's row of an embedding, whatever that lies in.
+// A token's row of an embedding in any of the formats that embeddings are stored in.
 #pragma once
 #include <cstring>
 

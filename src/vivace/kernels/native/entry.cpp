@@ -1,4 +1,5 @@
-// The plain C boundary, the same for every body; compiled for any x86-64 so that asking for features is safe.
+// The C functions that Python calls, the same for every body. This file is compiled for any x86-64 processor, so that
+// the processor's features can be asked for before a body runs.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -16,8 +17,8 @@
 
 namespace {
 
-// 0 is avx2, 1 avx512, 2 avx2 without VNNI, for tests, 3 amx. Integer sums are exact, so the first and the third give
-// the same bits.
+// The body with an index: 0 is AVX2, 1 AVX-512, 2 AVX2 without VNNI (for tests), 3 AMX. Integer sums are exact, so 0
+// and 2 give the same bits.
 const Body* body_of(int64_t index) {
     static const bool has_vnni = __builtin_cpu_supports("avxvnni");
     if (index == 3) return amx_body;
@@ -31,7 +32,8 @@ bool has_amx() {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted;
 }
 
-// Tile registers are large, so the system keeps them for those only who ask, once in a process.
+// Asks the system for the tile registers, once in a process. They are large (8 KiB), so Linux saves and restores them
+// only for processes that asked.
 bool is_granted_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -42,6 +44,7 @@ bool is_granted_tiles() {
 #endif
 }
 
+// Items for the down factors of the deltas whose input is ready in a phase of a layer.
 int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     int64_t count = 0;
     for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) {
@@ -51,6 +54,7 @@ int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     return count;
 }
 
+// Items of a phase of a layer; 0 where the phase has nothing to do.
 int64_t num_items(const Span& s, int64_t layer, Kind kind) {
     const Call& c = *s.call;
     const Layer& l = s.layer(layer);
@@ -81,7 +85,8 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
     }
 }
 
-// Hands out working space, 64-byte aligned; with no space given it only counts.
+// Divides working space into buffers that are aligned to 64 bytes, a line of the cache and a vector; without any memory
+// it only counts the bytes.
 struct Space {
     uint8_t* at;
     int64_t used = 0;
@@ -93,6 +98,7 @@ struct Space {
     }
 };
 
+// Sets the buffers of a span in its working space; returns the bytes they take.
 int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
     const Plan& p = *s.plan;
     const int64_t rows = s.call->rows;
@@ -116,10 +122,10 @@ int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
     return from.used;
 }
 
-// Room for the rows of a call as its matrix wants them.
+// A buffer for the quantized rows of a call, empty where the matrix takes bfloat16.
 std::vector<bf16> room_for(const Matrix& m, int64_t rows) { return std::vector<bf16>((size_t)(rows * prepared_width(m))); }
 
-// Rows are prepared, then tiles are multiplied.
+// Runs the two phases of a product: quantize the rows where the weights need it, then multiply tiles.
 void run_prepared(int64_t threads, const Matrix& m, int64_t rows, Item item, const void* work) {
     const int64_t counts[] = {is_low_bit(m) ? rows : 0, items(m, threads)};
     run_phases(threads, 2, counts, item, work);
@@ -129,7 +135,7 @@ void run_prepared(int64_t threads, const Matrix& m, int64_t rows, Item item, con
 
 EXPORT const char* vivace_sources() { return VIVACE_SOURCES; }
 
-// Bit 0: the avx2 body runs here, bit 1: the avx512 body does, bit 2: the amx body does.
+// Which bodies this processor can run: bit 0 AVX2, bit 1 AVX-512, bit 2 AMX.
 EXPORT int64_t vivace_features() {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -185,7 +191,7 @@ EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention* att
     run_phases(threads, 1, &count, body_of(body)->attention, attention);
 }
 
-// Rows of an embedding in EXACT12_ROWS or INT8, (count, in).
+// Writes rows of an embedding in EXACT12_ROWS or INT8, (count, in).
 EXPORT void vivace_rows(const Matrix* matrix, const int64_t* tokens, int64_t count, bf16* out) {
     for (int64_t i = 0; i < count; ++i) embed_token(*matrix, nullptr, tokens[i], matrix->in, out + i * matrix->in);
 }
@@ -195,7 +201,7 @@ EXPORT void vivace_quantise(int64_t body, int64_t threads, const Quantised* quan
     run_phases(threads, 1, &count, body_of(body)->quantise, quantised);
 }
 
-// Bytes of working space a call needs.
+// Returns the bytes of working space that a call needs.
 EXPORT int64_t vivace_span_bytes(const Plan* plan, const Call* call) {
     Span s{};
     s.plan = plan, s.call = call;
@@ -222,12 +228,13 @@ EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const C
     run_phases(threads, (int64_t)counts.size(), counts.data(), body_of(body)->span, &s);
 }
 
-// Fills what the chain points to; returns how many rows the drafts have, in the order of their depths.
+// Drafts chains into the arrays that the struct points to; returns the number of rows, which are in the order of
+// depths.
 EXPORT int64_t vivace_chain(int64_t body, int64_t threads, const Plan* plan, const Chain* chain) {
     return ChainRun({*body_of(body), body, threads}, *plan, *chain).run();
 }
 
-// Drafts by one plan and verifies by another; returns how many steps were made.
+// Drafts with one plan and verifies with another, several times; returns the number of steps that were made.
 EXPORT int64_t vivace_speculate(int64_t body, int64_t threads, const Plan* drafting, const Plan* plan,
                                 const Chain* chain, Speculation* speculation) {
     return SpeculationRun({*body_of(body), body, threads}, *drafting, *plan, *chain, *speculation).run();

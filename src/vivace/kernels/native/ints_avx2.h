@@ -1,13 +1,16 @@
-// Integers of a body: sixteen sums of products of eight-bit numbers, AVX2, with VNNI where it is compiled for it.
+// Integer and code operations of the AVX2 body, with VNNI where it is compiled for it; ints_avx512.h describes each
+// type.
+//
+// A tile has sixteen outputs, so a sum of a tile takes two of the sixteen registers here.
 #pragma once
 #include "simd_avx2.h"
 
 namespace {
 
-constexpr int64_t MAX_LUT_SUMS = 2;
-constexpr int64_t MAX_INT_ROWS = 4;
-constexpr int64_t MAX_INT_STREAMS = 0;
-constexpr int64_t MAX_EXACT_SUMS = 4;
+constexpr int64_t MAX_LUT_SUMS = 2;     // 4 registers; widened tiles take the others, and memory
+constexpr int64_t MAX_INT_ROWS = 4;     // 8 registers of integer sums, beside 2 of weights and 2 of inputs
+constexpr int64_t MAX_INT_STREAMS = 0;  // tiles are read one after the other
+constexpr int64_t MAX_EXACT_SUMS = 4;   // 8 registers, beside a widened tile (4) and a pair of inputs (2)
 constexpr int64_t MAX_EXACT_ROWS = 2;
 constexpr int64_t MAX_EXACT_DOTS = 2;
 
@@ -33,9 +36,9 @@ struct Four {
 };
 
 #if defined(__AVXVNNI__)
-constexpr int8_t FLIP = 0;  // weights stay 128 too large, as the dot product wants them
+constexpr int8_t FLIP = 0;  // weights stay 128 too large: the first factor of vpdpbusd has no sign
 #else
-constexpr int8_t FLIP = -128;  // weights with their sign
+constexpr int8_t FLIP = -128;  // weights get their sign back: vpsignb below needs it
 #endif
 
 struct Codes {
@@ -57,7 +60,8 @@ struct Ints {
     }
 #else
     explicit Ints(int32_t) : low(_mm256_setzero_si256()), high(low) {}
-    // |x| times w with x's sign: two products of at most 127 * 127 never leave sixteen bits.
+    // |x| times w with x's sign. vpmaddubsw saturates at 16 bits: two products of at most 127 * 127 add up to 32,258,
+    // below 32,767. Weights of -128 do not occur.
     static __m256i dot(__m256i acc, __m256i w, __m256i x, __m256i size) {
         const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(w, x));
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -73,7 +77,7 @@ struct Ints {
 };
 struct Table {
     __m256i entries, mask = _mm256_set1_epi8(15);
-    Table(const int8_t* p, int offset)  // what is added to a byte: 128, or nothing
+    Table(const int8_t* p, int offset)  // 128 or 0, which is added to each entry
         : entries(_mm256_broadcastsi128_si256(
               _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((int8_t)(FLIP ^ offset))))) {}
     __m256i chosen(__m256i places) const { return _mm256_shuffle_epi8(entries, _mm256_and_si256(places, mask)); }
@@ -85,7 +89,7 @@ struct Table {
 };
 
 struct Entries {
-    __m256i low, high;  // halves of the entries, each twice
+    __m256i low, high;  // lower and upper bytes of the entries, in both halves of the register
     Entries() = default;
     explicit Entries(const bf16* p) {
         alignas(16) uint8_t bytes[2][16];
@@ -93,7 +97,8 @@ struct Entries {
         low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[0]));
         high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[1]));
     }
-    // The entries that the lowest four bits of each word choose; a byte of 128 and more chooses nothing.
+    // The entries that the lowest four bits of each word select. A byte shuffle writes zero for an index of 128 or
+    // more, so one shuffle fills the lower bytes of the words and one the upper bytes.
     __m256i chosen(__m256i words) const {
         const __m256i code = _mm256_and_si256(words, _mm256_set1_epi16(15));
         const __m256i first = _mm256_or_si256(code, _mm256_set1_epi16((int16_t)0x8000));

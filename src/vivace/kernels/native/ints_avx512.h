@@ -1,50 +1,56 @@
-// Integers of a body: sixteen sums of products of eight-bit numbers, AVX-512 with VNNI.
+// Integer and code operations of the AVX-512 body, with VNNI: products of eight-bit numbers, and codes decoded to
+// weights.
+//
+// There are 32 registers of sixteen numbers, so a sum of a tile of sixteen outputs takes one.
 #pragma once
 #include "simd_avx512.h"
 
 namespace {
 
-constexpr int64_t MAX_LUT_SUMS = 12;  // tile sums held in registers beside tiles and entries
-constexpr int64_t MAX_INT_ROWS = 12;  // rows whose sums fit the registers
+constexpr int64_t MAX_LUT_SUMS = 12;  // sums in registers, beside decoded tiles and a codebook for each tile of outputs
+constexpr int64_t MAX_INT_ROWS = 12;  // 12 registers of integer sums and 12 of totals, beside weights and a table
 #if defined(__AMX_TILE__)
-constexpr int64_t MAX_INT_STREAMS = 8;  // sums of few rows over tiles read side by side, which such processors read faster
+constexpr int64_t MAX_INT_STREAMS = 8;  // sums of few rows over tiles read side by side, faster on these processors
 #else
-constexpr int64_t MAX_INT_STREAMS = 0;
+constexpr int64_t MAX_INT_STREAMS = 0;  // tiles are read one after the other
 #endif
-constexpr int64_t MAX_EXACT_SUMS = 24;  // tile sums held in registers beside tiles and upper bytes
+constexpr int64_t MAX_EXACT_SUMS = 24;  // sums in registers, beside four tiles, inputs, upper bytes and a mask
 constexpr int64_t MAX_EXACT_ROWS = 12;
-constexpr int64_t MAX_EXACT_DOTS = 8;   // rows of row-major products
+constexpr int64_t MAX_EXACT_DOTS = 8;   // rows of row-major products, two outputs at a time: 16 sums
 
 inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
 
-// Whole numbers -128..127 as bytes.
+// Stores integers -128..127 as bytes.
 inline void store_bytes(int8_t* p, Vec whole) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
 }
 
-// Four inputs' weights of each of sixteen outputs, 128 added: the dot product takes one factor without a sign.
+// Weights of four inputs for each of sixteen outputs, plus 128: one factor of the dot product has no sign.
 struct Codes {
     __m512i bytes;
     Codes() = default;
     explicit Codes(const uint8_t* p) : bytes(_mm512_loadu_si512(p)) {}
 };
+// Integer sums of one row for sixteen outputs, over a group of 64 inputs. With weights up to 255 and inputs up to 127
+// they stay below 64 * 255 * 127 = 2,072,640 < 2^24, so they are exact as float32 too.
 struct Ints {
     Ints() = default;
     __m512i value;
-    // `shift` is what takes the added 128 back: -128 times the sum of the row's inputs.
+    // `shift` undoes the 128 that is added to weights: -128 times the sum of the group's inputs.
     explicit Ints(int32_t shift) : value(_mm512_set1_epi32(shift)) {}
     explicit Ints(__m512i sums) : value(sums) {}
-    // Four neighbouring inputs of a row, for all sixteen outputs. Written out, since compilers move sums back and forth
-    // around the intrinsic, and read inputs apart.
+    // Adds four neighbouring inputs of a row times their weights, for all sixteen outputs. In assembly, since compilers
+    // copy sums around the intrinsic and load inputs by an instruction of their own.
     void step(const Codes& w, const int8_t* x) {
         asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(value) : "v"(w.bytes), "m"(*(const int8_t(*)[4])x));
     }
     Vec part(int) const { return _mm512_cvtepi32_ps(value); }
 };
-// Sixteen bytes to choose from, and sixty-four chosen by the low and high halves of bytes.
+// A table of sixteen bytes, which is in every 128-bit lane of its register as the byte shuffle needs it; look_up
+// decodes the low and the high halves of 64 bytes.
 struct Table {
     __m512i entries, mask = _mm512_set1_epi8(15);
-    Table(const int8_t* p, int offset)  // what is added to a byte: 128, or nothing
+    Table(const int8_t* p, int offset)  // 128 or 0, which is added to each entry
         : entries(_mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)offset)))) {}
     void look_up(const uint8_t* p, Codes& low, Codes& high) const {
         const __m512i both = _mm512_loadu_si512(p);
@@ -53,9 +59,9 @@ struct Table {
     }
 };
 
-// Sixteen bfloat16, and tiles of four pairs of inputs chosen by the four codes of each word.
+// A codebook of sixteen bfloat16 entries; choose decodes the four codes of each word to tiles of four pairs of inputs.
 struct Entries {
-    __m512i twice;  // whatever a code's next bit is
+    __m512i twice;  // the codebook twice: vpermw selects by five bits, of which the fifth belongs to the next code
     Entries() = default;
     explicit Entries(const bf16* p) : twice(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p))) {}
     void choose(const uint8_t* p, Tile* tiles) const {
@@ -67,12 +73,13 @@ struct Entries {
     }
 };
 
-// Weights in twelve bits: their lower bytes as they are, and codes for sixteen upper ones. Two tiles lie side by side in
-// 64 bytes, eight weights in turn, so that bytes interleave to whole weights.
+// The sixteen upper bytes of weights in twelve bits. In 64 bytes of a plane eight weights of one tile and eight of
+// another alternate, so that interleaving lower and upper bytes, which works on 128-bit lanes, gives the weights of
+// either tile.
 struct UpperBytes {
     __m512i entries, mask = _mm512_set1_epi8(15);
     explicit UpperBytes(const uint8_t* p) : entries(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))) {}
-    // Two tiles whose codes are the low halves of bytes, or the high ones.
+    // Decodes two tiles whose codes are in the low halves of the bytes (IS_HIGH: in the high halves).
     template <bool IS_HIGH>
     void join(const uint8_t* lower, const uint8_t* codes, Tile* tiles) const {
         const __m512i both = _mm512_loadu_si512(codes), low = _mm512_loadu_si512(lower);
@@ -83,7 +90,8 @@ struct UpperBytes {
     }
 };
 
-// The entries of a rising table nearest to given numbers; a number in the middle goes down.
+// The entries of a rising table that are nearest to given numbers, found by bisection of the midpoints between entries;
+// a number at a midpoint gets the lower entry.
 struct Nearest {
     Vec entries, middles;
     explicit Nearest(const int8_t* table) {

@@ -1,10 +1,10 @@
-// The phases of a span of layers (span.h), item by item.
+// What the items of each phase of a span compute (span.h).
 #pragma once
 #include "attention.h"
 
 namespace {
 
-// use(first, count) for neighbouring rows, at most `most` of them, that carry the same adapter of a term.
+// Calls use(first, count) for neighbouring rows, at most `most` of them, that have the same adapter of a term.
 template <class Use>
 inline void for_runs(const Term& t, int64_t rows, int64_t most, Use use) {
     for (int64_t row = 0, count; row < rows; row += count) {
@@ -13,7 +13,7 @@ inline void for_runs(const Term& t, int64_t rows, int64_t most, Use use) {
     }
 }
 
-// The low-rank half of a term for all its rows, outputs of tiles first..stop-1: low = [silu] round(x down^T).
+// Multiplies the rows of a term by its down factor, outputs of tiles first..stop-1: low = [silu] round(x down^T).
 void lower(const Span& s, int64_t index, const bf16* x, int64_t rows, int64_t first, int64_t stop) {
     const Term& t = s.call->terms[index];
     const int64_t stride = even(t.rank);
@@ -45,19 +45,21 @@ void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
     if (t.which[row] >= 0) raise(s, index, row, 1, y, 0, (t.out + LANES - 1) / LANES);
 }
 
-// Terms of the given sites of a layer, in the order of the call.
+// Calls use(index, site) for the terms of a layer, in the order of the call.
 template <class Use>
 inline void for_terms(const Span& s, int64_t layer, Use use) {
     for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) use(t, s.call->terms[t].site);
 }
 
+// The tiles first..stop-1 of a matrix that an item computes.
 void split_range(int64_t item, const Matrix& m, int64_t threads, int64_t* first, int64_t* stop) {
     const int64_t each = tiles_per_item(m, threads), count = tiles(m);
     *first = item * each;
     *stop = *first + each < count ? *first + each : count;
 }
 
-// Item `item` of a phase beyond its projections: a part of the low-rank half of a term whose input is at hand.
+// Computes an item of a phase beyond those of its projection: some outputs of the down factor of a term whose input is
+// ready in this phase.
 void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16* x) {
     for_terms(s, layer, [&](int64_t t, int64_t site) {
         if (phase_of(site) != kind || item < 0) return;
@@ -73,7 +75,7 @@ void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16
     });
 }
 
-// A projection's item, or a term's when there are no tiles left.
+// Computes an item of a projection, or of a term's down factor when the item is beyond the projection's.
 void project_item(const Span& s, int64_t layer, Kind kind, int64_t item, const Matrix& m, const bf16* x, bf16* out,
                   int64_t rows) {
     const int64_t count = rows ? items(m, s.threads) : 0;
@@ -88,7 +90,8 @@ void norm_heads(bf16* x, const bf16* weight, int64_t heads, const Plan& p) {
         norm_row(x + i * p.head_width, weight, x + i * p.head_width, p.head_width, p.norm_eps, p.norm_offset);
 }
 
-// Terms, QK-norm and rotation of a row's heads; keys and values of a writing row go where they are kept.
+// Adds the terms of a row's heads, applies QK-norm and rotation, and stores keys and values if the row is a writing
+// one.
 void finish_heads(const Span& s, int64_t layer, int64_t row) {
     const Plan& p = *s.plan;
     const Call& c = *s.call;
@@ -121,7 +124,7 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
     attend_some(a, item);
 }
 
-// An item of what the terms add to a half's output: some of the columns, all rows.
+// Adds the terms' up factors to the output of a half of a layer: some of the columns, all rows.
 void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
     const int64_t width = s.plan->width;
     const Matrix out{nullptr, nullptr, 0, width, TILES, nullptr, nullptr};
@@ -140,7 +143,7 @@ void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
         });
 }
 
-// to = round(from + y); a row that did not pass the feed-forward, and got no terms, adds nothing.
+// to = round(from + y); y is zero for a row that passed no feed-forward and has no terms.
 void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const bf16* from, bf16* to) {
     const int64_t width = s.plan->width;
     bf16* y = s.y + row * width;
@@ -156,7 +159,7 @@ void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weigh
     prepare(next, s.x, s.prepared, row);
 }
 
-// Gate and up with their activation, or apart where terms come between.
+// Computes an item of gate and up, together with the activation unless terms are added before it.
 void up_item(const Span& s, int64_t layer, int64_t item) {
     const Layer& l = s.layer(layer);
     const int64_t rows = s.call->num_feed;

@@ -1,4 +1,5 @@
-// Projections of few rows, whatever the weights lie in: a format says what the sums of a tile are, the rest is here.
+// Projections of few rows, in every layout of weights. The other linear_*.h compute the sums of tiles for one layout
+// each; this file divides rows into blocks, adds biases, rounds and stores.
 #pragma once
 #if defined(__AMX_TILE__)
 #include "linear_amx.h"
@@ -8,18 +9,18 @@
 
 namespace {
 
-// Numbers from one row of inputs to the next.
+// The distance between rows of inputs in bfloat16 numbers; layouts that read pairs need an even one.
 inline int64_t row_stride(const Matrix& m) {
     if (is_low_bit(m)) return prepared_width(m);
     return m.format == TILES || m.format == LUT4 || m.format == EXACT12 ? even(m.in) : m.in;
 }
 
-// A row of inputs as a matrix wants it; nothing where it takes it as it is.
+// Quantizes a row of inputs for a matrix of integers; does nothing for other matrices.
 inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row) {
     if (is_low_bit(m)) prepare_int_row(x + row * m.in, m.in, prepared + row * prepared_width(m));
 }
 
-// sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1; the place where formats differ.
+// sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1, in vector registers.
 inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                            float* sums) {
     switch ((Format)m.format) {
@@ -42,6 +43,7 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
     }
 }
 
+// The same, for as many of the tiles as possible in the tile registers of AMX.
 inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                       float* sums) {
     const int some = count_in_tiles(m, tile, count, rows);
@@ -49,7 +51,7 @@ inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, 
     if (some < count) sum_in_vectors(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
 }
 
-// Rows of a call in blocks of equal size.
+// Divides the rows of a call into blocks of equal size, at most BLOCK_ROWS, since each block reads all weights.
 struct RowBlocks {
     int64_t rows, size;
     explicit RowBlocks(int64_t rows) : rows(rows) {
@@ -59,7 +61,7 @@ struct RowBlocks {
     int64_t at(int64_t first) const { return first + size <= rows ? size : rows - first; }
 };
 
-// Vectors of a tile's sixteen outputs: lane 0, how many of them there are.
+// Calls use(first lane, number of lanes) for the vectors of a tile's sixteen outputs, up to the end of the matrix.
 template <class Use>
 inline void for_lanes(int64_t tile, int64_t out, Use use) {
     for (int64_t lane = 0; lane < LANES; lane += WIDTH) {
@@ -69,7 +71,8 @@ inline void for_lanes(int64_t tile, int64_t out, Use use) {
     }
 }
 
-// use(tile, row, sums of that row) for tiles first..stop-1; x rows are `stride` apart.
+// Calls use(tile, row, sums of that row) for tiles first..stop-1. Four tiles are summed together (GROUP), so that an
+// input that was loaded is used for 64 outputs.
 template <class Use>
 inline void for_sums(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, int64_t first, int64_t stop, Use use) {
     TileUnit unit;
@@ -102,6 +105,7 @@ void project(const Matrix& m, const bf16* x, const bf16* plus, bf16* out, int64_
     });
 }
 
+// out = round(act(round(gate))) * round(up), for tiles first..stop-1 of both projections.
 void project_gated(const Gated& g, int64_t first, int64_t stop) {
     TileUnit unit;
     float gates[GROUP * BLOCK_ROWS * LANES], ups[GROUP * BLOCK_ROWS * LANES];
@@ -126,7 +130,7 @@ void project_gated(const Gated& g, int64_t first, int64_t stop) {
     }
 }
 
-// The first largest of the rounded outputs in tiles first..stop-1, for each row.
+// Finds the largest rounded output of each row in tiles first..stop-1, the first of equals, without storing outputs.
 void choose_greedily(const Linear& l, int64_t first, int64_t stop, float* best, int64_t* index) {
     const Matrix& m = l.matrix;
     for (int64_t r = 0; r < l.rows; ++r) best[r] = -__builtin_inff(), index[r] = first * LANES;

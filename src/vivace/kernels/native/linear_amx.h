@@ -1,6 +1,6 @@
-// Sums in tile registers, whatever the weights lie in. A row's sums are made in the same order alone and among others.
-// Formats of bfloat16 weights in tiles give each other's bits, and so do those in rows; integer products are exact, so
-// theirs are any body's.
+// Sums in the tile registers of AMX, for every layout of weights. A row is summed in the same order alone and among
+// others. The layouts of bfloat16 weights in tiles give the same bits as each other, and so do the row-major ones;
+// integer products are exact, so they have the bits of every other body.
 #pragma once
 #include "linear_exact.h"
 #include "linear_lut4.h"
@@ -9,26 +9,27 @@
 
 namespace {
 
-constexpr int64_t BLOCK_ROWS = TILE_ROWS;
+constexpr int64_t BLOCK_ROWS = TILE_ROWS;  // a tile register holds sixteen rows of inputs
 
-// Rows of inputs of a call.
+// Rows of inputs, `stride` bfloat16 numbers apart.
 struct Rows {
     const bf16* x;
     int64_t stride, count;
 };
 
-// Sums of M tiles of outputs, in their registers.
+// Sums of M tiles of outputs in registers SUMS..SUMS+M-1. M <= 4: with four sums a register of inputs that was loaded
+// is used four times, and the other four registers hold inputs, weights and the remainders of both.
 template <int M>
 struct TileSums {
     TileSums() {
         for_each_of<M>([]<int I>() { clear_tile<SUMS + I>(); });
     }
-    // The pairs of inputs from `pair` on, whose weights for output tile i lie at weights(i).
+    // Adds the products of 16 pairs of inputs from `pair` on (fewer at the end); weights(i) are those of output tile i.
     template <class Weights>
     void step(const Rows& rows, int64_t pair, int64_t pairs, Weights weights) {
         for_each_of<M>([&]<int I>() { step_one<I>(rows, pair, pairs, weights(I), I == 0); });
     }
-    // Those of output tile I alone; the first one loads the inputs for all.
+    // The same for output tile I alone; the first one loads the inputs for all.
     template <int I>
     void step_one(const Rows& rows, int64_t pair, int64_t pairs, const bf16* weights, bool is_first) {
         if (pairs - pair >= TILE_PAIRS) multiply<I, INPUTS, WEIGHTS>(rows, pair, weights, is_first);
@@ -47,7 +48,7 @@ private:
     }
 };
 
-// Weights of M tiles of outputs that are put together before they are multiplied.
+// Buffers in which the weights of M tiles of outputs are decoded before they are loaded into a tile register.
 template <int M>
 struct Assembled {
     alignas(64) bf16 tiles[M][TILE_SIZE];
@@ -93,8 +94,9 @@ void sum_lut4_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
     acc.put(sums, rows.count);
 }
 
-// Weights are multiplied while the next are put together, a tile of outputs at a time: what was just stored is slow to
-// load, and both keep busy what the other leaves idle.
+// While weights of 16 pairs are decoded into one buffer, those of the 16 pairs before are multiplied from the other,
+// one tile of outputs every TURN steps. Loading a tile register from memory that was just stored would stall, and
+// decoding uses the vector units while the tile unit multiplies.
 void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
     constexpr int64_t TURN = TILE_PAIRS / GROUP;
     const int64_t pairs = (m.in + 1) / 2, last = (pairs - 1) / TILE_PAIRS * TILE_PAIRS;
@@ -111,7 +113,7 @@ void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums)
                     acc.template step_one<I>(rows, before, pairs, whole[before / TILE_PAIRS % 2](I), I == 0);
             });
     });
-    const int64_t done = (pairs - 1 - last) / TURN + 1;  // tiles of outputs whose turn came beside the last pairs
+    const int64_t done = (pairs - 1 - last) / TURN + 1;  // tiles of outputs that were multiplied during the last pairs
     for_each_of<GROUP>([&]<int I>() {
         if (last > 0 && I >= done)
             acc.template step_one<I>(rows, last - TILE_PAIRS, pairs, whole[(last / TILE_PAIRS - 1) % 2](I), false);
@@ -120,13 +122,14 @@ void sum_exact_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums)
     acc.put(sums, rows.count);
 }
 
-// Inputs of rows of weights that are multiplied in tiles; wider ones, and odd ones, are left to vectors.
+// Most inputs of row-major weights that are multiplied in tile registers, so that the transposed inputs take 128 KiB;
+// wider matrices, and those with an odd number of inputs, are multiplied in vectors.
 constexpr int64_t MOST_TURNED = 4096;
 
 inline bool is_turned(const Matrix& m) { return m.in % 2 == 0 && m.in <= MOST_TURNED; }
 
-// Weights that lie row by row are tiles of a product the other way round: sixteen outputs times rows of inputs, which
-// are turned for it once.
+// Row-major weights are multiplied the other way round: a tile register takes 32 inputs of sixteen outputs as they lie,
+// times inputs that are transposed once for all outputs.
 class TurnedRows {
 public:
     void hold(const Rows& rows, int64_t pairs) {
@@ -137,8 +140,8 @@ public:
         x_ = rows.x, count_ = rows.count;
     }
 
-    // Products of outputs whose weights lie `stride` apart, one 32 inputs at a time: four chains of sums, so that one need
-    // not wait for the other.
+    // Products of outputs whose weights are `stride` numbers apart, 32 inputs at a time, in four chains of sums, so
+    // that a product does not wait for the one before.
     void begin() const {
         for_each_of<GROUP>([]<int I>() { clear_tile<SUMS + I>(); });
     }
@@ -186,7 +189,7 @@ private:
     alignas(64) bf16 turned_[MOST_TURNED * TILE_ROWS];
 };
 
-// sums[r][lane] of the outputs of one whole tile of a row-major matrix; fetches the next tile, in four streams.
+// sums[r][lane] of the outputs of one whole tile of a row-major matrix; prefetches the next tile in four streams.
 inline void sum_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
     const bf16* w = m.weight + tile * LANES * m.in;
     const char* next = (const char*)(w + LANES * m.in);
@@ -200,7 +203,7 @@ inline void sum_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, 
     rows.put(sums);
 }
 
-// The steps of four outputs of an EXACT12_ROWS matrix in their order.
+// Decodes the steps of four outputs of an EXACT12_ROWS matrix in order.
 class ExactOutputs {
 public:
     void begin(const Matrix& m, int64_t group, int64_t steps) {
@@ -211,7 +214,7 @@ public:
         place_ = places + places[group], stop_ = places + places[group + 1];
         last_ = side.last(places[group] - places[0]);
     }
-    // 32 inputs each; what is read four groups later is fetched.
+    // Decodes one step, 32 inputs of each output; prefetches what is read four groups later.
     void put(int64_t k, const UpperBytes& upper, bf16* to) {
         for (int which = 0; which < 3; ++which) __builtin_prefetch(w_ + (12 + which) * plane_);
         Tile tiles[4];
@@ -235,7 +238,7 @@ private:
     const bf16* last_;
 };
 
-// As sum_rows_amx, of weights that are put together first, a step ahead of the products.
+// The same as sum_rows_amx for EXACT12_ROWS, whose weights are decoded one step ahead of the products.
 inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& rows, float* sums) {
     const int64_t pairs = m.in / 2, steps = (m.in + EXACT_INPUTS - 1) / EXACT_INPUTS;
     const UpperBytes upper(((const ExactSide*)m.scales)->upper);
@@ -252,17 +255,18 @@ inline void sum_exact_rows_amx(const Matrix& m, int64_t tile, const TurnedRows& 
     rows.put(sums);
 }
 
-// Rows from which on integer products are faster in tiles, GROUP tiles of outputs side by side.
+// Number of rows from which on integer products are faster in tile registers, with GROUP tiles of outputs side by side.
 constexpr int64_t MIN_INT_ROWS = 5;
 
-// Where sums of integers begin. Registers that were cleared instead let each product wait for the one before.
+// Initial integer sums. They are loaded, since a product into a register that was cleared by tilezero waits for the
+// product before.
 alignas(64) constexpr int32_t ZEROS[LANES] = {};
 
-// sums[i][r][lane] of R rows over GROUP tiles, as sum_int_block makes them.
+// sums[i][r][lane] of R rows over GROUP tiles, to the bits of sum_int_block.
 //
-// Group by group of 64 inputs codes become bytes where they are fewer, tiles are multiplied, products are scaled and
-// added. Each is a group behind the one before, since what was just stored is slow to load, and all three keep busy what
-// the others leave idle.
+// A group of 64 inputs goes through three stages: codes are decoded to bytes (q4 only), tiles are multiplied, products
+// are scaled and added. Each stage works one group behind the stage before, since loading what was just stored would
+// stall, and the stages use different units of the processor.
 template <class Kind, int R>
 void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
     constexpr bool IS_CODED = Kind::PARTS > 1;
@@ -278,7 +282,7 @@ void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
         for_each_of<GROUP>([&]<int I>() __attribute__((always_inline)) {
             const Kind kind(m, tile + I, groups);
             const auto part_of = [&](int64_t group) { return w + I * size + group * Kind::BYTES; };
-            // Further on in the tile, or where the next ones begin.
+            // Distance to prefetch: further on in the tile, or at its end to the beginning of the next GROUP tiles.
             const auto ahead = [&](int64_t group) {
                 return near + (group * Kind::BYTES + near < size ? 0 : (GROUP - 1) * size);
             };
@@ -331,20 +335,21 @@ constexpr SumGroup SUM_INTS_AMX[] = {
     sum_ints_amx<Kind, 13>, sum_ints_amx<Kind, 14>, sum_ints_amx<Kind, 15>, sum_ints_amx<Kind, 16>,
 };
 
-// What a call keeps beside the registers.
+// The state of an item that uses tile registers.
 struct TileUnit {
     TileRegisters registers;
     TurnedRows turned;
 };
 
-// How many of some tiles of outputs are summed in tile registers: all, none, or all but a last one that is not whole.
+// How many of `count` tiles of outputs are summed in tile registers: all, none, or all but a last one that is not
+// whole.
 inline int count_in_tiles(const Matrix& m, int64_t tile, int count, int64_t rows) {
     if (is_low_bit(m)) return rows < MIN_INT_ROWS || count < GROUP ? 0 : count;
     if (m.format != ROW_MAJOR && m.format != EXACT12_ROWS) return count;
     return !is_turned(m) ? 0 : (tile + count) * LANES <= m.out ? count : count - 1;
 }
 
-// sums[i][r][lane] of those.
+// sums[i][r][lane] of those tiles.
 inline void sum_in_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride,
                          int64_t num_rows, float* sums) {
     const Rows rows{x, stride, num_rows};

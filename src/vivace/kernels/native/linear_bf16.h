@@ -1,17 +1,17 @@
-// Sums of weights in bfloat16, in tiles or row-major. Every output is one chain of sums over the inputs in order,
-// whatever stands beside it.
+// Sums of bfloat16 weights, in tiles or row-major. Every output is one chain of sums over the inputs in order,
+// independent of the other rows and outputs.
 #pragma once
 #include "elementwise.h"
 
 namespace {
 
-constexpr int GROUP = 4;  // tiles that are summed together where there are few rows
+constexpr int GROUP = 4;  // tiles summed together where there are few rows: an input is loaded once for 64 outputs
 
-// Pairs of inputs for which weights are fetched before they are used: enough for memory to answer, and few enough
-// for the first cache; where that holds whole tiles, the next ones.
+// Pairs of inputs by which weights are prefetched: far enough for memory to answer (4 KiB for each tile), near enough
+// to stay in the first cache. Where that reaches beyond a tile, the next tiles are prefetched instead.
 constexpr int64_t AHEAD = 64, MOST_AHEAD = 256;
 
-// tile[p][i] = pair p of rows[i]: sixteen rows as a tile of weights lies.
+// tile[p][i] = pair p of rows[i]: arranges sixteen rows as a tile of weights.
 inline void turn_rows(const bf16* const* rows, int64_t pairs, bf16* tile) {
     int64_t pair = 0;
     for (; pair + WIDTH <= pairs; pair += WIDTH) turn_pairs(rows, 2 * pair, tile + pair * 2 * LANES);
@@ -20,7 +20,8 @@ inline void turn_rows(const bf16* const* rows, int64_t pairs, bf16* tile) {
             __builtin_memcpy(tile + (pair * LANES + i) * 2, rows[i] + 2 * pair, 2 * sizeof(bf16));
 }
 
-// sums[m][r][lane] of R rows over M tiles; fetches what the M tiles after them begin with.
+// sums[m][r][lane] of R rows over M tiles. acc holds M x R sums in registers (at most MAX_SUMS) and tile the weights of
+// one pair of inputs. The second turn of the outer loop prefetches the beginning of the M tiles that follow.
 template <int R, int M>
 void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     Sums acc[M][R];
@@ -48,6 +49,7 @@ void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width
         for (int r = 0; r < R; ++r) acc[m][r].put(sums + (m * R + r) * LANES);
 }
 
+// The same for `count` tiles, as many at a time as the registers hold sums of R rows.
 template <int R>
 void sum_tiles(const bf16* const* w, int count, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     int m = 0;
@@ -66,10 +68,11 @@ const SumTiles SUM_TILES[] = {
 #endif
 };
 
-// Of which of four outputs the weights that lie `ahead` are fetched while they are summed.
+// For which of four outputs the weights that are `ahead` are prefetched while they are summed.
 enum Fetch { ALL, EVEN, ODD, NONE };
 
-// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] is where an output's weights lie.
+// sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] points to the weights of an output. acc holds R
+// x 4 vectors of partial sums; inputs beyond the last whole vector are loaded in part.
 template <int R, Fetch FETCH = NONE>
 void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums, int64_t ahead = 0) {
     Vec acc[R][4];
@@ -96,7 +99,7 @@ void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t strid
     for (int r = 0; r < R; ++r) sum_four(acc[r], sums + r * LANES);
 }
 
-// sums[r][lane] of the outputs of one tile of a row-major matrix; those beyond its end repeat the last.
+// sums[r][lane] of the outputs of one tile of a row-major matrix; outputs beyond its end repeat the last one.
 void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
     for (int64_t lane = 0; lane < LANES && tile * LANES + lane < m.out; lane += 4) {
         const bf16* w[4];
@@ -107,7 +110,7 @@ void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int6
         int64_t r = 0;
         const auto dots = [&]<int R>() {
             for (; r + R <= rows; r += R) {
-                // Half of what follows is fetched beside the first rows, half beside the next.
+                // Half of the weights that follow are prefetched with the first rows, the other half with the next.
                 const auto dot = rows <= R ? dot_block<R, ALL> : r == 0 ? dot_block<R, EVEN> : dot_block<R, ODD>;
                 dot(w, x + r * stride, m.in, stride, sums + r * LANES + lane, 8 * m.in);
             }

@@ -1,16 +1,17 @@
-// Sums of bfloat16 weights that are kept in twelve bits without loss: whole weights are put together in registers, and
-// the sums are those of linear_bf16.h, bit for bit.
+// Sums of bfloat16 weights that are stored in twelve bits without loss: weights are decoded in registers, and the sums
+// have the bits of linear_bf16.h.
 #pragma once
 #include "linear_bf16.h"
 
 namespace {
 
-constexpr int64_t EXACT_AHEAD = 64;   // steps for which each plane is fetched before it is used
-constexpr int64_t EXACT_INPUTS = 32;  // inputs of a step of outputs whose weights lie in their order
+constexpr int64_t EXACT_AHEAD = 64;   // steps by which each plane is prefetched, 4 KiB
+constexpr int64_t EXACT_INPUTS = 32;  // inputs of a step of EXACT12_ROWS
 
-// use(k, tiles) for the steps of a group in order: M of its four tiles, of which the first is tile 2 HALF. The planes are
-// three streams, which memory delivers faster than one; the first half fetches for the second, and what the next group
-// begins with.
+// Calls use(k, tiles) for the steps of a group in order, with M of its four tiles from tile 2 HALF on. The planes are
+// three streams, which memory delivers faster than one. The first half of a group prefetches for the second half too,
+// and at its end the beginning of the next group. `whole` counts the uncompressed steps, which interrupt the runs of
+// packed ones.
 template <int M, int HALF, class Use>
 inline __attribute__((always_inline)) void for_steps(const Matrix& m, int64_t group, int64_t steps, Use use) {
     const ExactSide& side = *(const ExactSide*)m.scales;
@@ -39,7 +40,7 @@ inline __attribute__((always_inline)) void for_steps(const Matrix& m, int64_t gr
     }
 }
 
-// sums[i][r][lane] of R rows over tiles of a group, M of them at a time.
+// sums[i][r][lane] of R rows over the four tiles of a group, M of them at a time; acc holds M x R sums in registers.
 template <int R, int M, int HALF = 0>
 void sum_exact_block(const Matrix& m, int64_t group, const bf16* x, int64_t stride, int64_t rows, float* sums) {
     Sums acc[M][R];
@@ -79,7 +80,7 @@ inline void sum_exact_tiles(const Matrix& m, int64_t tile, const bf16* x, int64_
     }
 }
 
-// sums[r][lane] of R rows over four outputs whose weights lie in the order of the inputs: dot_block's, bit for bit.
+// sums[r][lane] of R rows over four outputs of EXACT12_ROWS, to the bits of dot_block.
 template <int R>
 void dot_exact_block(const Matrix& m, int64_t group, const bf16* x, int64_t stride, float* sums) {
     constexpr int M = 4 * R <= MAX_EXACT_SUMS && R <= 4 ? 4 : 2;

@@ -1,5 +1,5 @@
-// Sums of weights in few bits. A row's inputs become eight bits, with a scale for each 64 of them; the products are
-// exact integers, scaled and added group by group in order, whatever stands beside the row.
+// Sums of quantized weights. The inputs of a row are quantized to eight bits with a scale for each group of 64. Sums of
+// products within a group are exact integers; groups are scaled and added in order, independent of the other rows.
 #pragma once
 #include "linear_bf16.h"
 
@@ -7,9 +7,9 @@ namespace {
 
 inline int64_t int_groups(int64_t in) { return (in + INT_GROUP - 1) / INT_GROUP; }
 
-// A row ready for integer products: bytes, scales, shifts.
+// A quantized row of inputs in working space: bytes, scales, shifts.
 struct IntRow {
-    const int8_t* bytes;   // first, so that those of a group share a line of the cache
+    const int8_t* bytes;   // first, so that the 64 bytes of a group are one line of the cache
     const float* scale;    // per group
     const int32_t* shift;  // per group: -128 times the sum of its bytes
     IntRow(const bf16* row, int64_t groups)
@@ -18,7 +18,8 @@ struct IntRow {
           shift((const int32_t*)(scale + groups)) {}
 };
 
-// bytes = round(x / scale), scale = max |x| / 127 over a group; a group of next to nothing is nothing.
+// bytes = round(x / scale) with scale = max |x| / 127 over a group; a group below 1e-30 becomes zero. Sums of bytes are
+// exact: at most 64 * 127 = 8,128.
 void prepare_int_row(const bf16* x, int64_t in, bf16* row) {
     const int64_t groups = int_groups(in);
     int8_t* bytes = (int8_t*)row;
@@ -45,11 +46,11 @@ void prepare_int_row(const bf16* x, int64_t in, bf16* row) {
     }
 }
 
-// Bytes of weights that are fetched before they are used, across the ends of tiles: one stream, tile after tile, is
-// read faster than several at a time, also by few rows.
+// Bytes by which weights are prefetched, across the ends of tiles. One stream, tile after tile, is read faster than
+// several side by side, even for few rows (except on processors with AMX: MAX_INT_STREAMS).
 constexpr int64_t INT_AHEAD = 4096;
 
-// Sixteen floats.
+// Float totals of sixteen outputs.
 struct Floats {
     Vec parts[LANES / WIDTH];
     Floats() {
@@ -73,13 +74,13 @@ struct Floats {
     }
 };
 
-// sums[m][r][lane] of R rows over M tiles; Kind says how their groups lie, and what their sums are scaled by.
+// sums[m][r][lane] of R rows over M tiles. Kind is a format: how a group is decoded and what its sums are scaled by.
 template <class Kind, int R, int M>
 void sum_int_block(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
     const int64_t groups = int_groups(m.in), size = groups * Kind::BYTES;
     const int64_t ahead = M == 1 ? INT_AHEAD : size < INT_AHEAD ? size : INT_AHEAD;
     const uint8_t* w = (const uint8_t*)m.weight + tile * size;
-    const uint8_t* const turn = w + size - ahead;  // from here on, what the next M tiles begin with is fetched
+    const uint8_t* const turn = w + size - ahead;  // from here on, the beginning of the next M tiles is prefetched
     Floats total[M][R];
     for (int64_t g = 0; g < groups; ++g) {
         Ints acc[M][R];
@@ -138,7 +139,7 @@ constexpr SumInts SUM_INTS[] = {
 #endif
 };
 
-// All rows in blocks of equal size that fit the registers.
+// The sums of all rows, in blocks of equal size whose sums fit the registers.
 template <class Kind>
 inline void sum_int_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                           float* sums) {
@@ -149,7 +150,7 @@ inline void sum_int_tiles(const Matrix& m, int64_t tile, int count, const bf16* 
     }
 }
 
-// A group of a tile is sixteen times 64 bytes, four inputs of sixteen outputs. One scale an output.
+// INT8: a group of a tile is sixteen times 64 bytes, each four inputs of sixteen outputs; one scale for each output.
 struct Int8Tiles {
     static constexpr int64_t BYTES = INT_GROUP * LANES;
     static constexpr int PARTS = 1;

@@ -1,5 +1,5 @@
-// Sums of weights that choose among sixteen bfloat16 entries of their tile: entries come back as tiles of bfloat16, and
-// the sums are those of linear_bf16.h, bit for bit.
+// Sums of weights that are codes into their tile's codebook of sixteen bfloat16 entries: codes are decoded to bfloat16
+// tiles in registers, and the sums have the bits of linear_bf16.h.
 #pragma once
 #include "linear_bf16.h"
 
@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t LUT_STEP = 8;  // inputs whose codes of sixteen outputs fill 64 bytes
 constexpr int64_t LUT_AHEAD = 2048, MOST_LUT_AHEAD = 8192;  // bytes, as AHEAD and MOST_AHEAD
 
-// Up to four pairs of inputs.
+// Adds the products of up to four pairs of inputs.
 template <int R, int M>
 inline void step_pairs(const Tile (*tiles)[4], int64_t pairs, const bf16* x, int64_t stride, Sums (*acc)[R]) {
 #pragma GCC unroll 4
@@ -21,7 +21,7 @@ inline void step_pairs(const Tile (*tiles)[4], int64_t pairs, const bf16* x, int
         }
 }
 
-// sums[m][r][lane] of R rows over M tiles; fetches what the M tiles after them begin with.
+// sums[m][r][lane] of R rows over M tiles; at the end of the tiles it prefetches the beginning of the M that follow.
 template <int R, int M>
 void sum_lut4_block(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
     const int64_t pairs = (m.in + 1) / 2, size = (pairs + 3) / 4 * 64;

@@ -1,4 +1,4 @@
-// A body without tile registers: all sums are made in vectors.
+// The part of linear_amx.h for a body without tile registers: everything is summed in vector registers.
 #pragma once
 #include "linear_exact.h"
 #include "linear_lut4.h"

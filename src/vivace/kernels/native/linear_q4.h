@@ -1,11 +1,11 @@
-// Sums of weights in four bits: codes into sixteen bytes, times a scale for each output and 64 inputs.
+// Sums of weights in four bits: codes into a table of sixteen integers, times a scale for each output and 64 inputs.
 #pragma once
 #include "linear_int8.h"
 
 namespace {
 
-// A group of a tile is eight times 64 bytes, four inputs of sixteen outputs in their low halves and the next four in
-// the high ones. They become bytes with a sign, or 128 too large.
+// Q4: a group of a tile is eight times 64 bytes, each with four inputs of sixteen outputs in the low halves and the
+// next four in the high halves. Codes are decoded to signed bytes (AMX multiplies these) or to bytes plus 128.
 template <bool HAS_SIGN>
 struct Q4Codes {
     static constexpr bool IS_SIGNED = HAS_SIGN;

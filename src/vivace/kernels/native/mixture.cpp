@@ -1,5 +1,5 @@
-// Mixtures of experts around the experts themselves: who is chosen, how their outputs are mixed, and which experts later
-// routers would choose, a guess that only moves loads.
+// Mixtures of experts except the experts themselves: routing, the weighted sum of the experts' outputs, and a
+// prediction of the experts that later routers will choose, which only decides what is prefetched.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -12,7 +12,7 @@ EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated*);
 
 namespace {
 
-// Those with the most, the first of equals first.
+// Puts the indices of the `count` largest scores first, in falling order, the first of equals first.
 template <class Score>
 void most(std::vector<int64_t>& order, int64_t count, const Score* scores) {
     std::iota(order.begin(), order.end(), 0);

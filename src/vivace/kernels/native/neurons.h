@@ -1,10 +1,10 @@
-// A gated feed-forward over neurons whose weights lie together, rows of gate and up and a column of down.
+// A gated feed-forward over some neurons, whose weights (rows of gate and up, a column of down) are stored together.
 #pragma once
 #include "linear_bf16.h"
 
 namespace {
 
-// out[i] = round(x . matrix[which[i]]) of `count` neurons.
+// out[i] = round(x . matrix[which[i]]) for `count` neurons, four at a time; a block of fewer repeats its first.
 inline void dot_neurons(const bf16* matrix, int64_t stride, const int64_t* which, int64_t count, const bf16* x,
                         int64_t width, bf16* out) {
     float sums[LANES];
@@ -17,7 +17,8 @@ inline void dot_neurons(const bf16* matrix, int64_t stride, const int64_t* which
     }
 }
 
-// Activations of neurons item * NEURONS onwards.
+// Computes the activations of NEURONS neurons from item * NEURONS on; with ReLU the up projection of zero ones is
+// skipped.
 inline void activate_neurons(const Neurons& n, int64_t item) {
     const int64_t first = item * NEURONS, count = n.count - first < NEURONS ? n.count - first : NEURONS;
     int64_t every[NEURONS], active[NEURONS];
@@ -40,7 +41,8 @@ inline void activate_neurons(const Neurons& n, int64_t item) {
     }
 }
 
-// Adds what the neurons send to columns item * COLUMNS onwards, in the order of the neurons.
+// Adds the neurons' outputs to COLUMNS columns from item * COLUMNS on, in the order of the neurons. Four active neurons
+// are added at a time, so that a column is loaded and stored once for four.
 inline void add_neurons(const Neurons& n, int64_t item) {
     const int64_t first = item * COLUMNS, count = n.width - first < COLUMNS ? n.width - first : COLUMNS;
     for (int64_t r = 0; r < n.rows; ++r) {

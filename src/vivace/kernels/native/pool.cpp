@@ -13,15 +13,16 @@
 
 namespace {
 
-constexpr int SPINS_BEFORE_YIELD = 4000;  // the one we wait for may have lost its core
+constexpr int SPINS_BEFORE_YIELD = 4000;  // then yield, since the thread that is waited for may have lost its core
 constexpr int64_t MAX_THREADS = 256;
 
-// How long a thread looks out for the next call before it sleeps. To be woken takes longer than a phase, on a virtual
-// machine longer than a layer, and between two calls of a decoding step lies a millisecond of Python at most.
+// How long a thread spins for the next call before it sleeps. Waking a thread takes longer than a phase, on a virtual
+// machine longer than a layer, and between two calls of a decoding step lies at most a millisecond of Python.
 constexpr std::chrono::milliseconds LOOKOUT{2};
 
-// What is left of a thread's share of a phase: items first..stop-1. The owner takes them in order, so that what it reads
-// next lies behind what it reads; a thread that has nothing left takes the last.
+// The items first..stop-1 that are left of a thread's share of a phase, as two halves of one atomic word, so that both
+// ends change together. The owner takes items in order, so that it reads memory in order; other threads take the last
+// item. Aligned to a line of the cache, so that shares do not slow each other down.
 struct alignas(64) Share {
     std::atomic<uint64_t> left;
 
@@ -103,7 +104,7 @@ public:
         call_.notify_all();
         job.work(0);
         job_.store(nullptr);
-        while (inside_.load() != 0) _mm_pause();  // nobody may still look at the job, which lives on our stack
+        while (inside_.load() != 0) _mm_pause();  // the job is on this stack: wait until no thread uses it
         return true;
     }
 
@@ -113,12 +114,12 @@ private:
         try {
             for (; workers_ < workers; ++workers_) std::thread([this] { serve(); }).detach();
         } catch (const std::system_error&) {
-            // No more threads to be had: those there are do the work.
+            // The system gives no more threads; those that exist do the work.
         }
     }
 
     void serve() {
-        uint32_t last = call_.load() - 1;  // the call that made this thread is still to be served
+        uint32_t last = call_.load() - 1;  // so that the call that made this thread counts as new
         for (;;) {
             look_out(last);
             call_.wait(last);
@@ -131,13 +132,13 @@ private:
         }
     }
 
-    // Returns when there is another call than the last, or when none came for a while.
+    // Returns when there is a new call, or when none came for LOOKOUT.
     void look_out(uint32_t last) const {
         const auto end = std::chrono::steady_clock::now() + LOOKOUT;
         for (int spins = 0; call_.load() == last; ++spins) {
             _mm_pause();
             if (spins < SPINS_BEFORE_YIELD) continue;
-            sched_yield();  // whoever needs this core has it
+            sched_yield();  // other programs get this core if they need it
             if (std::chrono::steady_clock::now() > end) return;
         }
     }
@@ -151,7 +152,7 @@ private:
 
 std::atomic<Pool*> the_pool{nullptr};
 
-// Threads do not survive a fork: the child starts its own. What the parent had is left where it is.
+// Threads do not survive a fork, so the child makes a new pool. The parent's is not freed, since its locks may be held.
 void forget_pool() { the_pool.store(nullptr); }
 
 Pool& pool() {

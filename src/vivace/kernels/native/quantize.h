@@ -1,13 +1,15 @@
-// Four-bit codes of a row of weights: for every 64 inputs the scale, of either sign, that loses least.
+// Quantization of weights to Q4: for every 64 inputs the scale, of either sign, with the smallest squared error
+// (search_q4 in kernels/low_bit.py).
 #pragma once
 #include "linear_q4.h"
 
 namespace {
 
-constexpr int64_t PARTS = INT_GROUP / WIDTH;
-constexpr float RATIOS[] = {1.0f, -1.0f, 0.92f, -0.92f, 0.85f, -0.85f};  // of the scale that reaches the largest weight
+constexpr int64_t PARTS = INT_GROUP / WIDTH;  // vectors of a group
+// Initial scales, relative to the one that maps the largest weight to the end of the table.
+constexpr float RATIOS[] = {1.0f, -1.0f, 0.92f, -0.92f, 0.85f, -0.85f};
 
-// What a scale loses, and the best scale for the entries it leads to.
+// The squared error of a scale, and the least-squares scale for the entries that it selects.
 struct Trial {
     float lost, refit;
     Trial(const Vec* w, const Nearest& nearest, float scale) {
@@ -31,7 +33,7 @@ float best_scale(const Vec* w, const Nearest& nearest, float most, float longest
         for (int again = 0; again < 2; ++again) {
             const Trial trial(w, nearest, scale);
             if (trial.lost < least) least = trial.lost, best = scale;
-            if (!(trial.refit / scale > 1e-3f)) break;  // nothing a scale could be
+            if (!(trial.refit / scale > 1e-3f)) break;  // zero, of the other sign, or not a number
             scale = trial.refit;
         }
     }
@@ -65,7 +67,7 @@ void quantise_row(const Quantised& q, int64_t row, const Nearest& nearest, float
     }
 }
 
-// Rows 16 item .. 16 item + 15.
+// Quantizes rows 16 item .. 16 item + 15.
 void quantise_item(const void* context, int64_t, int64_t item) {
     const Quantised& q = *(const Quantised*)context;
     const Nearest nearest(q.table);

@@ -1,5 +1,5 @@
-// Reads of one file by threads of our own, scattered or long, the most urgent first. Between two reads no interpreter is
-// asked, so that the thread that computes is not held up by those that read.
+// Reads of one file by threads of this library, scattered or long, the most urgent first. Python is not called between
+// two reads, so that the thread that computes does not wait for those that read.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -21,13 +21,13 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Urgency = std::tuple<int64_t, int64_t, int64_t>;  // due, rank, and who came first
+using Urgency = std::tuple<int64_t, int64_t, int64_t>;  // when it is due, its rank, and the order of submission
 
 constexpr int64_t PAGE = 4096;
 
 int64_t up_to_page(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
-// Memory that begins on a page and grows.
+// A buffer that is aligned to pages and grows.
 class Pages {
 public:
     ~Pages() { std::free(memory_); }
@@ -46,23 +46,23 @@ private:
     int64_t size_ = 0;
 };
 
-// Extents of the file that were asked for together. Threads take on chunks of them in order.
+// Extents of the file that were submitted together. Threads read chunks of them in order.
 struct Batch {
     Urgency urgency;
     char* memory;
     std::vector<Extent> extents;
-    size_t next = 0;          // of those, the first that no thread has taken on
-    int64_t taken = 0;        // bytes of it that were
-    int64_t under_way = 0;    // reads that are not over
-    size_t failed_place = 0;  // of the first read that failed, in the order of the extents
+    size_t next = 0;          // the first extent of which a part is still to be read
+    int64_t taken = 0;        // bytes of this extent that threads have begun to read
+    int64_t under_way = 0;    // reads that have begun and not ended
+    size_t failed_place = 0;  // extent of the first read that failed, in the order of the extents
     int64_t failed = 0, failed_bytes = 0, error = 0;
 
     bool is_over() const { return next == extents.size() && under_way == 0; }
 
     bool is_one_chunk(int64_t chunk_bytes) const { return extents.size() == 1 && extents[0].bytes <= chunk_bytes; }
 
-    // Chunks are taken on in order, so all that come before one that failed are over or under way: whichever fails
-    // first, the error that is kept is that of the first chunk in the order of the extents.
+    // Records the error of a read. Chunks are begun in order, so all chunks before one that failed have ended or are
+    // under way: whichever fails first, the error that is kept is that of the first chunk in the order of the extents.
     void fail(size_t place, int64_t offset, int64_t bytes, int64_t found) {
         if (error && std::pair(failed_place, failed) <= std::pair(place, offset)) return;
         failed_place = place, failed = offset, failed_bytes = bytes, error = found;
@@ -76,7 +76,7 @@ public:
         for (int64_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
     }
 
-    // Reads that have begun are finished, the others are given up.
+    // Finishes the reads that have begun and drops the others.
     ~Reader() {
         {
             const std::lock_guard<std::mutex> held(lock_);
@@ -107,7 +107,7 @@ public:
         return number;
     }
 
-    // What has not been taken on to its end gets another place in the queue.
+    // Moves a batch that is not begun completely to another place in the queue.
     void reschedule(int64_t number, int64_t due) {
         const std::lock_guard<std::mutex> held(lock_);
         const auto found = batches_.find(number);
@@ -116,18 +116,18 @@ public:
         waiting_[found->second.urgency] = &found->second;
     }
 
-    // Waits until nothing of a batch is under way, tells how it ended, and forgets it.
+    // Waits for the end of a batch, writes how it ended and removes it.
     void wait(int64_t number, Ended* out) {
         std::unique_lock<std::mutex> held(lock_);
         const auto found = batches_.find(number);
         if (found == batches_.end()) return;
-        const Batch& batch = found->second;  // stays where it is, which an iterator does not
+        const Batch& batch = found->second;  // a reference stays valid when the map changes, an iterator does not
         ended_.wait(held, [&] { return batch.is_over(); });
         over_.erase(std::find(over_.begin(), over_.end(), number));
         forget(number, out);
     }
 
-    // Tells of batches that are over and that nobody waited for, in the order in which they ended, and forgets them.
+    // Writes how batches ended that were not waited for, in the order in which they ended, and removes them.
     int64_t completed(Ended* out, int64_t room, bool waits) {
         std::unique_lock<std::mutex> held(lock_);
         if (waits) ended_.wait(held, [this] { return !over_.empty() || batches_.empty(); });
@@ -151,7 +151,7 @@ private:
         for (;;) {
             asked_.wait(held, [this] { return is_closed_ || !waiting_.empty(); });
             if (is_closed_) return;
-            Batch& batch = *waiting_.begin()->second;  // stays where it is: it is forgotten only when it is over
+            Batch& batch = *waiting_.begin()->second;  // valid without the lock: a batch is removed only when it has ended
             const size_t place = batch.next;
             const Extent& whole = batch.extents[place];
             const int64_t first = batch.taken, bytes = std::min(chunk_bytes_, whole.bytes - first);
@@ -171,7 +171,7 @@ private:
             --batch.under_way;
             if (error) {
                 batch.fail(place, offset, bytes, error);
-                waiting_.erase(batch.urgency), batch.next = batch.extents.size();  // the rest is of no use
+                waiting_.erase(batch.urgency), batch.next = batch.extents.size();  // the rest need not be read
             }
             if (batch.is_over()) {
                 over_.push_back(std::get<2>(batch.urgency));
@@ -180,7 +180,7 @@ private:
         }
     }
 
-    // Direct reads are of whole pages into memory that begins on one; what is not goes through pages of the thread.
+    // A direct read needs whole pages and memory that is aligned to pages; others go through a buffer of the thread.
     int64_t read(char* into, int64_t bytes, int64_t offset, Pages& pages) {
         const bool is_aligned = !(offset % PAGE || bytes % PAGE || reinterpret_cast<uintptr_t>(into) % PAGE);
         if (!is_direct_ || is_aligned) return read_all(file_, into, bytes, offset, bytes);
@@ -206,7 +206,7 @@ private:
     std::condition_variable asked_, ended_;
     std::unordered_map<int64_t, Batch> batches_;
     std::map<Urgency, Batch*> waiting_;
-    std::vector<int64_t> over_;  // numbers of batches, the first to end first
+    std::vector<int64_t> over_;  // numbers of batches that have ended, in the order of their ends
     std::vector<std::thread> threads_;
     int64_t count_ = 0, running_ = 0, num_reads_ = 0, num_bytes_ = 0;
     Clock::time_point since_{};
@@ -216,7 +216,7 @@ private:
 
 }  // namespace
 
-// With the checksums of the file's pages, or none; they and the file stay as they are until the reader is closed.
+// Opens a reader of a file with the checksums of its pages, or none; both must exist until the reader is closed.
 EXPORT void* vivace_reader_open(
     int64_t file, int64_t threads, int64_t chunk_bytes, int64_t is_direct, const void* sums, int64_t num_pages) {
     const PageSums pages{static_cast<const uint32_t*>(sums), num_pages};
@@ -225,7 +225,8 @@ EXPORT void* vivace_reader_open(
 
 EXPORT void vivace_reader_close(void* reader) { delete static_cast<Reader*>(reader); }
 
-// The most urgent is due the earliest, then has the lowest rank, then came first. Returns the number of the batch.
+// Submits a batch and returns its number. The most urgent batch is due earliest, then has the lowest rank, then is
+// oldest.
 EXPORT int64_t vivace_reader_submit(
     void* reader, void* memory, const Extent* extents, int64_t count, int64_t due, int64_t rank) {
     return static_cast<Reader*>(reader)->submit(static_cast<char*>(memory), extents, count, due, rank);
@@ -239,7 +240,7 @@ EXPORT void vivace_reader_wait(void* reader, int64_t number, Ended* out) {
     static_cast<Reader*>(reader)->wait(number, out);
 }
 
-// Returns how many batches it told of, at most `room`.
+// Writes the ends of at most `room` batches and returns their number; waits for one if `waits` and none has ended.
 EXPORT int64_t vivace_reader_completed(void* reader, Ended* out, int64_t room, int64_t waits) {
     return static_cast<Reader*>(reader)->completed(out, room, waits != 0);
 }

@@ -1,4 +1,4 @@
-// One read of a file, to its end.
+// A read of a file that goes on until everything is read.
 #pragma once
 #include <cerrno>
 #include <cstdint>
@@ -6,12 +6,13 @@
 
 #include "abi.h"
 
-// As much as is asked for, or an error number, or ENDED. Of what is read `least` bytes must be there.
+// Reads up to `bytes` bytes, of which at least `least` must be there. Returns 0, an error number, or ENDED.
 inline int64_t read_all(int file, char* into, int64_t bytes, int64_t offset, int64_t least) {
     for (int64_t done = 0; done < least;) {
         const ssize_t got = pread(file, into + done, bytes - done, offset + done);
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return errno == EINVAL && done ? ENDED : errno;  // a direct read that is no whole pages any more
+        // The rest of a direct read is no whole page where the file has ended.
+        if (got < 0) return errno == EINVAL && done ? ENDED : errno;
         if (got == 0) return ENDED;
         done += got;
     }

@@ -1,5 +1,5 @@
-// Rows that go through layers: what enters and leaves, which entry of which sequence each is, how its heads are turned
-// there, and the memory that a pass computes with.
+// The rows of native calls that several steps are made of: their residuals, slots, entries and rotations, and the
+// working space of a forward pass.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -17,7 +17,7 @@ EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
 
 namespace {
 
-// The row of a token as it enters the first layer.
+// Writes a token's embedding, scaled, as it enters the first layer.
 inline void embed_row(const Chain& chain, int64_t token, int64_t width, bf16* h) {
     embed_token(chain.rows, chain.embedding, token, width, h);
     if (chain.embedding_scale != 1)
@@ -29,12 +29,12 @@ inline bool is_end(const Chain& chain, int64_t token) {
     return std::find(chain.ends, stop, token) != stop;
 }
 
-// The body, and how many threads it has.
+// A body with its index and the number of threads that it uses.
 struct Worker {
     const Body& body;
     int64_t index, threads;
 
-    // Norms rows as the model's head reads them.
+    // Applies a norm with the plan's eps and offset to some rows.
     void norm(const Plan& plan, const bf16* gain, const bf16* rows, bf16* x, int64_t count) const {
         const Norm all{rows, gain, x, count, plan.width, plan.norm_eps, plan.norm_offset};
         for (int64_t row = 0; row < count; ++row) body.norm(&all, 0, row);
@@ -57,7 +57,7 @@ public:
         }
     }
 
-    // Row `at` of the call is an entry of a sequence.
+    // Places row `at` of the call at an entry of a sequence.
     void seat(int64_t at, int64_t sequence, int64_t place) {
         slot[at] = chain_.slot[sequence], entry[at] = place, seen[at] = place + 1;
         const int64_t bytes = rotated_ * sizeof(bf16);
@@ -70,7 +70,7 @@ public:
     const bf16* cosines(int64_t rope, int64_t at) const { return cosines_[rope] + at * rotated_; }
     const bf16* sines(int64_t rope, int64_t at) const { return sines_[rope] + at * rotated_; }
 
-    // From h to out, the first `writing` rows storing keys and values; whoever calls says through which layers.
+    // A call from h to out whose first `writing` rows store keys and values; the caller sets the layers.
     Call call(int64_t rows, int64_t writing) const {
         Call c{};
         c.h = h.get(), c.out = out.get(), c.space = (uint8_t*)(((uintptr_t)space_.get() + 63) / 64 * 64);
@@ -81,7 +81,7 @@ public:
         return c;
     }
 
-    // Memory for calls of that size, and for those before.
+    // Allocates working space for a call, unless there is enough already.
     void make_room(const Plan& plan, const Call& largest) {
         const int64_t bytes = vivace_span_bytes(&plan, &largest) + 64;
         if (bytes > num_bytes_) space_.reset(new uint8_t[num_bytes_ = bytes]);

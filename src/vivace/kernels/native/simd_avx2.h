@@ -1,4 +1,5 @@
-// The vector operations of a body: AVX2 with FMA; bfloat16 is widened by a shift.
+// Vector operations of the AVX2 body with FMA; simd_avx512.h describes each type. bfloat16 is widened to float32 by a
+// shift, so products are summed even inputs first, then odd ones, in float32.
 #pragma once
 #include <immintrin.h>
 
@@ -6,11 +7,12 @@
 
 namespace {
 
-constexpr int64_t WIDTH = 8;
-constexpr int64_t DOT_WIDTH = 16;
-constexpr int64_t MAX_ROWS = 4;
-constexpr int64_t MAX_SUMS = 4;
-constexpr int64_t MAX_MIXED = 8;  // sums of values held in registers
+// Of sixteen registers a sum of a tile takes two, a widened tile four and a pair of inputs two: 4 * 2 + 4 + 2 = 14.
+constexpr int64_t WIDTH = 8;       // floats of a vector
+constexpr int64_t DOT_WIDTH = 16;  // bfloat16 of a dot product's step
+constexpr int64_t MAX_ROWS = 4;    // rows of a block
+constexpr int64_t MAX_SUMS = 4;    // tile sums in registers
+constexpr int64_t MAX_MIXED = 8;   // registers of attention's sums of values, beside values and weights
 
 using Vec = __m256;
 
@@ -38,7 +40,7 @@ inline float sum_of(Vec a) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-// out[i] = the sum of v[i]; each is summed in the same order.
+// out[i] = the sum of v[i] for four vectors; all are summed in the same order.
 inline void sum_four(const Vec* v, float* out) {
     const Vec ab = add(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
     const Vec cd = add(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
@@ -61,7 +63,7 @@ inline Vec load(const bf16* p, int64_t n) {
     for (int64_t i = 0; i < n; ++i) some[i] = p[i];
     return widen(_mm_load_si128((const __m128i*)some));
 }
-// Round to nearest even; a NaN stays one.
+// Rounds to the nearest bfloat16, ties to even; NaN stays NaN.
 inline __m128i narrow(Vec a) {
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -92,7 +94,7 @@ inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
     return dot(acc, x, y);
 }
 
-// tile[p][i] = the pair rows[i][at + 2p], at + 2p + 1: sixteen rows, eight pairs.
+// tile[p][i] = the pair rows[i][at + 2p], rows[i][at + 2p + 1] of sixteen rows: a transposition of eight pairs.
 inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
     for (int half = 0; half < 16; half += 8) {
         __m256i a[8], b[8];
@@ -133,7 +135,7 @@ struct Tile {
     }
     void set(__m256i a, __m256i b) { low0 = low(a), high0 = high(a), low1 = low(b), high1 = high(b); }
 };
-// As the dot products of memory, thirty-two weights at hand.
+// The dot products above with 32 weights in registers.
 inline Vec dot(Vec acc, const bf16* a, const Vec& even, const Vec& odd) {
     const __m256i pairs = _mm256_loadu_si256((const __m256i*)a);
     return fma(high(pairs), odd, fma(low(pairs), even, acc));

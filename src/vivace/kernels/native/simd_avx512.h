@@ -1,4 +1,4 @@
-// The vector operations of a body: AVX-512 with BF16 dot products.
+// Vector operations of the AVX-512 body with BF16 dot products.
 #pragma once
 #include <immintrin.h>
 
@@ -8,9 +8,11 @@ namespace {
 
 constexpr int64_t WIDTH = 16;      // floats of a vector
 constexpr int64_t DOT_WIDTH = 32;  // bfloat16 of a dot product's step
-constexpr int64_t MAX_ROWS = 12;   // rows whose sums fit the registers beside two tiles
-constexpr int64_t MAX_SUMS = 24;   // tile sums held in registers
-constexpr int64_t MAX_MIXED = 16;  // sums of values held in registers
+// Of 32 registers a sum of a tile takes one: 12 rows over 2 tiles are 24 sums, beside 2 tiles and a pair of inputs; 6
+// rows over 4 tiles are 24 sums, beside 4 tiles and a pair of inputs.
+constexpr int64_t MAX_ROWS = 12;   // rows of a block
+constexpr int64_t MAX_SUMS = 24;   // tile sums in registers
+constexpr int64_t MAX_MIXED = 16;  // registers of attention's sums of values, beside values and weights
 
 using Vec = __m512;
 
@@ -32,7 +34,7 @@ inline Vec where_negative(Vec x, Vec yes, Vec no) {
 inline bool any_greater(Vec a, float b) { return _mm512_cmp_ps_mask(a, broadcast(b), _CMP_GT_OQ) != 0; }
 inline float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
 
-// out[i] = the sum of v[i]; each is summed in the same order.
+// out[i] = the sum of v[i] for four vectors; all are summed in the same order.
 inline void sum_four(const Vec* v, float* out) {
     const Vec ab = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
     const Vec cd = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
@@ -54,7 +56,7 @@ inline void store(bf16* p, Vec a) { _mm256_storeu_si256((__m256i*)p, narrow(a));
 inline void store(bf16* p, Vec a, int64_t n) { _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), narrow(a)); }
 inline Vec rounded(Vec a) { return widen(narrow(a)); }
 
-// acc + sums of neighbouring products a[2i] b[2i] + a[2i+1] b[2i+1].
+// acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]; with n only the first n numbers are read.
 inline Vec dot(Vec acc, const bf16* a, const bf16* b) {
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
 }
@@ -64,7 +66,7 @@ inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
         acc, (__m512bh)_mm512_maskz_loadu_epi16(some, a), (__m512bh)_mm512_maskz_loadu_epi16(some, b));
 }
 
-// tile[p][i] = the pair rows[i][at + 2p], at + 2p + 1: sixteen rows, sixteen pairs.
+// tile[p][i] = the pair rows[i][at + 2p], rows[i][at + 2p + 1] of sixteen rows: a transposition of sixteen pairs.
 inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
@@ -99,23 +101,25 @@ inline int32_t two(const bf16* p) {
     return bits;
 }
 
-// One row's sums over the sixteen outputs of a tile, one pair of inputs at a time.
+// The weights of one pair of inputs for the sixteen outputs of a tile.
 struct Tile {
     __m512bh pair;
     Tile() = default;
     explicit Tile(const bf16* p) : pair((__m512bh)_mm512_loadu_si512(p)) {}
 };
-// As the dot products of memory, weights at hand.
+// The dot products above with 32 weights in a register.
 inline Vec dot(Vec acc, const bf16* a, const Tile& w) {
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(a), w.pair);
 }
 inline Vec dot(Vec acc, const bf16* a, const Tile& w, int64_t n) {
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), a), w.pair);
 }
+// One pair of inputs of a row, repeated for sixteen outputs.
 struct Inputs {
     __m512bh pair;
     explicit Inputs(const bf16* p) : pair((__m512bh)_mm512_set1_epi32(two(p))) {}
 };
+// The sums of one row over the sixteen outputs of a tile.
 struct Sums {
     Vec value = _mm512_setzero_ps();
     void step(const Tile& w, const Inputs& x) { value = _mm512_dpbf16_ps(value, w.pair, x.pair); }

@@ -1,4 +1,4 @@
-// A span of layers as phases of independent items; entry.cpp lays it out, a body executes it.
+// A span of layers as phases of independent items; entry.cpp prepares it, a body executes the items.
 #pragma once
 #include "abi.h"
 
@@ -6,15 +6,15 @@ enum Kind : int64_t {
     QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, AFTER_OUTPUT, MIDDLE, UP, ACTIVATE, BEFORE_DOWN, DOWN, AFTER_DOWN, END, NUM_KINDS
 };
 
-// Phase 0 norms the rows for the first layer; then come NUM_KINDS phases for each layer.
+// Phase 0 applies the first layer's norm to the rows; then every layer has NUM_KINDS phases.
 struct Span {
     const Plan* plan;
     const Call* call;
     bf16 *x, *qkv, *a, *y, *u, *gates, *inner;  // (rows, .): normed, heads, attended, projected, between halves, ...
-    bf16* prepared;                             // (rows, .): inputs of the next projection where its weights want them
+    bf16* prepared;                             // (rows, .): quantized inputs of the next projection
     float* sums;                                // (rows, H, D)
-    bf16** low;                                 // per term: (rows, even rank)
-    const int64_t* first_term;                  // per layer of the span, and one past the last
+    bf16** low;                                 // for each term: products with its down factor, (rows, even rank)
+    const int64_t* first_term;                  // first term of each layer of the span, and one past the last
     int64_t threads;
 
     const Layer& layer(int64_t index) const { return plan->layers[call->start + index]; }
@@ -26,15 +26,15 @@ struct Span {
             if (call->terms[t].site == site) return true;
         return false;
     }
-    // Terms are added to what the attention or the feed-forward half gives.
+    // Whether terms are added to the output of the attention (or feed-forward) half.
     bool is_raised(int64_t index, bool is_feed) const {
         return is_feed ? has(index, SITE_DOWN) || has(index, SITE_MLP) : has(index, SITE_O);
     }
-    // Terms of gate and up come between their projections and the activation.
+    // Whether gate, up and activation are computed together: no terms are added between projections and activation.
     bool is_fused(int64_t index) const { return !has(index, SITE_GATE) && !has(index, SITE_UP); }
 };
 
-// In which phase a site's input is at hand, so that the low-rank half of its terms is computed beside it.
+// The phase in which a site's input is ready, in which the down factors of its terms are multiplied too.
 inline Kind phase_of(int64_t site) {
     if (site <= SITE_V) return QKV;
     if (site == SITE_O) return OUTPUT;
@@ -43,8 +43,8 @@ inline Kind phase_of(int64_t site) {
 
 inline int64_t tiles(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
-// A few items for each thread, so that a late one costs little; whole groups of tiles where there are enough, or where
-// they lie in groups.
+// Tiles of an item. There are about four items for each thread, so that a late thread costs little; an item has whole
+// groups of four tiles where there are enough, and always for EXACT12, which is stored in groups.
 inline int64_t tiles_per_item(const Matrix& m, int64_t threads) {
     if (threads <= 1) return tiles(m);
     const int64_t share = (tiles(m) + 4 * threads - 1) / (4 * threads);
@@ -54,25 +54,25 @@ inline int64_t items(const Matrix& m, int64_t threads) {
     const int64_t each = tiles_per_item(m, threads);
     return (tiles(m) + each - 1) / each;
 }
-// Rows whose attention is one item for each key/value head.
+// Rows whose attention is one item for each key/value head, since rows of a draft mostly read the same entries.
 constexpr int64_t ROWS_TOGETHER = 4;
 inline int64_t attention_items(int64_t rows, int64_t kv_heads) {
     return (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * kv_heads;
 }
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
-// The low-rank half of a term as a matrix, for one of its adapters.
+// The down factor of a term's adapter as a matrix.
 inline Matrix down_of(const Term& t, int64_t adapter) {
     return {t.down + adapter * t.rank * t.in, nullptr, t.in, t.rank, ROW_MAJOR, nullptr, nullptr};
 }
-// The other half, packed.
+// The up factor of a term's adapter as a matrix, which is packed in tiles.
 inline Matrix up_of(const Term& t, int64_t adapter) {
     const int64_t size = (t.out + LANES - 1) / LANES * even(t.rank) * LANES;
     return {t.up + adapter * size, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
 }
 
-// Weights in few bits are multiplied as integers, so a row becomes integers first: the size of that, counted in
-// bfloat16, and the rows to multiply.
+// Weights of int8 and q4 are multiplied as integers, so rows are quantized first. A quantized row takes prepared_width
+// bfloat16 numbers, a whole number of cache lines.
 inline bool is_low_bit(const Matrix& m) { return m.format == INT8 || m.format == Q4; }
 inline int64_t prepared_width(const Matrix& m) {
     if (!is_low_bit(m)) return 0;
@@ -81,11 +81,11 @@ inline int64_t prepared_width(const Matrix& m) {
 }
 inline const bf16* inputs(const Matrix& m, const bf16* x, const bf16* prepared) { return is_low_bit(m) ? prepared : x; }
 
-// What a body offers; `phase` and `item` mean what entry.cpp says they do.
+// The arguments of a body's functions; they take a context, a phase and an item, as run_phases calls them.
 struct LinearWork {
     const Linear* linear;
     int64_t threads;
-    bf16* prepared;  // phase 0 fills it, row by row
+    bf16* prepared;  // quantized rows, which phase 0 writes
 };
 struct GatedWork {
     const Gated* gated;
@@ -97,8 +97,8 @@ struct GreedyWork {
     int64_t threads;
     bf16* prepared;
 };
-constexpr int64_t NEURONS = 64;   // of which one item makes the activations
-constexpr int64_t COLUMNS = 512;  // of the output of neurons that one item adds to
+constexpr int64_t NEURONS = 64;   // neurons whose activations one item computes
+constexpr int64_t COLUMNS = 512;  // columns of the output that one item adds to
 struct Body {
     void (*linear)(const void*, int64_t, int64_t);
     void (*gated)(const void*, int64_t, int64_t);
@@ -116,4 +116,4 @@ struct Body {
 extern const Body avx2_body;
 extern const Body avx2vnni_body;
 extern const Body avx512_body;
-extern const Body* const amx_body;  // null where the compiler does not know AMX
+extern const Body* const amx_body;  // null where the compiler has no AMX

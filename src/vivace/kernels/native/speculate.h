@@ -1,6 +1,7 @@
-// Self-speculation without a way back to the caller: guesses below the root by a chain or by streams, all of the rows
-// through the model, the path that the model takes itself, and again from where that ends. What decode/session.py does
-// step by step for one greedy sequence (decode/verify.py says why the text is plain decoding's).
+// Several steps of self-speculation in one call, for one greedy sequence: draft tokens below the root with a chain or
+// with stream rows, verify all rows with the whole model, keep the rows on the path that the model takes itself, and
+// continue from its end. decode/session.py does the same step by step; decode/verify.py proves that the text is plain
+// decoding's.
 #pragma once
 #include <chrono>
 #include <optional>
@@ -39,13 +40,13 @@ public:
             into_.kept[step] = kept, into_.guessed[step] = rows - 1;
             done += kept, length_ += kept, root_ = chosen_[kept - 1];
             if (is_end(chain_, tokens_[kept - 1])) return step + 1;
-            if (into_.has_feedback) tell(into_.hidden + (done - 1) * plan_.width);
+            if (into_.has_feedback) set_offsets(into_.hidden + (done - 1) * plan_.width);
         }
         return step;
     }
 
 private:
-    // The root and guesses below it; returns how many rows that are.
+    // Drafts below the root; returns the number of rows, the root's included.
     int64_t draft() {
         const auto started = std::chrono::steady_clock::now();
         int64_t rows;
@@ -59,7 +60,8 @@ private:
         return rows;
     }
 
-    // Rows to the top, from the gate on where the chain handed over what it computed; returns how many are kept.
+    // Runs the rows through the remaining layers (all of them, or those above the exit layer where the chain left its
+    // residuals) and keeps those whose token the model chose; returns how many are kept.
     int64_t verify(int64_t rows, int64_t done) {
         const int64_t width = plan_.width;
         const bool is_handed = !streams_ && given_.hidden != nullptr;
@@ -84,8 +86,8 @@ private:
         return kept;
     }
 
-    // What the next chain's companions start from.
-    void tell(const bf16* last) {
+    // Computes the offsets of the next chain's draft rows from the last kept row's residual.
+    void set_offsets(const bf16* last) {
         worker_.norm(plan_, chain_.final_norm, last, x_.get(), 1);
         worker_.linear({into_.feedback, x_.get(), nullptr, offsets_.get(), 1});
         given_.offsets = offsets_.get(), given_.num_offsets = into_.feedback.out / plan_.width;
@@ -100,7 +102,7 @@ private:
     const Worker& worker_;
     const Plan &drafting_, &plan_;
     const Chain& chain_;
-    Chain given_;  // of the step
+    Chain given_;  // the chain of the current step
     Speculation& into_;
     Rows rows_;
     std::optional<StreamRun> streams_;

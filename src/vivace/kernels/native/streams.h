@@ -1,4 +1,4 @@
-// Streams that follow the last kept row: what multistream/drafter.py does for `attach: kept`, for one sequence in one call.
+// Stream rows that start from the last kept row (`attach: kept` in methods/multistream/drafter.py), for one sequence.
 #pragma once
 #include <cmath>
 
@@ -8,7 +8,7 @@ namespace {
 
 class StreamRun {
 public:
-    // `rows` are lent: what they hold is written over by each draft.
+    // `rows` are shared with the caller; each draft overwrites them.
     StreamRun(const Worker& worker, const Plan& plan, const Chain& chain, const Matrix& head, Streams& streams,
               Rows& rows, int64_t most)
         : worker_(worker), plan_(plan), chain_(chain), head_(head), streams_(streams), rows_(rows),
@@ -21,11 +21,11 @@ public:
         rows.make_room(*streams.plan, call(most));
     }
 
-    // Writes guesses below the root, `limit` at most and none below an end; returns how many.
+    // Writes at most `limit` guesses below the root, none below an end-of-text token; returns how many.
     int64_t guess(int64_t root, int64_t length, int64_t limit, int64_t* tokens) {
         const int64_t count = std::min(limit, streams_.count);
         if (count == 0) return 0;
-        if (streams_.has_feedback) tell(root);
+        if (streams_.has_feedback) set_offsets(root);
         const float unit = size();
         for (int64_t row = 0; row < count; ++row) start(row, unit), rows_.seat(row, 0, length + row);
         worker_.span(*streams_.plan, call(count));
@@ -36,15 +36,15 @@ public:
         return count;
     }
 
-    // The last kept row where streams start, and after all layers.
+    // Sets the last kept row's residual where stream rows start, and after all layers.
     void follow(const bf16* entering, const bf16* final) {
         memcpy(streams_.entering, entering, plan_.width * sizeof(bf16));
         final_ = final;
     }
 
 private:
-    // What is known when they start: the kept row's final residual and the root.
-    void tell(int64_t root) {
+    // Computes the offsets of the stream rows from the kept row's final residual and the root's embedding, both normed.
+    void set_offsets(int64_t root) {
         const int64_t width = plan_.width;
         bf16 *known = known_.get(), *decided = rows_.out.get();
         embed_row(chain_, root, width, decided);
@@ -54,7 +54,7 @@ private:
         worker_.linear({streams_.feedback, known, nullptr, offsets_.get(), 1});
     }
 
-    // Root mean square of the kept row where streams start: what feedback is measured in.
+    // Root mean square of the residual that stream rows start from, which scales their offsets.
     float size() const {
         float sum = 0;
         for (int64_t e = 0; e < plan_.width; ++e) sum += widened(streams_.entering[e]) * widened(streams_.entering[e]);
@@ -90,7 +90,7 @@ private:
     Rows& rows_;
     const bf16* final_;
     std::vector<Term> terms_;
-    std::vector<int64_t> which_;  // zeros: their terms are for all of their rows
+    std::vector<int64_t> which_;  // zeros: the terms apply to all rows
     std::unique_ptr<bf16[]> x_, known_, offsets_;
 };
 
