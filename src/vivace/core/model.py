@@ -278,7 +278,7 @@ class Decoder(nn.Module):
 
 
 def _padded(h: Tensor, step: Step) -> tuple[Tensor, Step]:
-    """A call with as many spare rows behind its own as ``row_count`` asks for; they read and store nothing."""
+    """Return rows and their call padded to a multiple of ``row_count`` with rows that store nothing."""
     missing = -len(h) % step.row_count
     if missing == 0 or step.grid is not None or step.chunk is not None:
         return h, step

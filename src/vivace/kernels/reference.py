@@ -66,7 +66,7 @@ def any_order() -> Iterator[None]:
 
 
 def _is_free(x: Tensor) -> bool:
-    """Whether rows may be summed in any order: on other devices than CPUs, under gradients, within ``any_order``."""
+    """Return whether rows may be summed in any order: not on a CPU, under gradients, or within ``any_order``."""
     return x.device.type != "cpu" or torch.is_grad_enabled() or _ANY_ORDER.get()
 
 
