@@ -95,7 +95,7 @@ def _read(path: Path) -> Result:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return what the README shows: a sentence, and a table of speeds for each kind of kernels.
+    """Return what the README shows: a sentence and one table of speeds, with the best kernels of the processor.
 
     Raises:
         ValueError: a result is not of a clean commit, or two are of different processors.
@@ -108,12 +108,14 @@ def summary(results: Sequence[Result]) -> str:
     processors = sorted({result.provenance["cpu"] for result in results})
     if len(processors) > 1:
         raise ValueError(f"the README's results are of several processors: {', '.join(processors)}")
-    groups = captions.by_kind(sorted(results, key=_is_slower), lambda result: result.kind)
+    shown, *_ = _tables(results)
     pictures = (("acceptance by position", plots.ACCEPTANCE), ("time per token", plots.TIME))
-    parts = [part for group in groups.values() for part in _speeds(group)]
-    return "\n\n".join(
-        [*_lead(next(iter(groups.values()))), *parts, *(f"![{text}](docs/images/{name})" for text, name in pictures)]
-    )
+    return "\n\n".join([*_lead(shown), *_speeds(shown), *(f"![{text}](docs/images/{name})" for text, name in pictures)])
+
+
+def _tables(results: Sequence[Result]) -> list[list[Result]]:
+    """Group results into one table for each kind of kernels, the best kernels first."""
+    return list(captions.by_kind(sorted(results, key=_is_slower), lambda result: result.kind).values())
 
 
 def _is_slower(result: Result) -> bool:
@@ -205,10 +207,11 @@ def _cell(result: Result, method: str) -> str:
 
 
 def details(results: Sequence[Result]) -> str:
-    """Return everything else: setting, machine, roofline, quality, memory, and rates of whole answers."""
+    """Return everything else: speeds with other kernels, setting, machine, roofline, quality, memory, whole answers."""
     if not results:
         return NONE_YET
-    return "\n\n".join(_details(result) for result in results)
+    others = [part for group in _tables(results)[1:] for part in _speeds(group)]
+    return "\n\n".join([*others, *(_details(result) for result in results)])
 
 
 def _details(result: Result) -> str:
