@@ -64,7 +64,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Bytes that the piece's keys, values and residuals take."""
         return self.hidden.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers)
 
 
@@ -145,7 +145,7 @@ class PrefixCache:
         return Root(owner, salt, len(tokens) if self._is_rotated_by_length else 0, cache.row_count)
 
     def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(start, stop) of every chunk."""
+        """Return (start, stop) of every chunk of a prompt."""
         return ((start, min(start + self.chunk, len(tokens))) for start in range(0, len(tokens), self.chunk))
 
     def _touch(self, places: Sequence[Place]) -> None:

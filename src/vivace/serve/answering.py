@@ -79,7 +79,7 @@ class Reply:
         self.queue_s = 0.0
 
     def call(self, worker: Worker, calls: Calls) -> Call:
-        """The jobs of this reply."""
+        """Return the jobs of this reply, one for each choice, not yet given to the worker."""
         return Call(
             worker,
             calls,
@@ -91,12 +91,12 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """So far."""
+        """Token counts of the reply so far, in OpenAI's format."""
         return usage(sum(map(len, self.ask.prompts)), self.choices)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """In the end."""
+        """Times and speculative-decoding counters of the reply, to be read when it is complete."""
         return metrics(self.choices, self.arrived_at, self.queue_s)
 
     def take(self, index: int, emitted: Emitted, metrics: Metrics) -> NewTokens:
@@ -115,7 +115,7 @@ class Reply:
         return fresh
 
     async def gather(self, call: Call, metrics: Metrics) -> None:
-        """Run to the end."""
+        """Run all jobs to their end and collect what they emit in ``choices``."""
         async for found in call.events():
             if found is not None and isinstance(found[1], Emitted):
                 self.queue_s = call.queue_s
@@ -186,7 +186,7 @@ class EventStream(StreamingResponse):
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send."""
+        """Send the events; the jobs are closed afterwards, whether the client is still there or not."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -197,7 +197,7 @@ async def cancel_on_disconnect(request: HttpRequest, work: Coroutine[Any, Any, T
     """The result of ``work``, stopped as soon as the client is gone.
 
     Raises:
-        Refusal: the client is gone (499); nobody reads it.
+        APIError: the client is gone (499); nobody reads it.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(request))
@@ -217,7 +217,7 @@ async def _gone(request: HttpRequest) -> None:
 
 
 def head(ask: ParsedRequest, shape: ResponseShape, fingerprint: str) -> Head:
-    """Beginning of a reply's objects."""
+    """Return the fields that every object of one reply begins with: a new id, the time, the model."""
     return Head(f"{shape.id_prefix}{uuid.uuid4().hex}", int(time.time()), ask.model, fingerprint)
 
 

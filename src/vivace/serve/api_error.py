@@ -55,17 +55,17 @@ class APIError(UsageError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON that is sent."""
+        """The JSON body of the response."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that go with it."""
+        """HTTP headers of the response, such as ``Retry-After``."""
         return _HEADERS.get(self.status, {})
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """Return the JSON of an error in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
     return {
         "error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": param, "code": code},
     }

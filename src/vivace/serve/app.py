@@ -129,13 +129,13 @@ class Server:
         return f"vivace-{self.version}-{str(self.engine.model.dtype).removeprefix('torch.')}-{self.engine.kernels.name}"
 
     async def chat(self, request: Request) -> Response:
-        """``/v1/chat/completions``."""
+        """Answer a request to ``/v1/chat/completions``."""
         body, ask = await self._asked(ChatBody, request)
         extras = Extras(body.logprobs, body.return_token_ids, body.return_trace)
         return await self._answer(ask, body, ChatShape(), extras, request)
 
     async def complete(self, request: Request) -> Response:
-        """``/v1/completions``."""
+        """Answer a request to ``/v1/completions``, echoed prompts included."""
         body, ask = await self._asked(CompletionBody, request)
         echoes = await cancel_on_disconnect(request, self._echoes(body, ask)) if body.echo else []
         extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
@@ -202,7 +202,7 @@ class Server:
         return Echo(text, spelt(self.engine.tokenizer, tokens, scored))
 
     async def tokenize(self, request: Request) -> Response:
-        """``/tokenize``."""
+        """Answer a request to ``/tokenize``."""
         prompts, raw = self.asking.prompts, await request.body()
         text, special = await self.texts.run(self.asking.to_tokenize, raw)
 
@@ -213,7 +213,7 @@ class Server:
         return _json(await cancel_on_disconnect(request, self._lane(text).run(found)))
 
     async def detokenize(self, request: Request) -> Response:
-        """``/detokenize``."""
+        """Answer a request to ``/detokenize``."""
         prompts, raw = self.asking.prompts, await request.body()
         tokens = await self.texts.run(self.asking.to_detokenize, raw)
         return _json(
@@ -234,7 +234,7 @@ class Server:
 
 
 def build(server: Server) -> FastAPI:
-    """The application."""
+    """Return the ASGI application of a server: its routes, middleware and lifespan."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -286,12 +286,12 @@ def _json(content: bytes) -> Response:
 def _generation_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=takes(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer a conversation (OpenAI's chat completions)."""
         return await server.chat(request)
 
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
-        """Continue texts."""
+        """Continue one or several texts (OpenAI's completions)."""
         return await server.complete(request)
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=takes(TokenizeBody))
@@ -301,7 +301,7 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """Text of tokens."""
+        """Return the text of token ids."""
         return await server.detokenize(request)
 
 
@@ -313,14 +313,14 @@ def _other_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{name}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        """One of them."""
+        """Describe one of the models that are served."""
         found = server.catalog.find(name)
         return next(card for card in server.catalog.cards(server.max_model_len) if card["id"] == found)
 
     @app.get("/health", responses=_UNHEALTHY)
     @app.get("/health/ready", responses=_UNHEALTHY)
     async def ready() -> dict[str, str]:
-        """200 when requests are taken."""
+        """Answer 200 when requests are taken, 503 while the server starts, stops or hangs."""
         check_ready(server.worker, server.config.stall_timeout_s)
         return {"status": "ok"}
 
@@ -337,7 +337,7 @@ def _other_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics", responses=_ERRORS)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return all metrics in Prometheus' text format."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)

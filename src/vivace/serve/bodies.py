@@ -62,7 +62,7 @@ class StreamOptions(StrictModel):
 
 
 class Schema(StrictModel):
-    """A named JSON schema."""
+    """A named JSON schema that an answer has to keep to."""
 
     name: str = "answer"
     description: str | None = None
@@ -105,7 +105,7 @@ class Tool(StrictModel):
 
 
 class FunctionName(StrictModel):
-    """Which function."""
+    """The name of the one function that has to be called."""
 
     name: str
 
@@ -118,7 +118,7 @@ class NamedTool(StrictModel):
 
 
 class TextPart(StrictModel):
-    """A piece of a message."""
+    """A text part of a message whose content is a list."""
 
     type: Literal["text"]
     text: str
@@ -133,7 +133,7 @@ class Message(StrictModel):
     content: str | Annotated[list[TextPart], FIRST] = ""
 
     def template_values(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the message as chat templates read it."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         more = dict(self.model_extra or {})
@@ -157,7 +157,7 @@ def _with_values(call: Any) -> Any:
 
 
 class Body(StrictModel):
-    """A whole request."""
+    """The fields that every request body may have."""
 
 
 def _first_wrong(bias: Any) -> Any:
@@ -262,7 +262,7 @@ class GenerationBody(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """``stop`` as texts."""
+        """The stop strings as a list, however ``stop`` was written."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -272,7 +272,7 @@ class GenerationBody(Body):
 
 
 class ChatBody(GenerationBody):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(
         min_length=1, fail_fast=True, description="The conversation; content is text, or parts of type text."
@@ -348,12 +348,12 @@ class ChatBody(GenerationBody):
 
     @property
     def limit(self) -> int | None:
-        """New tokens at most."""
+        """Largest number of new tokens that was asked for; None leaves it to the server."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionBody(GenerationBody):
-    """``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: str | PromptTexts | Tokens | PromptTokens = Field(
         description="Text, texts, token ids, or lists of them; taken as it is, without the chat template."
@@ -376,7 +376,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt on its own."""
+        """The prompts one by one, each a text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -385,7 +385,7 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """``POST /tokenize``."""
+    """Body of ``POST /tokenize``."""
 
     model: str | None = None
     prompt: str | None = Field(None, description="A text; or `messages`.")
@@ -401,7 +401,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """``POST /detokenize``."""
+    """Body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: list[Token] = Field(max_length=1 << 20, fail_fast=True)

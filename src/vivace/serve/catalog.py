@@ -53,14 +53,14 @@ class Catalog:
             self._methods[name].drafter(default)
 
     def names(self) -> list[str]:
-        """The base first."""
+        """Return the names of all models that are served, the base first."""
         return list(self._methods)
 
     def find(self, name: str | None) -> str:
         """The model a request names; the base where it names none.
 
         Raises:
-            Refusal: there is none of that name (404).
+            APIError: there is none of that name (404).
         """
         if name is None:
             return self.base
@@ -86,7 +86,7 @@ class Catalog:
             is_seeded: whether its text is drawn with a seed of its own.
 
         Raises:
-            Refusal: an unknown method, or one that is not ready here.
+            APIError: an unknown method, or one that is not ready here.
         """
         chosen = asked or self._defaults[model]
         if chosen not in self.methods(model):
@@ -101,7 +101,7 @@ class Catalog:
         """The drafter of a method.
 
         Raises:
-            Refusal: a number of guesses, or a quality, for a method that does not take one.
+            APIError: a number of guesses, or a quality, for a method that does not take one.
         """
         try:
             return self._methods[model].drafter(method, num_draft_tokens, quality)
@@ -109,7 +109,7 @@ class Catalog:
             raise APIError(400, str(exc), param="num_draft_tokens" if quality is None else "quality") from None
 
     def cards(self, max_model_len: int) -> list[dict[str, Any]]:
-        """Entries of ``/v1/models``."""
+        """Return the entries of ``/v1/models``."""
         return [
             {
                 "id": name,

@@ -17,7 +17,7 @@ from vivace.serve.tool_reader import ToolReader
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """A token of an answer."""
+    """One token of an answer, with what was asked about it."""
 
     piece: TokenPiece
     logprob: float | None
@@ -33,7 +33,7 @@ class TokenInfo:
 
     @property
     def trace(self) -> dict[str, Any]:
-        """As ``return_trace`` shows it."""
+        """Where the token came from, as ``return_trace`` shows it."""
         return {
             "id": self.piece.id,
             "text": self.piece.text,
@@ -56,7 +56,7 @@ class NewTokens:
 
 @dataclass
 class Choice:
-    """One of a request's answers."""
+    """One of the answers to a request (OpenAI's choice), as far as it has been written."""
 
     index: int
     request: Request

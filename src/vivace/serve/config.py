@@ -15,7 +15,7 @@ LONGEST_DEFAULT = 8192
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Settings of one server."""
+    """The settings of one server; times are in seconds, sizes in bytes."""
 
     host: str = "127.0.0.1"
     port: int = 8000

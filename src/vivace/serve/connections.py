@@ -52,7 +52,7 @@ class Connections:
         """By route and status."""
 
     def responded(self, route: str, status: int) -> None:
-        """Count a response."""
+        """Count a response by route and status."""
         self.responses[route, str(status)] += 1
 
     def settings(self, app: ASGIApp) -> uvicorn.Config:
@@ -94,7 +94,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     shared: ClassVar[Connections]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for a head."""
+        """Take up a connection, and limit the wait for the head of its first request."""
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         self._read = memoryview(bytearray(READ_BYTES))
@@ -104,7 +104,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._start("head_timeout", self.shared.config.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Forget a connection that has ended, and stop its timers."""
         self.shared.open.discard(self)
         for reason in list(self._timers):
             self._stop(reason)
@@ -121,7 +121,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self._read
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parse what came."""
+        """Parse the first ``nbytes`` bytes of the buffer."""
         self.data_received(bytes(self._read[:nbytes]))
 
     def handle_events(self) -> None:
@@ -155,7 +155,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._start("read_timeout", self.shared.config.read_timeout_s)
 
     def resume_writing(self) -> None:
-        """It did."""
+        """Stop the limit on unread answers: the client has read."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._stop("read_timeout")

@@ -37,7 +37,7 @@ class Binding(Protocol):
         """(1, S) tokens so far and (1, V) logits -> (1, V), impossible tokens at minus infinity.
 
         Raises:
-            Refusal: the grammar stopped.
+            APIError: the grammar stopped.
         """
         ...
 
@@ -45,7 +45,7 @@ class Binding(Protocol):
         """Never a reason to end a text: False when these decided tokens of the answer fit.
 
         Raises:
-            Refusal: they do not, or the grammar stopped.
+            APIError: they do not, or the grammar stopped.
         """
         ...
 
@@ -90,13 +90,13 @@ class Bound:
         self._taken: list[int] = []
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """See ``Binding``."""
+        """Fill ``Binding``."""
         if not self._move_to(ids[0, self._start :].tolist()):
             return logits  # a guess that its own row excluded: nothing above it is read
         return _allowed(self._grammar, self._matcher, logits, self._param)
 
     def keeps_to(self, tokens: Sequence[int]) -> bool:
-        """See ``Binding``."""
+        """Fill ``Binding``."""
         if not self._move_to(list(tokens)):
             raise _stopped(self._param, "the text does not fit the schema")
         return False
@@ -174,7 +174,7 @@ class BoundWithin:
         self._start = num_prompt_tokens
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """See ``Binding``."""
+        """Fill ``Binding``."""
         written = self._table.decode_bytes(ids[0, self._start :].tolist())
         text, call = self._divide(written)
         if call is None:
@@ -185,7 +185,7 @@ class BoundWithin:
         return _allowed(self._grammar, self._matcher, logits, "tools")
 
     def keeps_to(self, tokens: Sequence[int]) -> bool:
-        """See ``Binding``."""
+        """Fill ``Binding``."""
         _, call = self._divide(self._table.decode_bytes(list(tokens)))
         if call is not None and not self._stands_after(call):
             raise _stopped("tools", "the call does not fit its schema")
@@ -223,7 +223,7 @@ class BoundWithin:
 
 
 def binds(grammar: Grammar, param: str) -> Bind:
-    """Binds whole answers."""
+    """Return what binds a whole answer to the grammar."""
     return lambda num_prompt_tokens: Bound(grammar, num_prompt_tokens, param)
 
 

@@ -59,7 +59,7 @@ class Grammar:
         return not self.is_spoilt and self.num_copies < MAX_COPIES
 
     def copy(self) -> LLMatcher:
-        """A matcher for one answer."""
+        """Return a matcher for one answer, at its beginning."""
         self.num_copies += 1
         return self.matcher.deep_copy()
 
@@ -76,7 +76,7 @@ class Trials:
 
         Raises:
             ValueError: it cannot be used; says why.
-            Refusal: the trial did not come to an end (503).
+            APIError: the trial did not come to an end (503).
         """
         with self._lock:
             said = self._ask(json.dumps({"kind": kind, "text": text}).encode() + b"\n")
@@ -88,7 +88,7 @@ class Trials:
         return int(found["num_bytes"])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process in which schemas are tried."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -149,7 +149,7 @@ class Grammars:
             owner: whose request it is; compiled grammars are not shared between owners.
 
         Raises:
-            Refusal: the schema is wrong or says something that cannot be kept to.
+            APIError: the schema is wrong or says something that cannot be kept to.
             DependencyError: llguidance is missing.
         """
         spelt = json.dumps({**schema, "x-guidance": LAYOUT})
@@ -164,7 +164,7 @@ class Grammars:
             trial: the same without the numbers of special tokens, which only this vocabulary has.
 
         Raises:
-            Refusal: the schema of a function's arguments is wrong or cannot be kept to.
+            APIError: the schema of a function's arguments is wrong or cannot be kept to.
             DependencyError: llguidance is missing.
         """
         return self._find(owner, "lark", lark, lark if trial is None else trial, "tools")
@@ -173,7 +173,7 @@ class Grammars:
         """The vocabulary as llguidance has it.
 
         Raises:
-            Refusal: it does not work with this tokenizer.
+            APIError: it does not work with this tokenizer.
             DependencyError: llguidance is missing.
         """
         with self._lock:
@@ -185,7 +185,7 @@ class Grammars:
         """Tokens that end a tag and hold more: (bytes of the tag written before, token, what it holds behind the tag).
 
         Raises:
-            Refusal: see ``table``.
+            APIError: see ``table``.
             DependencyError: llguidance is missing.
         """
         table = self.table()

@@ -12,15 +12,15 @@ class Heartbeat:
         self._busy_since: float | None = None
 
     def beat(self) -> None:
-        """Something new begins now."""
+        """Note that a new step begins now."""
         self._busy_since = time.monotonic()
 
     def rest(self) -> None:
-        """Nothing is to be done."""
+        """Note that there is nothing to do."""
         self._busy_since = None
 
     @property
     def busy_s(self) -> float:
-        """For how long the thread has been at what it does now; 0 while it rests."""
+        """Seconds that the thread has spent in its current step; 0 while it rests."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since

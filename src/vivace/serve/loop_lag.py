@@ -37,7 +37,7 @@ class LoopLag:
         return due_s
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Measure the lateness of the running event loop every period until cancelled."""
         due_s = time.perf_counter() + self.period_s
         while True:
             await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))

@@ -63,7 +63,7 @@ class WorkerFigures:
         self._worker = worker
 
     def collect(self) -> Iterator[Metric]:
-        """Current figures."""
+        """Yield the worker's current gauges and counters."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         worker, cache = self._worker, self._worker.session.cache
@@ -89,7 +89,7 @@ class WorkerFigures:
 
 
 class Metrics:
-    """Everything ``/metrics`` shows."""
+    """The Prometheus metrics of a server: histograms, counters, and collectors that read their values on request."""
 
     def __init__(self, model_name: str, worker: Worker, figures: ServerFigures, *, compat: bool) -> None:
         """Register the metrics.
@@ -129,24 +129,24 @@ class Metrics:
         return Counter(prefix + stem, text, ("model_name", label), registry=self.registry)
 
     def text(self) -> bytes:
-        """The page."""
+        """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
 
     def observe(self, stem: str, values: Iterable[float]) -> None:
-        """Record values of a histogram."""
+        """Add values to a histogram, under each prefix."""
         for value in values:
             for histogram in self._histograms[stem]:
                 histogram.labels(self._label).observe(value)
 
     def count(self, stem: str, amount: float) -> None:
-        """Raise a counter."""
+        """Add an amount to a counter, under each prefix."""
         for counter in self._counters[stem]:
             counter.labels(self._label).inc(amount)
 
     def finished(self, choice: Choice, arrived_at: float, queue_s: float) -> None:
-        """Record a complete answer."""
+        """Record the times and counts of an answer that is complete."""
         stats = choice.stats
         assert stats is not None
         self.observe("e2e_request_latency_seconds", [choice.last_at - arrived_at])

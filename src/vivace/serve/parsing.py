@@ -60,16 +60,16 @@ class Begun:
 
 
 class Verbatim(Tokenizer):
-    """Writes special tokens too."""
+    """A tokenizer whose texts show special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids, special tokens included."""
         text: str = self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 
 class RequestParser:
-    """Reads bodies for one engine."""
+    """Turns the bodies of HTTP requests into requests to decode, for one engine."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RequestParser:
         """The part that takes long: grammars, and texts that are.
 
         Raises:
-            Refusal: a schema that is wrong or cannot be kept to, or a text that could not be tokenized.
+            APIError: a schema that is wrong or cannot be kept to, or a text that could not be tokenized.
         """
         special = isinstance(begun.body, CompletionBody)
         tokens = tuple(self.prompts.tokens(one, special=special) for one in begun.prompts)
@@ -187,7 +187,7 @@ class RequestParser:
             owner: whose request it is.
 
         Raises:
-            Refusal: a schema that is wrong, or cannot be kept to.
+            APIError: a schema that is wrong, or cannot be kept to.
         """
         found = self._tools.bindings(body, owner) if isinstance(body, ChatBody) and body.reads_calls else ()
         if body.response_format is None or body.response_format.type == "text":

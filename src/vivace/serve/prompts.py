@@ -56,7 +56,7 @@ class Prompts:
         """Texts and tokens as they are.
 
         Raises:
-            Refusal: tokens that there are not, or more of anything than fits.
+            APIError: tokens that there are not, or more of anything than fits.
         """
         prompts = body.prompts
         self._check_count(len(prompts) * body.n)
@@ -76,7 +76,7 @@ class Prompts:
         add_generation_prompt: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> str:
-        """Messages through the chat template."""
+        """Return the prompt that the chat template makes of messages."""
         values: Any = [message.template_values() for message in messages]
         return self._engine.tokenizer.prompt_text(
             values, add_generation_prompt=add_generation_prompt, **(template or {})
@@ -95,7 +95,7 @@ class Prompts:
             special: with the tokenizer's own leading and trailing tokens, which a chat template writes itself.
 
         Raises:
-            Refusal: a long text could not be tokenized.
+            APIError: a long text could not be tokenized.
         """
         if not isinstance(prompt, str):
             return prompt
@@ -107,7 +107,7 @@ class Prompts:
         """The text of tokens.
 
         Raises:
-            Refusal: there are no such tokens, or too many.
+            APIError: there are no such tokens, or too many.
         """
         self.check_tokens(tokens, "tokens")
         if len(tokens) > LONG:

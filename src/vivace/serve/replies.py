@@ -20,7 +20,7 @@ class Head:
     system_fingerprint: str
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A reply object."""
+        """Return a whole reply, or one event of a stream, around its choices."""
         return {
             "id": self.id,
             "object": kind,
@@ -50,38 +50,38 @@ class Extras:
 
 
 class ResponseShape(Protocol):
-    """How an interface writes answers."""
+    """Protocol of an interface's JSON: whole choices, and the pieces of a stream."""
 
     id_prefix: str
     kind: str
     chunk_kind: str
 
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
-        """A finished choice."""
+        """Return a complete choice."""
         ...
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What a choice's stream begins with."""
+        """Return the first event of a choice's stream, None where there is none of its own."""
         ...
 
     def piece(self, index: int, fresh: NewTokens, extras: Extras) -> dict[str, Any]:
-        """A step of a choice."""
+        """Return what one step added to a choice."""
         ...
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
-        """The last choice of a stream; None puts the reason into the last piece."""
+        """Return the last event of a choice; None puts the reason into its last piece."""
         ...
 
 
 class ChatShape:
-    """``chat.completion``."""
+    """The JSON of chats: ``chat.completion`` and its chunks."""
 
     id_prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
-        """A finished choice."""
+        """Return a complete choice."""
         return {
             "index": choice.index,
             "message": self._message(choice),
@@ -99,12 +99,12 @@ class ChatShape:
         return message
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The role."""
+        """Return the first event of a chat's stream, which names the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(self, index: int, fresh: NewTokens, extras: Extras) -> dict[str, Any]:
-        """A step of a choice."""
+        """Return what one step added to a choice."""
         delta: dict[str, Any] = {"content": fresh.text} if fresh.text or not fresh.calls else {}
         if fresh.calls:
             delta["tool_calls"] = list(fresh.calls)
@@ -117,7 +117,7 @@ class ChatShape:
         }
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
-        """Why the choice ended."""
+        """Return the last event of a choice, which says why it ended."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}
 
     @staticmethod
@@ -135,23 +135,23 @@ class ChatShape:
 
 
 class TextShape:
-    """``text_completion``."""
+    """The JSON of completions: ``text_completion``."""
 
     id_prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
 
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
-        """A finished choice."""
+        """Return a complete choice."""
         everything = NewTokens(choice.echo_text + choice.text, [*choice.echo, *choice.tokens])
         return {**self.piece(choice.index, everything, extras), "finish_reason": choice.reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Nothing."""
+        """Return nothing: streams of completions have no first event of their own."""
         return None
 
     def piece(self, index: int, fresh: NewTokens, extras: Extras) -> dict[str, Any]:
-        """A step of a choice."""
+        """Return what one step added to a choice."""
         return {
             "index": index,
             "text": fresh.text,
@@ -161,7 +161,7 @@ class TextShape:
         }
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any] | None:
-        """Why the choice ended."""
+        """Return the last event of a choice, which says why it ended."""
         return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
 
     @staticmethod

@@ -43,7 +43,7 @@ class ServerFigures:
     lag: LoopLag = field(default_factory=LoopLag)
 
     def collect(self) -> Iterator[Metric]:
-        """Current figures."""
+        """Yield the current counts of responses, requests and connections, and the lateness of the event loop."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         counted: dict[str, list[tuple[Sequence[str], int]]] = {

@@ -24,7 +24,7 @@ class TokenPiece:
 
 
 def piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
-    """A token by itself."""
+    """Return the text and bytes of one token."""
     text: str = tokenizer.inner.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     raw = text.encode() if _NO_CHARACTER not in text else _bytes_of(str(tokenizer.inner.convert_ids_to_tokens(token)))
     return TokenPiece(token, text, text.encode() if raw is None else raw)

@@ -21,7 +21,7 @@ LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way to write calls."""
+    """The tags and JSON in which a family of models writes calls of tools."""
 
     name: str
     tag: str

@@ -30,7 +30,7 @@ class ToolCall:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """As messages carry it."""
+        """The call as OpenAI's messages carry it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -110,7 +110,7 @@ class ToolReader:
         return True
 
     def _head(self, is_last: bool) -> bool:
-        """The name."""
+        """Read the name of the function that is called."""
         if match := _HEAD.match(self._left):
             self._open(json.loads(match[1]))
             self._left = self._left[match.end() :]
@@ -191,7 +191,7 @@ class ToolReader:
         return True
 
     def _drop(self, is_last: bool) -> bool:
-        """Whatever follows the only call."""
+        """Leave out whatever follows a call that has to be the only one."""
         self._left = ""
         return False
 

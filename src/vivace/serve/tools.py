@@ -26,7 +26,7 @@ class Keeping(Tokenizer):
         self._dropped = frozenset(index for index, text in special if text not in kept)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         kept = [index for index in ids if index not in self._dropped]
         text: str = self.inner.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
@@ -44,7 +44,7 @@ class Tools:
         """The way this model writes calls.
 
         Raises:
-            Refusal: it is none of those that are known.
+            APIError: it is none of those that are known.
         """
         form = format_of(str(self.tokenizer.inner.chat_template))
         if form is None:
@@ -65,7 +65,7 @@ class Tools:
             owner: whose request it is.
 
         Raises:
-            Refusal: the schema of a function cannot be kept to, or not without forcing a call.
+            APIError: the schema of a function cannot be kept to, or not without forcing a call.
         """
         form = self.form()
         if body.forced:

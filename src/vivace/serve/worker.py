@@ -122,7 +122,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="vivace-worker", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -142,14 +142,14 @@ class Worker:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue."""
+        """Number of sequences that wait for a slot."""
         return len(self._waiting)
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs, all or none.
 
         Raises:
-            Refusal: the queue is full (429), or the server is stopping (503).
+            APIError: the queue is full (429), or the server is stopping (503).
             CapacityError: one could never be given a slot.
         """
         for job in jobs:
