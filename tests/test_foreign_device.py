@@ -100,7 +100,13 @@ def test_a_tensor_of_the_cpu_is_found() -> None:
         torch.zeros(2, device=FOREIGN) + torch.ones(2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+QUICK = {"plain", "multirate", "multistream", "eagle"}
+"""Methods whose drafts are made in different ways; the others are tried by the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in METHODS]
+)
 def test_every_method(folder: Path, method: str) -> None:
     same_on_both(folder, method, lambda e: texts(e, method, **GREEDY) + texts(e, method, **SAMPLED))
 
