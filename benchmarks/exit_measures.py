@@ -136,7 +136,7 @@ def compare_routers(
     for config in configs:
         torch.manual_seed(0)
         router = make_router(config, gates, model.config.width)
-        fit_router(model, router, trial.trainable, lesson)
+        fit_router(model, router, trial.learnt, lesson)
         known, tried = (score_all(model, router, trails) for trails in (trial.known, trial.tried))
         auc = tuple(roc_auc(tried.score[:, gate], tried.agrees[:, gate]) for gate in range(len(gates.gates)))
         rows = tuple(tradeoff(known, tried, quality, gates, model.config.num_layers) for quality in qualities)

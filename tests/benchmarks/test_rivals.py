@@ -20,7 +20,7 @@ from vivace.train.resume import write_state
 
 
 @pytest.fixture
-def committed(tmp_path: Path) -> argparse.Namespace:
+def given(tmp_path: Path) -> argparse.Namespace:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     make_checkpoint(tmp_path / "base", layers=4)

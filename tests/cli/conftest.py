@@ -13,6 +13,7 @@ import pytest
 import vivace
 from vivace.cli.app import run
 from vivace.cli.console import console
+from vivace.decode.memory import MemoryBudget
 
 
 @dataclass
@@ -58,6 +59,7 @@ class FakeEngine:
         self.opened: dict[str, Any] = {}
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.storage = None
+        self.memory = MemoryBudget()
 
     def answer(self, request: Any) -> str:
         text = request if isinstance(request, str) else request[-1]["content"]

@@ -64,7 +64,7 @@ def test_a_turn_costs_what_a_chunk_does(engine: Engine, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def dispatch() -> Mail:
+def mail() -> Mail:
     return queue.Queue()
 
 

@@ -22,7 +22,7 @@ Mail = queue.Queue[list[tuple[Job, Event]]]
 
 
 @pytest.fixture
-def dispatch() -> Mail:
+def mail() -> Mail:
     return queue.Queue()
 
 

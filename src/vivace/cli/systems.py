@@ -88,9 +88,10 @@ def holdings(engine: Engine, system: MethodSystem, questions: Sequence[Benchmark
     session = engine.session(requests, options)
     for request in requests:
         session.admit(request)
+    state = session.drafting(requests[0].drafter)
     for _ in range(STEPS_BEFORE_COUNTING):
         if not session.is_idle:
             session.step()
-    found = holdings_of(session, requests[0].drafter)
+    found = holdings_of(session, requests[0].drafter, state)
     list(session.drain())  # so that the drafter frees the state of these sequences
     return found

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from vivace.core.footprint import held_bytes
-from vivace.core.seams import Drafter
+from vivace.core.seams import Drafter, DraftState
 from vivace.decode.session import Session
 
 _RESET_HIGH_WATER = "5"
@@ -75,14 +75,15 @@ class Holdings:
     """Everything else that the session refers to: what the method needs and plain decoding does not."""
 
 
-def holdings_of(session: Session, drafter: Drafter) -> Holdings:
+def holdings_of(session: Session, drafter: Drafter, state: DraftState) -> Holdings:
     """Count the memory that an answer needs; parts of the model that a drafter refers to count as the model's.
 
     Args:
         session: a session after its first steps, when the drafter has made the copies that it works with.
         drafter: the drafter of its requests.
+        state: what the drafter remembers in that session, which forgets it with its last request.
     """
-    weights, cache, besides = held_bytes(session.model, session.cache, (session, drafter))
+    weights, cache, besides = held_bytes(session.model, session.cache, (session, drafter, state))
     return Holdings(weights, cache, besides)
 
 
