@@ -2,10 +2,10 @@
 
 In four lines:
 
-engine = vivace.load("path/or/hub-id")
-result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
-for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
-print(chunk.text, end="")
+    engine = vivace.load("path/or/hub-id")
+    result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
+    for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
+        print(chunk.text, end="")
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Depth:
     """Fills ``Traversal``: from gate to gate, whoever is sure leaves."""
 
     def __init__(self, policy: ExitPolicy, *, missing: Missing = "deferred", max_late: int = 8) -> None:
-        """Climb by a policy.
+        """Take rows up by a policy.
 
         Args:
             policy: who may leave.

@@ -319,10 +319,8 @@ class Session:
         if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
             draft = draft.only(passed.rows.tolist())
             passed = replace(passed, rows=torch.arange(len(draft.tokens)))
-        is_greedy, wants_logprobs = (
-            context.distribution.is_greedy(context.slots),
-            any(s.request.logprobs for s in sequences),
-        )
+        is_greedy = context.distribution.is_greedy(context.slots)
+        wants_logprobs = any(s.request.logprobs for s in sequences)
         if is_greedy and not wants_logprobs:
             chosen = self.model.greedy(passed.hidden, row_count=self.cache.row_count).tolist()
             return Checked(draft, passed, verify_greedy(draft, chosen), None)

@@ -162,3 +162,10 @@ def widen_low_rank(name: str, value: Tensor, config: ModelConfig, k: int) -> Ten
     from vivace.checkpoint.widen import widen_low_rank as widened
 
     return widened(name, value, config, k)
+
+
+def draft_shapes(config: ConfigReader, longest: int) -> Sequence[Any]:
+    """Return the drafts of lower layers that ``vivace tune`` tries, whatever the config of the weights."""
+    from vivace.decode.shallow import draft_plans
+
+    return draft_plans(longest)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, widen_low_rank, with_length
+from vivace.methods.spec import (
+    MethodContext,
+    MethodSpec,
+    Stored,
+    draft_shapes,
+    widen_low_rank,
+    with_length,
+)
 
 if TYPE_CHECKING:
     from vivace.core.config import ModelConfig
     from vivace.core.seams import Drafter
-
-
-def _shapes(config: ConfigReader, longest: int) -> Sequence[Any]:
-    from vivace.decode.shallow import draft_plans
-
-    return draft_plans(longest)
 
 
 def _deed(context: MethodContext) -> Drafter:
@@ -47,7 +47,7 @@ DEED = MethodSpec(
     adapter="deed",
     stored=_exit_with_adapter,
     training="beside",
-    plans=_shapes,
+    plans=draft_shapes,
     widen=widen_low_rank,
 )
 
@@ -76,5 +76,5 @@ LAYERSKIP = MethodSpec(
     make=_layerskip,
     stored=_bare_exit,
     training="whole",
-    plans=_shapes,
+    plans=draft_shapes,
 )

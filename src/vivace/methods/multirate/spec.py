@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, widen_low_rank, with_length
+from vivace.methods.spec import (
+    MethodContext,
+    MethodSpec,
+    Stored,
+    draft_shapes,
+    widen_low_rank,
+    with_length,
+)
 
 if TYPE_CHECKING:
     from vivace.core.seams import Drafter
@@ -35,12 +41,6 @@ def _accelerator() -> Stored:
     return Stored(MultirateConfig, DraftPlan, Accelerator, "an accelerator")
 
 
-def _plans(config: ConfigReader, longest: int) -> Sequence[Any]:
-    from vivace.decode.shallow import draft_plans
-
-    return draft_plans(longest)
-
-
 MULTIRATE = MethodSpec(
     name="multirate",
     summary="the accelerated residual drafts (M2R2)",
@@ -49,7 +49,7 @@ MULTIRATE = MethodSpec(
     stored=_accelerator,
     is_tried_by_auto=True,
     training="beside",
-    plans=_plans,
+    plans=draft_shapes,
     widen=widen_low_rank,
 )
 
