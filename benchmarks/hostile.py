@@ -139,8 +139,12 @@ def _lossless(url: str) -> list[tuple[str, str]]:
 
 
 def _warm_up(target: Target) -> None:
-    """Use everything once that the server starts on first use."""
+    """Use everything once that the server starts on first use, such as the drafters of each method."""
     client = Client(0, "warm", hostile_clients.schema, target, until=0, most=0)
+    known = target.known["greedy"][0]
+    for model, method in target.ways:
+        outcome = hostile_clients.compared(client, known, {**known.body, "model": model, "method": method})
+        assert outcome == "200", f"{model}: {method}: {outcome}"
     for kind in ("greedy", "sampled", "schema", "echo"):
         for _ in range(3):
             KINDS[kind](client)

@@ -241,7 +241,7 @@ class Client(threading.Thread):
         return str(status)
 
 
-def _compared(client: Client, known: Known, body: Mapping[str, Any]) -> str:
+def compared(client: Client, known: Known, body: Mapping[str, Any]) -> str:
     """Send a request and compare the answer with the known one."""
     outcome, choice = client.answer(known.route, body)
     if choice is None:
@@ -261,19 +261,19 @@ def greedy(client: Client) -> str:
     body = {**known.body, "stream": client.random.random() < STREAMED, "return_trace": client.random.random() < 0.1}
     if client.random.random() < 0.2:  # the others leave it to the server; each way takes a pass of its own
         body["model"], body["method"] = client.random.choice(client.target.ways)
-    return _compared(client, known, body)
+    return compared(client, known, body)
 
 
 def sampled(client: Client) -> str:
     """Request an answer that is sampled with a seed."""
     known = client.random.choice(client.target.known["sampled"])
-    return _compared(client, known, {**known.body, "stream": client.random.random() < STREAMED})
+    return compared(client, known, {**known.body, "stream": client.random.random() < STREAMED})
 
 
 def echo(client: Client) -> str:
     """Request the log-probabilities of a prompt."""
     known = client.random.choice(client.target.known["echo"])
-    return _compared(client, known, known.body)
+    return compared(client, known, known.body)
 
 
 CHECKED: Sequence[tuple[Mapping[str, Any], Callable[[Any], bool]]] = (
