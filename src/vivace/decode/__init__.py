@@ -1,4 +1,6 @@
-"""The only token loop: sequences join and leave between steps; drafting, verifying and stopping happen here.
+"""The decoding loop, and what all methods share: verification, drafts from lower layers, prefill, early exits,
+failures.
 
-``session.py`` is the loop, ``verify.py`` decides what is kept and says why that is lossless.
+``session.py`` is the loop. ``verify.py`` decides which drafted tokens are kept, and its docstring has the proof that
+this is lossless.
 """

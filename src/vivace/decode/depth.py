@@ -1,17 +1,17 @@
-"""A way up on which a token may leave before the top: dynamic depth.
+"""A forward pass in which a token may exit before the last layer (dynamic depth).
 
-Rows climb from gate to gate. At each a policy says which of them may leave and what their logits are read from; the
-others go on, alone (the call is compacted). Above its gate a row that left has no keys and values, which later rows
-of its sequence would read. Three answers:
+Rows pass the layers from one exit layer to the next. At each, a policy decides which rows exit there and from which
+residuals their logits are read; the others continue in a smaller call. A row that exits has no keys and values in the
+layers above, although later rows of its sequence read them. There are three policies for these missing entries:
 
-* ``deferred`` (default): its residual at the gate is kept (``KVCache.late``). The next row of the sequence that goes
-  past that gate takes it along, one call for both, so that every entry that is ever read is exact.
-* ``propagate``: its residual at the gate is taken for what would have entered the layers above, and their keys and
-  values are made from that at once (CALM, Schuster et al. 2022, arXiv:2207.07061).
-* ``mask``: later rows do not see it above its gate.
+* ``deferred`` (default): the row's residual at the exit is kept (``KVCache.pending``). The next row of the sequence
+  that passes that layer takes it along in the same call, so every entry that is ever read is exact.
+* ``propagate``: the row's residual at the exit stands in for its input to the layers above, and its keys and values
+  there are computed from it at once (CALM, Schuster et al. 2022, arXiv:2207.07061).
+* ``mask``: later rows do not attend to it above its exit.
 
-Only a slot's root may leave; prompt chunks and guesses go to the top. A lossy way up: what leaves may differ from
-what the whole model would have said, and ``TargetPass.depth`` says where each row left.
+Only the last committed token of a slot may exit early; prompt chunks and guesses pass all layers. This is lossy: a
+token that exits may differ from the whole model's, and ``TargetPass.depth`` says how many layers each row passed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from vivace.decode.forward import ForwardPass
 from vivace.errors import ConfigError
 
 Missing = Literal["deferred", "propagate", "mask"]
-"""What stands for the entries above a row's exit."""
+"""What replaces the keys and values above a row's exit."""
 DEFAULT_QUALITY = 0.98
-"""Agreement of exits where nobody says."""
+"""Agreement of exits with the whole model where none is asked for."""
 
 
 class Calibrated(Protocol):
-    """Thresholds for one stated agreement."""
+    """Thresholds that were calibrated to one agreement with the whole model."""
 
     @property
     def quality(self) -> float:
-        """The agreement."""
+        """Return the agreement."""
         ...
 
 
@@ -49,10 +49,10 @@ P = TypeVar("P", bound=Calibrated)
 
 
 def at_quality(plans: Sequence[P], quality: float | None) -> P:
-    """The thresholds for an agreement; None is the default one.
+    """Return the thresholds for an agreement; None stands for the default one.
 
     Raises:
-        ConfigError: the adapter was not calibrated to it.
+        ConfigError: the weights were not calibrated to it.
     """
     wanted = DEFAULT_QUALITY if quality is None else quality
     for plan in plans:
@@ -63,51 +63,51 @@ def at_quality(plans: Sequence[P], quality: float | None) -> P:
 
 
 class ExitPolicy(Protocol):
-    """Who may leave."""
+    """Decides which rows exit early."""
 
     gates: tuple[int, ...]
-    """Layers below each gate at which rows may leave, ascending; none sends all to the top."""
+    """Exit layers in ascending order: number of layers below each. An empty tuple lets no row exit early."""
 
     def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
-        """Rows from the gate below (or the embedding) to this one.
+        """Run rows from the exit layer below (or the embedding) to this one and decide which exit.
 
         Args:
             model: the decoder.
-            gate: number of the gate, from 0.
-            h: (T, E) rows at the gate below.
-            step: their call; all of them write.
-            asking: (n,) rows that may leave here.
+            gate: index of the exit layer, from 0.
+            h: (T, E) residuals at the exit layer below.
+            step: their call; all rows write keys and values.
+            asking: (n,) rows that may exit here.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """What a policy decided at a gate."""
+    """What a policy decided at an exit layer."""
 
     h: Tensor
-    """(T, E) residuals at the gate."""
+    """(T, E) residuals at the exit layer."""
     exits: Tensor
-    """(n,) bool: which of the asking rows leave."""
+    """(n,) bool: which of the asking rows exit."""
     says: Tensor
-    """(n, E) what their logits are read from."""
+    """(n, E) residuals from which their logits are read."""
     draft_row_layers: int = 0
-    """Layers through which a further row went along with each asking one, for the books."""
+    """Number of layers that a draft row beside each asking row passed, for the statistics."""
 
 
 @dataclass(frozen=True)
 class ActiveRows:
-    """Rows on their way up: those of the draft, and late ones that came along."""
+    """The rows that are still in the forward pass: rows of the draft, and rows whose pending entries are filled."""
 
     row: list[int]
-    """Draft row, -1 for a late one."""
+    """Row of the draft, -1 for a row whose pending entries are filled."""
     slot: list[int]
     position: list[int]
     h: Tensor
     """(T, E)"""
 
     def take(self, places: Sequence[int]) -> ActiveRows:
-        """Some of them."""
+        """Return the rows at these places."""
         if len(places) == len(self.row):
             return self
         pick = [self.row[p] for p in places], [self.slot[p] for p in places], [self.position[p] for p in places]
@@ -115,15 +115,17 @@ class ActiveRows:
 
 
 class Depth:
-    """Fills ``Traversal``: from gate to gate, whoever is sure leaves."""
+    """Implements ``Traversal``: rows run from exit layer to exit layer, and those that the policy chooses exit."""
 
     def __init__(self, policy: ExitPolicy, *, missing: Missing = "deferred", max_late: int = 8) -> None:
-        """Take rows up by a policy.
+        """Create the forward pass.
 
         Args:
-            policy: who may leave.
-            missing: what stands for the entries above a row's exit.
-            max_late: rows a sequence may owe; then its next one goes to the top and takes them along.
+            policy: decides which rows exit.
+            missing: what replaces the entries above a row's exit.
+            max_late: largest number of rows of a sequence with pending entries. When it is reached, the next row passes
+                all
+                layers and fills them.
         """
         if missing not in ("deferred", "propagate", "mask"):
             raise ConfigError(f"missing must be deferred, propagate or mask, found {missing!r}")
@@ -134,7 +136,7 @@ class Depth:
         self.max_late = max_late
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """Take the rows up; all of them come out, at the top or at a gate."""
+        """Run the rows of a draft; every row comes out, after the last layer or at an exit layer."""
         if chunk:
             return ForwardPass().run(model, draft, cache, chunk=True)
         assert draft.is_chain, "a tree's nodes have no place of their own to be late at"
@@ -157,7 +159,7 @@ class _GatedForward:
         h = model.embed(draft.tokens, step)
         self.walkers = ActiveRows(list(range(count)), draft.lists.slot, step.position.tolist(), h)
         self.step: Step | None = step
-        """Of the walkers; None when it has to be made."""
+        """The call of the active rows; None when it has to be made anew."""
         full = {slot for slot in draft.slots if self._owed(slot) >= way.max_late}
         self._root = dict(zip(draft.slots, draft.last_rows, strict=True))
         self.may_leave = {root for slot, root in self._root.items() if slot not in full}
@@ -169,7 +171,9 @@ class _GatedForward:
         return 0 if self.way.missing == "mask" else len(self.cache.pending[slot])
 
     def pass_interval(self, gate: int) -> bool:
-        """Up to a gate; whether anybody goes on."""
+        """Run the active rows to an exit layer and let rows exit there; return whether any row of the
+        draft continues.
+        """
         low, high = self._span(gate)
         self._join(low)
         asking = [place for place, row in enumerate(self.walkers.row) if row in self.may_leave]
@@ -187,7 +191,7 @@ class _GatedForward:
         return any(row >= 0 for row in self.walkers.row)
 
     def finish(self) -> None:
-        """The rows that are left, to the top."""
+        """Run the rows that are left through the remaining layers."""
         low = self.way.policy.gates[-1] if self.way.policy.gates else 0
         self._join(low)
         h = self.model.run(self.walkers.h, self._step(low), low)
@@ -201,7 +205,7 @@ class _GatedForward:
         return (gates[gate - 1] if gate else 0), gates[gate]
 
     def _join(self, low: int) -> None:
-        """Late rows that wait at this depth go along with the next row of their sequence."""
+        """Add the rows whose pending entries begin at this depth, if a row of their sequence continues."""
         if self.way.missing != "deferred" or low == 0:
             return
         w = self.walkers
@@ -217,7 +221,7 @@ class _GatedForward:
             self.walkers, self.step = ActiveRows(rows, slots, positions, torch.cat(hidden)), None
 
     def _step(self, low: int) -> Step:
-        """The call of the walkers in the interval that begins at ``low``."""
+        """Return the call of the active rows in the interval that begins at layer ``low``."""
         w = self.walkers
         if self.way.missing == "mask":
             holes = {
@@ -229,7 +233,7 @@ class _GatedForward:
         return self.step
 
     def _leave(self, gate: int, left: Sequence[tuple[int, Tensor]]) -> None:
-        """Take rows out of the climb at a gate, and late ones whose sequence goes no further."""
+        """Remove the rows that exit, and rows with pending entries whose sequence does not continue."""
         w, leaving = self.walkers, {place for place, _ in left}
         for place, says in left:
             self.out[w.row[place]] = says
@@ -245,13 +249,13 @@ class _GatedForward:
         self.walkers, self.step = w.take([p for p in range(len(w.row)) if p not in gone]), None
 
     def _propagate(self, gate: int, gone: ActiveRows, says: Tensor) -> None:
-        """Keys and values above the gate from what the rows said there."""
+        """Store keys and values above the exit, computed from the residuals at the exit."""
         step = Step.at(self.cache, gone.slot, gone.position)
         for layer in range(gate, self.model.config.num_layers):
             self.model.store(says, step, layer)
 
     def _book(self, layers: int, slots: Sequence[int]) -> None:
-        """Layer passes of a row of each of these slots, companions and late rows included, under its root."""
+        """Add layer passes for a row of each of these slots to the count of the slot's last committed row."""
         for slot in slots:
             self.work[self._root[slot]] += layers
 

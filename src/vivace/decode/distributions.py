@@ -1,4 +1,4 @@
-"""The law of every live slot on the prefix a draft row stands for."""
+"""The distribution of the next token after a draft row, for every request of a step."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from vivace.decode.request import Request
 
 
 class Distributions:
-    """``Distribution`` over the requests of a step: processors see committed tokens plus the row's own path."""
+    """Implements ``Distribution`` for the requests of a step: processors see the committed tokens and the row's draft
+    path.
+    """
 
     def __init__(self, requests: Mapping[int, Request], tokens: Mapping[int, Sequence[int]], stored: Sequence[int]):
-        """Look at the live slots.
+        """Collect what the distributions of the live slots depend on.
 
         Args:
             requests: by slot.
-            tokens: everything decided, by slot.
-            stored: tokens in the cache, by slot; a draft's nodes come after them.
+            tokens: prompt and new tokens, by slot.
+            stored: number of tokens in the cache, by slot; the nodes of a draft come after them.
         """
         self._requests = requests
         self._tokens = tokens
         self._stored = stored
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
-        """Whether argmax of the raw logits is the answer for all of these slots."""
+        """Return whether all of these slots take the argmax of the raw logits."""
         return all(self._requests[s].takes_argmax for s in slots)
 
     def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
-        """(n, V) probabilities for draft rows.
+        """Return probabilities (n, V) for draft rows (n,) with these logits (n, V).
 
         Raises:
-            RequestFailed: a request's own processors failed behind its root.
+            RequestFailed: a request's own processors failed after its committed tokens.
         """
         out = torch.empty_like(logits)
         slots, order = draft.lists.slot, rows.tolist()
@@ -50,9 +52,10 @@ class Distributions:
         return out
 
     def _of(self, slot: int, scores: Tensor, draft: Draft, rows: Sequence[int]) -> Tensor:
-        """(n, V) probabilities for rows of one slot, from their logits, which are changed.
+        """Return probabilities (n, V) for rows of one slot from their logits, which are overwritten.
 
-        Where a processor fails behind a guess, every token is excluded: the error is raised when the text gets there.
+        Where a processor fails after a guess, every token is excluded there; the error is raised when the text gets
+        there.
         """
         request = self._requests[slot]
         prefixes = [self._prefix(draft, slot, row) for row in rows] if request.reads_prefix else []
@@ -74,13 +77,13 @@ class Distributions:
 
     @staticmethod
     def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:
-        """End tokens while the text is still too short to end."""
+        """Return the end tokens while the text is shorter than its least length, else nothing."""
         new = len(prefix) - len(request.tokens)
         return tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
 
 
 def _processed(request: Request, prefix: Sequence[int], scores: Tensor) -> Tensor:
-    """Logits (V,) behind a prefix after a request's processors."""
+    """Return logits (V,) after a prefix as a request's processors change them."""
     ids, found = torch.tensor([prefix], device=scores.device), scores[None]
     for processor in request.processors:
         found = processor(ids, found)

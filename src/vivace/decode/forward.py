@@ -1,4 +1,4 @@
-"""The plain way up: every draft row through every remaining layer, in one pass."""
+"""The plain forward pass: every row of a draft passes every remaining layer, in one call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from vivace.kernels.threads import one_pytorch_thread
 
 
 class ForwardPass:
-    """All rows of a draft through the layers from ``draft.entry_layer`` on."""
+    """Implements ``Traversal``: all rows of a draft pass the layers from ``draft.entry_layer`` on."""
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """One pass for all slots, whatever each of them drafted."""
+        """Run one pass for the rows of all slots together and return their residuals before the final norm, (T, E).
+
+        Rows with ``draft.hidden`` start from those residuals at ``draft.entry_layer``; all others start from their
+        embeddings. With ``chunk`` the rows are of prompts and attend together instead of one by one.
+        """
         step = Step.of(draft, cache, chunk=chunk)
         h = model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
         h = model.run(h, step, draft.entry_layer)
@@ -25,5 +29,9 @@ class ForwardPass:
 
 
 def threads_of(model: Decoder) -> AbstractContextManager[None]:
-    """Whose threads work while rows go up one by one: PyTorch's stay out of the way of native layers."""
+    """Return a context for passes that run row by row: PyTorch uses one thread inside where native code runs the
+    layers.
+
+    Idle PyTorch threads would take the cores that native threads need.
+    """
     return nullcontext() if model.backend.span is None else one_pytorch_thread()

@@ -1,9 +1,9 @@
-"""Which request an error belongs to, so that it ends that request and no other.
+"""Attributes an error to the request that caused it, so that it ends that request and no other.
 
-Code that runs for one request only (its prefix, its processors, the drawing of its tokens, its stop rule) runs inside
-``blaming``, which says whose error it was. A pass over several sequences can fail without saying so: then it is tried
-again in parts (``parts_of``), after everything was set back to where it was before (``Saved``), random numbers
-included, so that the sequences which are not at fault get the bits they would have got.
+Code that runs for one request only (its prefix cache, its processors, drawing its tokens, its stop rule) runs inside
+``blaming``, which names that request when it fails. A pass over several sequences can fail without naming one. Then
+everything is restored to the state before the pass (``SavedState``), random numbers included, and the pass is tried
+again in parts (``parts_of``), so that sequences which are not at fault get the bits they would have got.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vivace.core.seams import SlotState
 from vivace.errors import DecodingError, VivaceError
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Raised to end the program or the loop itself, never a request's fault. Everything else is caught: libraries written
-in Rust raise errors that are no ``Exception`` when they panic."""
+"""Exceptions that end the program or the loop itself and are never a request's fault. All others are caught, also those
+that are no ``Exception``: libraries written in Rust raise such errors when they panic."""
 
 
 class RequestFailed(Exception):
-    """What belongs to one request failed; ``error`` is what its caller is told."""
+    """Code that belongs to one request failed; ``error`` is what its caller is told."""
 
     def __init__(self, slot: int, error: VivaceError) -> None:
         super().__init__(f"slot {slot}: {error}")
@@ -35,14 +35,14 @@ class RequestFailed(Exception):
 
 @contextmanager
 def blaming(slot: int, part: str) -> Iterator[None]:
-    """Whatever fails inside belongs to the request in this slot.
+    """Attribute every error raised inside to the request in this slot.
 
     Args:
-        slot: of the request.
-        part: what runs inside, for the message: "its logits processors".
+        slot: slot of the request.
+        part: what runs inside, for the message, such as "its logits processors".
 
     Raises:
-        RequestFailed: something failed.
+        RequestFailed: the code inside failed.
     """
     try:
         yield
@@ -53,7 +53,9 @@ def blaming(slot: int, part: str) -> Iterator[None]:
 
 
 def told(cause: BaseException, part: str) -> VivaceError:
-    """An error as the caller of one request is told it: those of ours as they are, others with where they came from."""
+    """Return an error as the request's caller sees it: errors of this package unchanged, others with the part that
+    failed.
+    """
     if isinstance(cause, VivaceError):
         return cause
     what = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
@@ -64,21 +66,21 @@ def told(cause: BaseException, part: str) -> VivaceError:
 
 @dataclass(frozen=True)
 class SavedState:
-    """States and random numbers as they are before a pass, to go back to when it fails."""
+    """States and random numbers before a pass, to be restored if it fails."""
 
     states: tuple[tuple[SlotState, object], ...]
     numbers: tuple[tuple[torch.Generator, Tensor], ...]
 
     @staticmethod
     def of(states: Sequence[SlotState], generators: Sequence[torch.Generator]) -> SavedState:
-        """Save what the states remember, and where the generators are."""
+        """Save these states and the positions of these generators."""
         return SavedState(
             tuple((state, state.saved()) for state in states),
             tuple((generator, generator.get_state()) for generator in generators),
         )
 
     def restore(self) -> None:
-        """Set everything back."""
+        """Restore everything."""
         for state, saved in self.states:
             state.restore(saved)
         for generator, numbers in self.numbers:
@@ -86,7 +88,7 @@ class SavedState:
 
 
 class Stepped(Protocol):
-    """A sequence that counts the passes it has come through."""
+    """A sequence that counts the passes it has taken part in."""
 
     num_passes: int
 
@@ -95,10 +97,10 @@ S = TypeVar("S", bound=Stepped)
 
 
 def parts_of(failed: Sequence[S]) -> list[list[S]]:
-    """How sequences are tried again whose pass failed, when nothing says for whom.
+    """Divide the sequences of a pass that failed into the groups in which it is tried again, when no request is named.
 
-    Those that have come through passes before go on together, as it is likely that one of the new ones is at fault,
-    which follow one by one. Without new ones, or without others, everyone goes alone.
+    Sequences that have come through passes before stay together, since one of the new ones is more likely at fault; the
+    new ones follow one by one. If all are new, or all are old, each is tried alone.
     """
     known = [sequence for sequence in failed if sequence.num_passes]
     new = [sequence for sequence in failed if not sequence.num_passes]

@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed these tokens last time is proposed again.
+"""Prompt lookup: when the last tokens have occurred before, what followed them there is the draft.
 
-Source: Saxena 2023, "Prompt Lookup Decoding"; the same idea is Yang et al. 2023 (arXiv:2304.04487). The
-longest n-gram at the end of the text that occurred before, n from ``max_ngram`` down to ``min_ngram``, is
-looked up; its latest continuation is the draft. Where we differ: an index per slot holds the last two
-places of every n-gram, so a look-up costs the same however long the text is.
+Source: Saxena 2023, "Prompt Lookup Decoding"; the same idea is Yang et al. 2023 (arXiv:2304.04487). The longest n-gram
+at the end of the text that occurred before is looked up, n from ``max_ngram`` down to ``min_ngram``; what followed its
+latest occurrence is the draft. Where we differ: an index per slot holds the last two places of every n-gram, so a
+look-up costs the same however long the text is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vivace.errors import ConfigError
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """How far back and how long."""
+    """Length of the drafts and of the n-grams that are looked up."""
 
     num_draft_tokens: int = 5
     max_ngram: int = 3
@@ -37,7 +37,7 @@ class LookupConfig:
 
 
 class NgramIndex:
-    """Where every n-gram of a text ended, latest occurrence first among those before the end."""
+    """The end positions of every n-gram of a text: of its latest occurrence and of the one before that."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self.sizes = range(max_ngram, min_ngram - 1, -1)
@@ -55,7 +55,9 @@ class NgramIndex:
                     self._ends[gram] = (stop, self._ends.get(gram, (0, 0))[0])
 
     def continuation(self, count: int) -> list[int]:
-        """Up to ``count`` tokens that followed the longest ending seen before; empty when none was."""
+        """Return up to ``count`` tokens that followed the longest n-gram at the end of the text; empty
+        when it is new.
+        """
         for size in self.sizes:
             if len(self.tokens) > size:
                 end = self._ends[tuple(self.tokens[-size:])][1]
@@ -65,7 +67,7 @@ class NgramIndex:
 
 
 class PromptLookup(OwnsNoCache):
-    """Fills ``Drafter``: drafts by looking the last tokens up in the text so far."""
+    """Implements ``Drafter``: drafts by looking up the last tokens in the text so far."""
 
     name = "lookup"
 
@@ -73,12 +75,12 @@ class PromptLookup(OwnsNoCache):
         self.config = LookupConfig() if config is None else config
 
     def open(self, cache: KVCache) -> LookupState:
-        """State of a session that has read nothing yet."""
+        """Return the state of a session that has seen no text yet."""
         return LookupState(self.config)
 
 
 class LookupState(Forgetful):
-    """Fills ``DraftState``: an index of each slot's text."""
+    """Implements ``DraftState``: an n-gram index of each slot's text."""
 
     def __init__(self, config: LookupConfig) -> None:
         self.config = config
@@ -86,11 +88,13 @@ class LookupState(Forgetful):
         self._index: dict[int, NgramIndex] = {}
 
     def propose(self, context: Context) -> Draft:
-        """A chain per slot where the ending was seen before, nothing elsewhere."""
+        """Return the committed tokens, with a chain of guesses in each slot whose last tokens occurred before."""
         return self.seed(context.committed(), context)[0]
 
     def seed(self, draft: Draft, context: Context) -> tuple[Draft, frozenset[int]]:
-        """Chains below the roots of ``draft`` where the ending was seen before, and the slots that got one."""
+        """Add a chain below the roots of ``draft`` where the last tokens occurred before; also return the slots that
+        got one.
+        """
         chains = {slot: self.guess(context, slot) for slot in context.slots}
         leaves = dict(zip(draft.slots, draft.last_rows, strict=True))
         for depth in range(max(map(len, chains.values()), default=0)):
@@ -102,7 +106,7 @@ class LookupState(Forgetful):
         return draft, frozenset(slot for slot, chain in chains.items() if chain)
 
     def guess(self, context: Context, slot: int) -> list[int]:
-        """The tokens this slot's text suggests next, at most as many as it may still use."""
+        """Return the tokens that followed this slot's last tokens before, at most as many as it may still use."""
         tokens = context.tokens[slot]
         index = self._index.get(slot)
         if index is None or len(index.tokens) > len(tokens):
@@ -112,7 +116,7 @@ class LookupState(Forgetful):
         return index.continuation(min(room, self.config.num_draft_tokens))
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """The text itself is all it needs."""
+        """Do nothing: the index is read from the text itself."""
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""

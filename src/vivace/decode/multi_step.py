@@ -1,9 +1,9 @@
-"""Multi-step decoding: several steps of greedy sequences, verification included, in one native call.
+"""Multi-step decoding: one native call makes several steps of greedy sequences, verification included.
 
-At a small model the way to Python and back takes a quarter as long as a pass of the whole model. Where a drafter can be
-written down as data (``core/draft_rows.py``) and its sequences take the argmax, native code drafts, verifies and begins
-again from what it kept; the drafter proposes the outcome as ``Decided``. Everything else goes step by step, as a
-``Draft`` that the session verifies. ``Session(steps_per_call=0)`` makes every drafter do so.
+With a small model, returning to Python after each pass takes a quarter of the time of a pass. Where draft rows can be
+described as data (``core/draft_rows.py``) and sequences take the argmax, native code drafts, verifies, and drafts again
+from the tokens it kept; the drafter returns the outcome as ``Decided``. In all other cases each step is a ``Draft``
+that the session verifies. ``Session(steps_per_call=0)`` makes every drafter work that way.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vivace.decode.plain import NoDrafts
 from vivace.kernels.low_bit import Weights
 
 BLOCK_S = 0.05
-"""Tokens that come together take no longer than this to make, so that a text still grows evenly."""
+"""Longest time, in seconds, that the steps of one call may take, so that text still appears evenly."""
 MAX_TOKENS = 8
-"""And there are never more of them: what lies behind a stop string was in vain."""
+"""Largest number of tokens of one call: those after a stop string are thrown away."""
 FORGET = 1.02
-"""Growth of what is remembered of a pass with each further one."""
+"""Factor by which the shortest remembered time of a pass grows with each further pass."""
 
 
 class Deciding(NamedTuple):
-    """What may decide for the sequences of a step."""
+    """What a native call needs to decode the sequences of a step."""
 
     chain: Chain
     pending: dict[int, int]
@@ -35,15 +35,17 @@ class Deciding(NamedTuple):
 
 
 def native_chain(model: Decoder, context: Context) -> Chain | None:
-    """What drafts or decides in native calls; None where nothing does, or where a session pads its calls."""
+    """Return what drafts or decodes in native calls; None where the backend has none, or where a session pads its
+    calls.
+    """
     return model.backend.chain if context.cache.row_count == 1 else None
 
 
 def deciding(model: Decoder, context: Context) -> Deciding | None:
-    """What may decide for all sequences of a step; None where each step has to be verified by the session.
+    """Return what may decode all sequences of a step; None where the session has to verify each step.
 
-    That is where no native code runs the model, the session allows no steps in one call, tokens are drawn or
-    processed, or a slot carries an adapter or has more than one token that is not stored yet.
+    The session verifies where no native code runs the model, where it allows no steps in one call, where tokens are
+    sampled or processed, where a slot has an adapter, and where a slot has more than one token that is not stored yet.
     """
     chain = native_chain(model, context)
     if chain is None or context.steps_per_call == 0 or not context.distribution.is_greedy(context.slots):
@@ -57,16 +59,16 @@ def deciding(model: Decoder, context: Context) -> Deciding | None:
 
 
 class StepBudget:
-    """How many steps one native call may make: one where a text begins, then what fits into ``BLOCK_S``."""
+    """Decides how many steps one native call may make: one where a text begins, then as many as take ``BLOCK_S``."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock`` tells how long passes take."""
+        """Measure passes with ``clock``, in seconds."""
         self._clock = clock
         self._pass_s: dict[int, float] = {}
-        """Of one over so many sequences: the shortest seen, slowly forgotten."""
+        """By number of sequences: the shortest time of a pass seen, which slowly grows (``FORGET``)."""
 
     def count(self, context: Context, tokens: float = 1) -> int:
-        """Return the steps to make at once when each gives so many tokens."""
+        """Return how many steps to make in one call if each yields ``tokens`` tokens."""
         if context.steps_per_call is not None:
             return context.steps_per_call
         pass_s = self._pass_s.get(len(context.slots))
@@ -78,9 +80,9 @@ class StepBudget:
     def drafts(
         self, context: Context, slot: int, longest: int, weights: Weights, min_confidence: float = 0.0
     ) -> tuple[int, ChainPlan] | None:
-        """Return how many guesses a draft of one sequence may have, and how many drafts to verify at once.
+        """Return how many guesses a draft of one sequence may have, and the plan of one call that drafts and verifies.
 
-        None where there is no room for a guess.
+        Returns None where no guess can be used.
         """
         limit, room = min(longest, context.max_nodes.get(slot, longest)), 1 + context.room.get(slot, 0)
         if room == 1 or limit == 0:
@@ -89,7 +91,7 @@ class StepBudget:
         return limit, ChainPlan(min_confidence, weights, steps, min(room, steps * (limit + 1)))
 
     def timed(self, context: Context, decide: Callable[[], Decided]) -> Decided:
-        """Let steps be made, and remember how long a pass took."""
+        """Run ``decide`` and remember how long a pass took."""
         started = self._clock()
         decided = decide()
         pass_s = (self._clock() - started) / max(map(len, decided.steps))
@@ -99,16 +101,16 @@ class StepBudget:
 
 
 class MultiStepPlain(NoDrafts):
-    """Fills ``Drafter``: plain decoding, greedily several tokens in one native call."""
+    """Implements ``Drafter``: plain decoding which, where it is greedy, makes several tokens in one native call."""
 
     def __init__(self, model: Decoder, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """For ``model``; ``clock`` tells how long its passes take."""
+        """Decode with ``model``; ``clock`` measures its passes in seconds."""
         super().__init__()
         self._model = model
         self._budget = StepBudget(clock)
 
     def propose(self, context: Context) -> Draft | Decided:
-        """The decided tokens, or also those that the model decides behind them."""
+        """Return the committed tokens, or also the tokens that a native call has decoded after them."""
         found = deciding(self._model, context)
         if found is None:
             return context.committed()

@@ -1,4 +1,4 @@
-"""No drafts: the decoder every other method is compared with; and what drafters remember that remember little."""
+"""Plain decoding, with which every method is compared, and base classes for drafters that remember little."""
 
 from __future__ import annotations
 
@@ -11,53 +11,58 @@ from vivace.decode.forward import ForwardPass
 
 
 class NoMemory:
-    """The calls of ``SlotState`` for a draft state that keeps nothing between them."""
+    """The calls of ``SlotState`` for a state that remembers nothing of its sequences."""
 
     reason: str | None = None
-    """There is nothing to choose."""
+    """None, because there is nothing to choose."""
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is no state."""
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is no state."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is no state."""
 
     def saved(self) -> object:
-        """Nothing."""
+        """Return None: there is no state."""
         return None
 
     def restore(self, saved: object) -> None:
-        """Nothing to go back to."""
+        """Do nothing: there is no state."""
 
 
 class OwnsNoCache:
-    """A drafter whose states keep no keys and values beside the target's."""
+    """A drafter whose states keep no keys and values beside those of the target."""
 
     def text_bytes(self, entries: int) -> int:
-        """Nothing."""
+        """Return 0: the drafter has no cache."""
         return 0
 
 
 class Stateless(OwnsNoCache, NoMemory):
-    """A drafter that remembers no sequence: it is its own state in every session."""
+    """A drafter that remembers no sequence, so it is its own state in every session."""
 
     def open(self, cache: KVCache) -> Self:
-        """Itself, since there is nothing to keep apart."""
+        """Return the drafter itself."""
         return self
 
 
 class Forgetful(NoMemory):
-    """Draft state that drops what it knows of a slot where its text changes, and drafts without until it sees more."""
+    """Draft state kept in dictionaries by slot. It drops what it knows of a slot whose text is shortened.
+
+    Such a slot has no drafts until the state has observed its next pass.
+    """
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """What was kept may be gone."""
+        """Release these slots: what was kept for them may no longer be part of the text."""
         self.release(slots)
 
     def saved(self) -> object:
-        """What its dictionaries hold by slot; their values are replaced as texts go on, or are lists that grow."""
+        """Return a copy of every dictionary by slot. Their values are lists, which are copied, or objects that never
+        change.
+        """
         return {
             name: {slot: list(known) if isinstance(known, list) else known for slot, known in by_slot.items()}
             for name, by_slot in vars(self).items()
@@ -65,7 +70,7 @@ class Forgetful(NoMemory):
         }
 
     def restore(self, saved: object) -> None:
-        """Know that again."""
+        """Set the dictionaries back to what ``saved`` returned."""
         assert isinstance(saved, dict)
         vars(self).update(saved)
 
@@ -74,13 +79,13 @@ class NoDrafts(Stateless):
     """Plain decoding: one row per slot and step."""
 
     def __init__(self, name: str = "plain", traversal: Traversal | None = None) -> None:
-        """Give the way up another name if it is another than all rows together."""
+        """Set the method's name, and its forward pass where that is not the plain one."""
         self.name = name
         self.traversal: Traversal = ForwardPass() if traversal is None else traversal
 
     def propose(self, context: Context) -> Draft | Decided:
-        """The decided tokens alone."""
+        """Return the committed tokens without guesses."""
         return context.committed()
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Nothing to learn."""
+        """Do nothing: plain decoding learns nothing from a pass."""

@@ -1,13 +1,12 @@
-"""How prompts are read: in which pieces one goes up the model, and which way.
+"""How prompts are read: into which pieces a prompt is divided, and how each piece passes the model.
 
 A request names its ``Prefill`` as it names its drafter; requests with different ones may share a session. The session
-decides when pieces go up (``decode/prompt_reader.py``): between decoding steps, several prompts in one pass, no more
-rows than its budget, progress and cancellation after each. Everything else is the prefill's: what a piece is, which
-rows pass which layers, what is stored and what it remembers meanwhile. It may run a pass of its own that leaves tokens
-out on the way, fill the cache in any order and keep what it left out for later: its state hears of commits and releases
-like the cache.
+decides when pieces run (``decode/prompt_reader.py``): between decoding steps, several prompts in one pass within its
+row budget, with progress and cancellation after each. Everything else is up to the prefill: what a piece is, which rows
+pass which layers, what is stored, and what it remembers meanwhile. It may run passes that leave tokens out, store
+entries in any order, and return later to what it left out. Its state is told of commits and releases as the cache is.
 
-The last prompt token is never read here: it is the root of the first draft.
+The last prompt token is never read here, because it is the root of the first draft.
 """
 
 from __future__ import annotations
@@ -26,45 +25,47 @@ from vivace.decode.plain import NoMemory
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """A part of the work of reading one prompt: what one pass does of it."""
+    """Part of the work of reading one prompt: what one pass does."""
 
     first: int
     stop: int
-    """Prompt tokens first..stop-1; as many rows go up at most."""
+    """The piece is prompt tokens first..stop-1; the pass has at most that many rows for it."""
     kind: str
-    """Pieces of one kind may share a pass."""
+    """Only pieces of one kind may share a pass."""
     num_read: int
-    """Prompt tokens that are read to the end with it; 0 where they still have layers to go."""
+    """Number of prompt tokens that have been read completely after this piece; 0 where they still have
+    layers to pass."""
 
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """What a pass over pieces of prompts brought."""
+    """The result of one pass over pieces of prompts."""
 
     draft: Draft
-    """Prompt tokens that came out at the top, as given tokens, for the drafters; of some of the slots or of none."""
+    """Prompt tokens that passed the last layer, as committed tokens, for the drafters; of some of the
+    slots or of none."""
     passed: TargetPass
-    """Their residuals there."""
+    """Residuals of those tokens after the last layer."""
     stored: Mapping[int, int]
-    """By slot: how many more tokens of the prompt the cache holds now and may be committed; none where it lacks one."""
+    """By slot: number of further prompt tokens that the cache holds completely and that may be committed."""
 
 
 class Prefill(Protocol):
-    """A way to read prompts: what it was told to do, the same for all sessions of an engine."""
+    """A way to read prompts, with its settings; one object serves all sessions of an engine."""
 
     name: str
-    """As users write it."""
+    """The name that users write."""
     is_exact: bool
-    """It stores what every token leaves in every layer, bit for bit. Only then prefixes that are known already are
-    taken for its prompts, and its entries are kept for others."""
+    """Whether it stores, bit for bit, the keys and values that every token has in every layer. Only then are entries
+    taken from a prefix cache for its prompts and given to one."""
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
-        """Start a session's state, empty.
+        """Return an empty state for one session.
 
         Args:
             model: the decoder.
             cache: holds the entries of that session's sequences.
-            chunk: tokens of a piece; known prefixes end at multiples of it, or with the prompt.
+            chunk: number of tokens of a piece; cached prefixes end at multiples of it, or with the prompt.
         """
         ...
 
@@ -73,31 +74,31 @@ class PrefillState(SlotState, Protocol):
     """Reads the prompts of one session."""
 
     def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
-        """Divide a prompt that was given a slot.
+        """Divide a prompt that was given a slot into pieces.
 
         Args:
             slot: where its entries go.
             prompt: all its tokens; the last one is not to be read.
-            known: tokens whose entries are stored already.
+            known: number of leading tokens whose entries are stored already.
 
         Returns:
-            The pieces in the order in which they have to go up.
+            The pieces in the order in which they have to run.
         """
         ...
 
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
-        """Take the next piece of each of these slots up the model, together; all are of one kind."""
+        """Run the next piece of each of these slots in one pass; all pieces are of one kind."""
         ...
 
 
 class FullPrefill:
-    """Fills ``Prefill``: every token through every layer, in chunks at fixed places."""
+    """Implements ``Prefill``: every token passes every layer, in chunks that begin at multiples of the chunk length."""
 
     name = "full"
     is_exact = True
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
-        """State of a session; chunks go up whole, so there is nothing to remember."""
+        """Return the state of a session; since chunks are read completely, it remembers nothing."""
         return _Chunks(model, cache, chunk)
 
 
@@ -105,10 +106,10 @@ FULL = FullPrefill()
 
 
 class _Chunks(NoMemory):
-    """Fills ``PrefillState``.
+    """Implements ``PrefillState``.
 
-    Chunks start at multiples of their length, and by their place alone go up as chunks, all rows attending together,
-    or row by row as while decoding. So a prompt gives the same bits whatever else is running.
+    Chunks begin at multiples of their length. The position of a chunk alone decides whether its rows attend together or
+    one by one as while decoding. So a prompt gives the same bits whatever else is running.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, chunk: int) -> None:
@@ -118,7 +119,7 @@ class _Chunks(NoMemory):
         self._climb = ForwardPass()
 
     def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
-        """Chunks behind what is known."""
+        """Return the chunks after the ``known`` tokens."""
         last = len(prompt) - 1
         assert known == last or known % self._chunk == 0, "a known prefix ends where a chunk does"
         return [self._piece(first, min(first + self._chunk, last)) for first in range(known, last, self._chunk)]
@@ -128,7 +129,7 @@ class _Chunks(NoMemory):
         return PromptPiece(first, stop, kind, stop - first)
 
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
-        """One pass over a chunk of each slot."""
+        """Run one pass over a chunk of each slot."""
         tokens = {slot: prompts[slot][piece.first : piece.stop] for slot, piece in pieces.items()}
         draft = Draft.committed_only(tokens, is_prompt=True, device=self._cache.device)
         is_chunk = next(iter(pieces.values())).kind == "chunks"

@@ -1,4 +1,4 @@
-"""The prompts of a session: when their pieces go up, who hears of them, and what is taken from or kept for others."""
+"""Reads the prompts of a session: chooses the pieces of each pass, informs drafters, and uses the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from vivace.decode.sequence import by_drafting
 
 
 class PromptReader:
-    """Reads prompts piece by piece, each by its request's ``Prefill``."""
+    """Reads prompts piece by piece, each with the ``Prefill`` of its request."""
 
     def __init__(self, model: Decoder, cache: KVCache, owned: Sequence[SlotState], *, chunk: int, budget: int) -> None:
-        """Read for one session.
+        """Create the reader of one session.
 
         Args:
             model: the decoder.
             cache: where entries go.
-            owned: what parts of the model remember of the session's sequences.
-            chunk: prompt tokens of a piece.
-            budget: rows in one pass at most (at least one piece runs).
+            owned: states of parts of the model that remember the session's sequences.
+            chunk: number of prompt tokens of a piece.
+            budget: largest number of rows in one pass; at least one piece runs.
         """
         self.num_read = self.num_asked = 0
-        """Prompt tokens read and in all, since the last time every prompt was in."""
+        """Number of prompt tokens read, and in all, since the reader was last without work."""
         self._model = model
         self._cache = cache
         self._owned = owned
         self._chunk = chunk
         self._budget = budget
         self._states: dict[int, tuple[Prefill, PrefillState]] = {}
-        """By identity: ways to read that requests have named."""
+        """By identity of the prefill: each one that a request has named, and its state."""
 
     def state_of(self, prefill: Prefill) -> PrefillState:
-        """The session's state of a way to read, opened with the first request that names it."""
+        """Return the session's state for a prefill, opened when a request first names it."""
         if id(prefill) not in self._states:
             self._states[id(prefill)] = prefill, prefill.open(self._model, self._cache, chunk=self._chunk)
         return self._states[id(prefill)][1]
 
     def begin(self, sequence: Decoding) -> None:
-        """Take up what is known of a prompt, and plan what has to be read.
+        """Attach cached entries of a prompt and plan the pieces that remain to be read.
 
         Raises:
-            RequestFailed: its prefix or its prefill failed.
+            RequestFailed: its prefix cache or its prefill failed.
         """
         if self.num_read == self.num_asked:
             self.num_read = self.num_asked = 0
@@ -62,11 +62,13 @@ class PromptReader:
         self.num_asked += left_of(sequence)
 
     def forget(self, sequence: Decoding) -> None:
-        """Count no more on what is left of a prompt."""
+        """Drop a prompt that will not be read to its end from the progress counts."""
         self.num_asked -= left_of(sequence)
 
     def next(self, sequences: Iterable[Decoding]) -> list[Decoding]:
-        """Choose sequences whose next pieces share a pass: of one kind, as many as the budget allows."""
+        """Choose sequences whose next pieces share a pass: pieces of one kind and one prefill, within the
+        row budget.
+        """
         filling = [sequence for sequence in sequences if sequence.pieces]
         batch: list[Decoding] = []
         rows = 0
@@ -81,7 +83,9 @@ class PromptReader:
         return batch
 
     def read(self, batch: Sequence[Decoding]) -> list[tuple[Decoding, RequestFailed]]:
-        """Take the next pieces of these prompts up in one pass; who failed afterwards, and how."""
+        """Run the next pieces of these prompts in one pass; return the sequences that failed afterwards, with their
+        errors.
+        """
         started = time.perf_counter()
         prefilling = batch[0].prefilling
         done = prefilling.read({s.slot: s.pieces[0] for s in batch}, {s.slot: s.tokens for s in batch})
@@ -109,12 +113,14 @@ class PromptReader:
 
     @staticmethod
     def _shares(sequence: Decoding) -> bool:
-        """Whether entries of its prompt are taken from a prefix cache and kept there, which are the model's own."""
+        """Return whether this prompt uses the prefix cache: only where its entries are exactly the model's own."""
         request = sequence.request
         return request.prefix is not None and request.prefill.is_exact and request.adapter is None
 
     def _attach(self, sequence: Decoding) -> int:
-        """Take over what is known of a prompt, and show its drafter what prefill would have; tokens stored now."""
+        """Attach cached entries of a prompt, let its drafter observe them as after prefill, and return how many tokens
+        they are.
+        """
         request, slot, drafting = sequence.request, sequence.slot, sequence.drafting
         assert request.prefix is not None
         sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self._cache)
@@ -129,7 +135,7 @@ class PromptReader:
         return known
 
     def _keep(self, sequence: Decoding) -> None:
-        """Let a prompt that is wholly stored be known to others."""
+        """Give the entries of a prompt that is completely stored to the prefix cache."""
         if sequence.pieces:
             return
         request = sequence.request
@@ -140,12 +146,12 @@ class PromptReader:
 
 
 def left_of(sequence: Decoding) -> int:
-    """Prompt tokens that are still to be read."""
+    """Return the number of prompt tokens that are still to be read."""
     return sum(piece.num_read for piece in sequence.pieces)
 
 
 def _part(draft: Draft, passed: TargetPass, slots: list[int]) -> tuple[Draft, TargetPass]:
-    """Prompt tokens of some slots and what came out: a drafter hears of its own sequences only."""
+    """Return the rows of some slots and their residuals: a drafter observes its own sequences only."""
     if len(slots) == len(draft.slots):
         return draft, passed
     tokens = {slot: draft.tokens[draft.slot == slot].tolist() for slot in slots}

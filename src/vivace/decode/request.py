@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back, in tokens; text is one floor up."""
+"""What a caller asks of a session and what the session returns, in tokens. Text is handled by the layers above."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""A logits processor of transformers: (1, S) token ids and (1, V) logits -> (1, V) logits."""
+"""A logits processor as in transformers: token ids (1, S) and logits (1, V) -> logits (1, V)."""
 
 FinishReason = Literal["stop", "length", "error"]
-"""Why there is no further token; "error" is for requests that failed, whose last event says how."""
+"""Why no further token follows. A request that failed ends with "error", and its last event carries the error."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a text ends, other than by its length."""
+    """The reasons for which a text ends before its length limit."""
 
     end_tokens: frozenset[int] = frozenset()
-    """End-of-text ids; the one that occurs is the last token returned."""
+    """Ids of end-of-text tokens. The one that occurs is the last token returned."""
     stop_strings: tuple[str, ...] = ()
-    """The token that completes one of these is the last token returned."""
+    """The text ends with the token that completes one of these strings; that token is still returned."""
     detokenize: Callable[[Sequence[int]], str] | None = None
-    """Needed for stop strings."""
+    """Turns token ids into text; required where there are stop strings."""
     min_new_tokens: int = 0
-    """End tokens cannot be drawn before this many tokens."""
+    """End tokens cannot be drawn before this many new tokens."""
     criterion: Callable[[Sequence[int]], bool] | None = None
-    """Any other reason to stop, asked with the new tokens after each of them."""
+    """A further reason to stop, called with all new tokens after each of them."""
 
     def __post_init__(self) -> None:
         if any(not text for text in self.stop_strings):
@@ -43,7 +43,7 @@ class StopRule:
         assert not self.stop_strings or self.detokenize is not None, "stop strings need a detokenizer"
 
     def stops_at(self, tokens: Sequence[int]) -> bool:
-        """Whether a text whose new tokens are these ends with the last of them."""
+        """Return whether a text whose new tokens are ``tokens`` ends with the last of them."""
         if tokens[-1] in self.end_tokens and len(tokens) > self.min_new_tokens:
             return True
         if self.criterion is not None and self.criterion(tokens):
@@ -58,30 +58,30 @@ class StopRule:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode."""
+    """One sequence to decode: its prompt, its limits, how it is drafted, sampled and stopped."""
 
     tokens: tuple[int, ...]
     """Prompt ids, at least one."""
     max_new_tokens: int
     drafter: Drafter
-    """One object for all requests of a method; a session drafts together for those that share it."""
+    """The method. Requests that share the object are drafted for together."""
     sampling: Sampling = field(default_factory=Sampling)
     stop: StopRule = field(default_factory=StopRule)
     seed: int = 0
     logprobs: bool = False
-    """Also return log p(token) under the model before any processor."""
+    """Whether log p(token) under the model before any processor is returned."""
     processors: tuple[Processor, ...] = ()
-    """Applied to the logits before ``sampling``, in order."""
+    """Logits processors, applied in this order before ``sampling``."""
     num_top_logprobs: int = 0
-    """Likeliest tokens returned for every place, with their log p; needs ``logprobs``."""
+    """Number of likeliest tokens returned with their log p for every position; needs ``logprobs``."""
     shows_guesses: bool = False
-    """Also return what was drafted for every place."""
+    """Whether the tokens drafted for every position are returned."""
     adapter: Adapter | None = None
-    """Low-rank deltas that the model carries for this request; drafts are verified against the model with them."""
+    """Low-rank deltas added to the model for this request; drafts are verified against the model with them."""
     prefill: Prefill = FULL
-    """How the prompt is read; one object for all requests that read alike."""
+    """How the prompt is read. Requests that share the object may be read in one pass."""
     prefix: Prefix | None = None
-    """Asked for entries of the prompt before it is prefilled, and given them after."""
+    """A cache of prompts: asked for entries of this prompt before it is prefilled, and given its entries afterwards."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -91,16 +91,18 @@ class Request:
 
     @property
     def takes_argmax(self) -> bool:
-        """Whether the argmax of the raw logits is always the next token."""
+        """Return whether the next token is always the argmax of the raw logits."""
         return self.sampling.is_argmax and self.stop.min_new_tokens == 0 and not self.processors
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether the next token's law depends on earlier tokens beyond the logits."""
+        """Return whether the distribution of the next token depends on earlier tokens beyond the logits."""
         return self.sampling.reads_prefix or self.stop.min_new_tokens > 0 or bool(self.processors)
 
     def without_a_token(self, num_new: int) -> NoTokenError:
-        """What to say when every token is excluded after so many new ones: what of this request excludes some."""
+        """Return the error for a text after whose ``num_new`` new tokens none may follow: it names what
+        excludes them.
+        """
         bars = {
             "its logits processors (a grammar, a bias)": bool(self.processors),
             "its least length": num_new < self.stop.min_new_tokens,
@@ -112,7 +114,7 @@ class Request:
         )
 
     def check_fits(self, capacity: int) -> None:
-        """Refuse what a slot of this capacity cannot hold.
+        """Raise an error if prompt and new tokens exceed a slot of ``capacity`` tokens.
 
         Raises:
             CapacityError: prompt and new tokens together are longer than the context.
@@ -127,18 +129,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Emitted:
-    """New tokens of one request, one step's worth."""
+    """New tokens of one request from one step, or its failure."""
 
     request_id: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason | None
-    """Set on the last one."""
+    """Why the text ends here; None while it goes on."""
     stats: DecodeStats
-    """Counters of the request so far (the same object until it finishes)."""
+    """Counters of the request so far; the same object until the request finishes."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """The likeliest tokens and their log p for the place of each token."""
+    """For the position of each token: the likeliest tokens and their log p."""
     guesses: tuple[tuple[int, ...], ...] | None = None
-    """What was drafted for the place of each token; the token is among them when it was accepted."""
+    """For the position of each token: the tokens drafted there. An accepted token is among them."""
     error: VivaceError | None = None
-    """Set on the last event of a request that failed, which has no tokens."""
+    """What went wrong, on the last event of a request that failed; that event has no tokens."""

@@ -1,4 +1,4 @@
-"""A request while it is in a slot, and what a pass decides for it."""
+"""A request while it occupies a slot, and the tokens that a pass yields for it."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from vivace.decode.stats import DecodeStats
 
 @dataclass
 class Sequence:
-    """A request while it is in a slot."""
+    """A request while it occupies a slot."""
 
     id: int
     request: Request
     slot: int
     tokens: list[int]
-    """Prompt and new tokens; all but the last are stored."""
+    """Prompt and new tokens; all but the last are stored in the cache."""
     drafting: DraftState
-    """The session's state of the request's drafter, shared with its other requests of that method."""
+    """The session's state of the request's drafter, shared with other requests of that method."""
     prefilling: PrefillState
-    """The session's state of the way in which its prompt is read."""
+    """The session's state of the request's prefill."""
     promise: Promise
-    """Of the memory for its keys and values."""
+    """Reservation of memory for its keys and values."""
     generator: torch.Generator
     stats: DecodeStats
     admitted_at: float
     first_at: float = 0.0
     pieces: deque[PromptPiece] = field(default_factory=deque)
-    """Work on the prompt that is still to be done."""
+    """Pieces of the prompt that are still to be read."""
     shown: list[Tensor] = field(default_factory=list)
-    """Residuals at the top of the prompt so far, (n, E) each, where a prefix cache is to keep them."""
+    """Residuals of the prompt so far after the last layer, (n, E) each, where a prefix cache is to keep them."""
     num_passes: int = 0
-    """Passes it has come through, of its prompt and of its answer."""
+    """Number of passes it has taken part in, prefill and decoding."""
 
     @property
     def num_new(self) -> int:
-        """How many tokens were generated so far."""
+        """Return the number of tokens generated so far."""
         return len(self.tokens) - len(self.request.tokens)
 
     @property
     def new_tokens(self) -> list[int]:
-        """What was generated so far."""
+        """Return the tokens generated so far."""
         return self.tokens[len(self.request.tokens) :]
 
 
 @dataclass
 class Block:
-    """What a pass decided for one sequence, before it is cut where the text ends; lists run beside ``tokens``."""
+    """Tokens that one step yields for one sequence, before they are cut where the text ends; all lists are parallel."""
 
     rows: list[int]
-    """Draft rows they follow."""
+    """Draft rows that the tokens follow."""
     tokens: list[int]
     guessed: list[int] = field(default_factory=list)
-    """Depths of the guesses made."""
+    """Depth of every guess that was drafted."""
     logprobs: list[float] | None = None
     top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
     guesses: list[tuple[int, ...]] | None = None
 
     def take_logprobs(self, logprobs: Tensor, num_top: int) -> None:
-        """Read log p of the tokens, and of the likeliest ones, off the rows they follow, (n, V)."""
+        """Read log p of the tokens, and of the ``num_top`` likeliest ones, from the rows they follow, (n, V)."""
         self.logprobs = logprobs.gather(1, torch.tensor(self.tokens, device=logprobs.device)[:, None])[:, 0].tolist()
         if num_top:
             values, tokens = logprobs.topk(num_top)
@@ -75,11 +75,11 @@ class Block:
             self.top_logprobs = [tuple(zip(ids, logs, strict=True)) for ids, logs in pairs]
 
     def take_guesses(self, draft: Draft, children: list[list[int]]) -> None:
-        """Read what was guessed behind the rows."""
+        """Read which tokens were drafted after each of the rows."""
         self.guesses = [tuple(draft.lists.tokens[child] for child in children[row]) for row in self.rows]
 
     def emitted(self, kept: int, sequence: Sequence, reason: FinishReason | None) -> Emitted:
-        """The first ``kept`` tokens and what belongs to them."""
+        """Return the first ``kept`` tokens and their data as an event."""
         return Emitted(
             sequence.id,
             tuple(self.tokens[:kept]),
@@ -92,7 +92,7 @@ class Block:
 
 
 def blocks_of(draft: Draft, verdict: Verdict) -> list[list[Block]]:
-    """What each step of each slot decided."""
+    """Return the blocks of each slot, one for each verified step."""
     tokens, blocks = draft.lists.tokens, []
     for path, next_token, steps in zip(verdict.paths, verdict.next_tokens, verdict.steps, strict=True):
         path = path[len(path) - sum(step.kept for step in steps) :]
@@ -104,7 +104,7 @@ def blocks_of(draft: Draft, verdict: Verdict) -> list[list[Block]]:
 
 
 def by_drafting(sequences: list[Sequence]) -> list[list[Sequence]]:
-    """Sequences that are drafted for together."""
+    """Group sequences by the draft state they share."""
     groups: dict[int, list[Sequence]] = {}
     for sequence in sequences:
         groups.setdefault(id(sequence.drafting), []).append(sequence)
@@ -112,7 +112,7 @@ def by_drafting(sequences: list[Sequence]) -> list[list[Sequence]]:
 
 
 def count_exits(passed: TargetPass, verdict: Verdict, sequences: list[Sequence], num_layers: int) -> None:
-    """Tell each sequence where the rows left that its new tokens follow, and the layer passes spent on all its rows."""
+    """Record, for each sequence, the layers that its new tokens passed and the layer passes of all its rows."""
     assert passed.depth is not None
     assert passed.work is not None
     depth, work = passed.depth.tolist(), passed.work.tolist()

@@ -1,12 +1,12 @@
-"""The loop. Sequences are admitted, stepped and cancelled; everything above drives this one object.
+"""The decoding loop: requests are admitted, advanced step by step, and cancelled here.
 
-A step is at most one prefill pass (pieces of the prompts that are still to be read) and one proposal per method for all
-live sequences together, whatever each of them drafted or accepted: a draft, which one target pass verifies, or steps
-that are decided already (``multi_step.py``). The last prompt token is never prefilled: it is the root of the first
-draft, so prompt logits are never computed and the first token already profits from drafting. How prompts are read is
-up to their ``Prefill`` (``prefill.py``).
+A step runs at most one prefill pass, over pieces of prompts that are still to be read. Then it asks each method for one
+proposal for all its live sequences together. A proposal is a draft, which one target pass verifies, or steps that
+native code has drafted and verified already (``multi_step.py``). The last prompt token is not prefilled: it is the root
+of the first draft. So logits of the prompt are never computed, and already the first new token comes from a drafted
+step. How prompts are read is up to the ``Prefill`` of each request (``prefill.py``).
 
-A request that fails ends alone (``isolation.py``): the step that it failed in is made again without it.
+A request that fails ends alone: the step in which it failed is run again without it (``isolation.py``).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from vivace.errors import NoTokenError, VivaceError
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with (prompt tokens done, prompt tokens in all) after every prefill pass."""
+"""Called with (prompt tokens read, prompt tokens in all) after every prefill pass."""
 
 
 class Session:
-    """Decodes any number of requests, ``num_slots`` at a time."""
+    """Decodes any number of requests, ``num_slots`` at a time; further requests wait in a queue."""
 
     def __init__(
         self,
@@ -68,19 +68,20 @@ class Session:
         memory: MemoryBudget | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Allocate the cache.
+        """Allocate the cache of keys and values.
 
         Args:
             model: the decoder.
-            num_slots: sequences that run at once; further ones wait.
-            capacity: prompt and new tokens a sequence may have together.
-            chunk: prompt tokens that go up together.
-            prefill_budget: prompt rows in one pass at most (at least one chunk runs).
+            num_slots: number of sequences that run at once.
+            capacity: largest number of prompt and new tokens of a sequence together.
+            chunk: number of prompt tokens that pass the model together.
+            prefill_budget: largest number of prompt rows in one pass; at least one chunk runs.
             row_count: decoding calls are padded to a multiple of this many rows (``Step.row_count``).
-            steps_per_call: steps that one native call may make and verify; 0 verifies every draft here, None makes as
-                many as fit into a twentieth of a second (``decode/multi_step.py``).
-            memory: what texts are promised their keys and values from; None has no limit.
-            progress: told about prefill.
+            steps_per_call: number of steps that one native call may draft and verify. 0 has this session verify every
+                draft;
+                None chooses as many as take a twentieth of a second (``decode/multi_step.py``).
+            memory: limit for the keys and values of texts; None sets no limit.
+            progress: called after every prefill pass.
         """
         self.model = model
         self.capacity = capacity
@@ -90,9 +91,10 @@ class Session:
         self.progress = progress
         self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK, row_count=row_count)
         self._drafting: dict[int, tuple[Drafter, DraftState]] = {}
-        """By identity: drafters that requests have named, and what they remember of this session's sequences."""
+        """By identity of the drafter: each drafter that a request has named, and its state for the sequences of this
+        session."""
         self.num_target_passes = 0
-        """Decoding passes so far, whatever the number of slots in each."""
+        """Number of decoding passes of the whole model so far; a pass over several slots counts once."""
         self._owned = [part.open(self.cache) for part in model.stateful]
         self._prompts = PromptReader(model, self.cache, self._owned, chunk=chunk, budget=prefill_budget)
         self._free = list(range(num_slots))[::-1]
@@ -102,38 +104,38 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs and nothing waits."""
+        """Return whether no request runs and none waits."""
         return not self._live and not self._waiting
 
     @property
     def reading(self) -> dict[int, tuple[int, int]]:
-        """Of every request in a slot: prompt tokens that were known, and prompt tokens still to be read."""
+        """Return, by request id, the prompt tokens taken from a prefix cache and those still to be read."""
         return {s.id: (s.stats.num_cached_tokens, left_of(s)) for s in self._live.values()}
 
     def text_bytes(self, request: Request) -> int:
-        """Keys and values of a request at most."""
+        """Return the largest number of bytes that keys and values of a request can take."""
         return text_bytes(self.model, request.drafter, len(request.tokens) + request.max_new_tokens)
 
     def check(self, request: Request) -> None:
-        """Refuse what could never be given a slot.
+        """Raise an error for a request that no free slot could ever take.
 
         Raises:
-            CapacityError: it is longer than a slot, or its keys and values are larger than the memory for texts.
+            CapacityError: it is longer than a slot, or its keys and values need more than the memory for texts.
         """
         request.check_fits(self.capacity)
         self.memory.check_text(self.text_bytes(request), len(request.tokens) + request.max_new_tokens)
 
     def can_begin(self, request: Request) -> bool:
-        """Whether a request that is admitted now is given a slot in the next step."""
+        """Return whether a request admitted now would be given a slot in the next step."""
         queued = [other for _, other in self._waiting]
         needed = sum(map(self.text_bytes, (*queued, request)))
         return len(self._free) > len(queued) and self.memory.has_room(needed)
 
     def admit(self, request: Request) -> int:
-        """Queue a request; returns its id.
+        """Put a request into the queue and return its id.
 
         Raises:
-            CapacityError: it could never be given a slot.
+            CapacityError: no free slot could ever take it.
         """
         self.check(request)
         self._waiting.append((self._next_id, request))
@@ -141,14 +143,14 @@ class Session:
         return self._next_id - 1
 
     def cancel(self, request_id: int) -> None:
-        """Stop a request now; its slot is free before the next step. Unknown or finished ids are ignored."""
+        """Stop a request; its slot is free in the next step. Ids that are unknown or finished are ignored."""
         self._waiting = deque(pair for pair in self._waiting if pair[0] != request_id)
         for sequence in list(self._live.values()):
             if sequence.id == request_id:
                 self._release(sequence)
 
     def drain(self) -> Iterator[Emitted]:
-        """Step until nothing is left; a caller who stops before that cancels the rest.
+        """Step until every request has finished, and yield what each step emits. Closing the iterator cancels the rest.
 
         Raises:
             VivaceError: a request failed; the others are cancelled, and the session can be used again.
@@ -163,7 +165,7 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all requests."""
         self._waiting.clear()
         for sequence in list(self._live.values()):
             self._release(sequence)
@@ -176,9 +178,10 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
-        """Advance every sequence: prompt chunks for those that have some, tokens for the others.
+        """Advance every sequence: read a piece of the prompts that are incomplete, and decode the other sequences by
+        one proposal.
 
-        A request that fails is over, and its last event carries the error; the others have what they would have had.
+        A request that fails ends, and its last event carries the error; the others continue with unchanged results.
         """
         emitted = self._fill_slots()
         if filling := self._prompts.next(self._live.values()):
@@ -191,11 +194,12 @@ class Session:
         return emitted
 
     def _apart(self, sequences: list[Sequence], work: Callable[[list[Sequence]], list[Emitted]]) -> list[Emitted]:
-        """Do a pass for sequences together; where it fails, again without whom it fails for, who end with the error.
+        """Run a pass for ``sequences`` together. If it fails, end the sequences at fault and run it again for the
+        others.
 
         Args:
-            sequences: in slots.
-            work: one pass for some of them. It may fail only before it has told any state to forget something.
+            sequences: the sequences, all of them in slots.
+            work: runs one pass for some of them. It may fail only before it has released or shortened any state.
         """
         emitted: list[Emitted] = []
         parts = deque([sequences])
@@ -221,14 +225,14 @@ class Session:
         return emitted
 
     def _fail(self, sequence: Sequence, error: VivaceError) -> Emitted:
-        """End a request that failed."""
+        """End a request that failed and return its last event."""
         if isinstance(error, NoTokenError):
             error = sequence.request.without_a_token(sequence.num_new)
         self._release(sequence)
         return Emitted(sequence.id, (), None, "error", sequence.stats, error=error)
 
     def _fill_slots(self) -> list[Emitted]:
-        """Give waiting requests the slots and the memory that are free; those that cannot begin are over."""
+        """Give free slots and memory to waiting requests; return the last events of those that cannot begin."""
         failed: list[Emitted] = []
         while self._free and self._waiting:
             request_id, request = self._waiting[0]
@@ -265,11 +269,15 @@ class Session:
         return sequence
 
     def _prefill(self, batch: list[Sequence]) -> list[Emitted]:
-        """One pass over the next pieces of these sequences' prompts."""
+        """Run one pass over the next pieces of these sequences' prompts; return the last events of those
+        that failed.
+        """
         return [self._fail(sequence, failure.error) for sequence, failure in self._prompts.read(batch)]
 
     def _decode(self, sequences: list[Sequence]) -> list[Emitted]:
-        """One proposal for these sequences, which are drafted for together, verified here or decided already."""
+        """Get one proposal for sequences of one method, verify it unless it is decided already, and emit what it
+        yields.
+        """
         drafting = sequences[0].drafting
         started = time.perf_counter()
         context = self._context(sequences)
@@ -314,7 +322,7 @@ class Session:
         )
 
     def _verify(self, draft: Draft, traversal: Traversal, context: Context, sequences: list[Sequence]) -> Checked:
-        """Take a draft up the model in one pass, and keep what the model itself would have written."""
+        """Run one target pass over a draft and keep the guesses that the model itself would have written."""
         passed = traversal.run(self.model, draft, self.cache)
         if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
             draft = draft.only(passed.rows.tolist())
@@ -332,7 +340,9 @@ class Session:
         return Checked(draft, passed, verify_sampled(draft, distribution, context.generators), logprobs)
 
     def _read_on(self, decided: Decided, sequences: list[Sequence]) -> Checked:
-        """Read the token behind the last row of steps that are verified already, and log p where it was asked for."""
+        """Choose the token after the last row of steps verified in native code; compute log p where a
+        request wants it.
+        """
         hidden, last = decided.passed.hidden, decided.draft.last_rows
         if any(s.request.logprobs for s in sequences):
             logits = self.model.head(hidden)
@@ -344,7 +354,9 @@ class Session:
     def _emit_all(
         self, draft: Draft, logprobs: Tensor | None, sequences: list[Sequence], blocks: list[list[Block]]
     ) -> list[Emitted]:
-        """Emit what each pass brought, cut at the first stop. What fails from here on is of one request alone."""
+        """Emit the tokens of a pass, each text cut at its first stop. From here on a failure concerns one
+        request only.
+        """
         children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
         emitted: list[Emitted] = []
         for sequence, own in zip(sequences, blocks, strict=True):
@@ -361,7 +373,7 @@ class Session:
         return emitted
 
     def _emit(self, sequence: Sequence, blocks: list[Block]) -> list[Emitted]:
-        """Hand out what the passes decided, up to where the text ends."""
+        """Emit the blocks of one sequence up to the end of its text, and free its slot there."""
         emitted: list[Emitted] = []
         for block in blocks:
             kept, reason = self._append(sequence, block)
@@ -376,7 +388,7 @@ class Session:
         return emitted
 
     def _append(self, sequence: Sequence, block: Block) -> tuple[int, FinishReason | None]:
-        """Add a block to a text; how many of its tokens belong there, and why there is no further one."""
+        """Add a block's tokens to a text. Return how many belong to it, and why no further one follows (or None)."""
         stats = sequence.stats
         kept, reason = 0, None
         for token in block.tokens:
@@ -401,7 +413,7 @@ class Session:
         return "length" if sequence.num_new >= sequence.request.max_new_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a slot, whatever becomes of it."""
+        """Free a slot, even if one of its states fails to release it."""
         self._prompts.forget(sequence)
         for state in self._states([sequence]):
             try:
@@ -423,11 +435,11 @@ class Session:
 
 
 class Checked(NamedTuple):
-    """A proposal whose tokens are plain decoding's, whoever verified them."""
+    """A proposal after verification: its kept tokens are those of plain decoding."""
 
     draft: Draft
     passed: TargetPass
-    """What came out at the top of its rows."""
+    """Residuals of the draft's rows after the last layer."""
     verdict: Verdict
     logprobs: Tensor | None
-    """(T, V) log p of every vocabulary entry behind each row, where somebody asked for it."""
+    """(T, V) log p of every vocabulary entry after each row; None where no request wants it."""

@@ -1,12 +1,12 @@
-"""Drafting with the target's own lower layers: what is computed while drafting is handed to verification.
+"""Drafting with the target's own lower layers, whose results verification reuses.
 
-Rows climb to the *gate*, something there guesses the next token, the guess becomes a row, and so on. The
-lower layers' keys, values and residuals of every node are the target's own, so verification starts at the
-gate and the lower layers run once per token. One more lower pass than guesses is made: the last guesses
-need their residual at the gate too (the token after them is the bonus).
+Rows run to the *exit layer*; there the next token is guessed, the guess becomes a row, and so on. Keys, values and
+residuals of every row below the exit layer are the target's own. So verification continues from the exit layer, and the
+lower layers run once per token. The last guesses run through the lower layers too, since the bonus token after them
+needs their residuals there.
 
-Self-speculation of LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710) and of M2R2 (arXiv:2502.02040)
-differ only in who guesses at the gate: ``EarlyGuess``.
+The self-speculation of LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710) and of M2R2 (arXiv:2502.02040) differ only in
+what guesses at the exit layer: ``EarlyGuess``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from vivace.kernels.low_bit import Weights, check_weights
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Shape of a draft."""
+    """The shape of a draft."""
 
     widths: tuple[int, ...] = (1, 1, 1, 1)
-    """Children below each leaf, depth by depth: all ones is a chain."""
+    """Number of children below each leaf, by depth: all ones is a chain."""
     min_confidence: float = 0.0
-    """Stop below a guess that the gate finds less likely than this, processors aside; 0 never stops early."""
+    """Guesses whose probability at the exit layer (before processors) is lower have no guess below them;
+    0 keeps all."""
     weights: Weights = "bf16"
-    """Draft with copies in few bits of the weights below the gate and of the head. Nothing is handed over then:
-    verification runs every layer. For chains on native kernels; other drafts use the weights as they are."""
+    """Format in which drafting reads the layers below the exit layer and the head. Residuals of a quantized format are
+    not reused: verification runs every layer. Native kernels quantize chains only; other drafts use the weights as they
+    are."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -59,37 +61,39 @@ class DraftPlan:
 
     @staticmethod
     def chain(length: int) -> DraftPlan:
-        """``length`` guesses in a row."""
+        """Return the plan of ``length`` guesses in a row."""
         return DraftPlan((1,) * length)
 
     @property
     def num_nodes(self) -> int:
-        """Guesses of the whole tree."""
+        """Return the number of guesses of the whole tree."""
         return sum(accumulate(self.widths, operator.mul))
 
     @property
     def is_chain(self) -> bool:
-        """One guess per depth."""
+        """Return whether there is one guess per depth."""
         return set(self.widths) == {1}
 
     @property
     def label(self) -> str:
-        """In a few characters: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``, ``chain 3 in q4``."""
+        """Return a short description: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``, ``chain 3 in q4``."""
         sure = f" if >= {self.min_confidence:g}" if self.min_confidence else ""
         return shape_label(self.widths) + sure + ("" if self.weights == "bf16" else f" in {self.weights}")
 
 
 def shape_label(widths: Sequence[int]) -> str:
-    """Widths of a draft in a few characters, a chain's by its length."""
+    """Return a short description of a draft's widths; a chain is described by its length."""
     return f"chain {len(widths)}" if set(widths) == {1} else "tree " + "-".join(map(str, widths))
 
 
 TREES = ((2, 1), (3, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
-"""Small trees that a search tries."""
+"""Widths of the small trees that a search tries."""
 
 
 def draft_plans(longest: int) -> list[DraftPlan]:
-    """Chains of up to ``longest`` guesses, some that stop when unsure, some by quantized copies, and small trees."""
+    """Return the plans that a search tries: chains up to ``longest``, some with a least confidence or quantized, small
+    trees.
+    """
     lengths = range(1, longest + 1)
     chains = [DraftPlan.chain(length) for length in lengths]
     unsure = [DraftPlan((1,) * length, sure) for length in lengths if length in (4, 6, 8) for sure in (0.3, 0.5, 0.7)]
@@ -98,42 +102,45 @@ def draft_plans(longest: int) -> list[DraftPlan]:
 
 
 class EarlyGuess(Protocol):
-    """Who guesses at the gate."""
+    """What guesses tokens at the exit layer."""
 
     gate: int
-    """Layers below it run while drafting."""
+    """Number of layers below the exit layer; only they run while drafting."""
 
     companion: DraftRows | None
-    """The same as data, if the guesses come from rows behind the slow ones: whole chains are then drafted at once."""
+    """The same guesses as draft rows that native code can run, so that it drafts whole chains in one call; None if they
+    cannot be described so."""
 
     def offsets(self, final: Tensor) -> Tensor | None:
-        """What is added where companions start, (n, depths, E), the last one at all further depths too.
+        """Return what is added where draft rows start, (n, depths, E), the last offset at all greater depths too.
 
         Args:
-            final: (n, E) residuals at the top of the last verified positions; None where nothing is added.
+            final: (n, E) residuals of the last verified positions after the last layer.
+
+        Returns None where nothing is added.
         """
         ...
 
     def forward(
         self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Rows through the layers below the gate.
+        """Run rows through the layers below the exit layer.
 
         Args:
             model: the target.
             h: (T, E) embedded rows.
-            step: their call; all rows write.
-            guessing: (n,) which of the rows want a guess.
-            offset: (n, E) what is added where they start.
+            step: their call; all rows write keys and values.
+            guessing: (n,) which of the rows need a guess.
+            offset: (n, E) what is added where their draft rows start.
 
         Returns:
-            Residuals at the gate (T, E), and (n, E) from which ``model.head`` gives the guess.
+            Residuals at the exit layer (T, E), and (n, E) from which ``model.head`` reads the guesses.
         """
         ...
 
 
 class ShallowDrafter(OwnsNoCache):
-    """Fills ``Drafter``: whoever guesses at the gate, and the shape of the draft."""
+    """Implements ``Drafter``: drafts of a plan's shape, guessed by an ``EarlyGuess``."""
 
     def __init__(
         self, model: Decoder, guess: EarlyGuess, plan: DraftPlan, *, name: str, first: PromptLookup | None = None
@@ -142,10 +149,10 @@ class ShallowDrafter(OwnsNoCache):
 
         Args:
             model: the target.
-            guess: who guesses at the gate.
+            guess: guesses at the exit layer.
             plan: shape of the draft.
-            name: of the method, for statistics.
-            first: asked before; where it knows a continuation that one is the draft.
+            name: name of the method, for statistics.
+            first: prompt lookup that is asked before; where it finds a continuation, that is the draft.
         """
         self.first = first
         self.model = model
@@ -158,28 +165,32 @@ class ShallowDrafter(OwnsNoCache):
             chain.prepare(companion, plan.weights)
 
     def open(self, cache: KVCache) -> ShallowState:
-        """State of a session that has verified nothing yet."""
+        """Return the state of a session that has verified nothing yet."""
         return ShallowState(self, None if self.first is None else self.first.open(cache))
 
 
 class ShallowState(Forgetful):
-    """Fills ``DraftState``: drafts below the gate, depth by depth, all slots in one pass per depth."""
+    """Implements ``DraftState``: drafts with the lower layers depth by depth, all slots in one pass per depth."""
 
     def __init__(self, drafter: ShallowDrafter, first: LookupState | None) -> None:
-        """Draft as ``drafter`` says, where ``first`` knows no continuation."""
+        """Draft as ``drafter`` does, where ``first`` finds no continuation."""
         self.traversal: Traversal = ForwardPass()
         self.first = first
         self.model, self.guess, self.plan = drafter.model, drafter.guess, drafter.plan
         self._budget = drafter.budget
         self._offsets: dict[int, Tensor] = {}
-        """What is added where companions start, (depths, E), from each slot's last verified position."""
+        """By slot: what is added where draft rows start, (depths, E), computed from the last verified position."""
 
     def propose(self, context: Context) -> Draft | Decided:
-        """Verified steps, or the decided tokens and a chain or tree of guesses, with residuals at the gate."""
+        """Return verified steps, or committed tokens with a chain or tree of guesses and residuals at the
+        exit layer.
+        """
         return self._decided(context) or self._at_once(context) or self._in_steps(context)
 
     def _decided(self, context: Context) -> Decided | None:
-        """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
+        """Draft and verify several steps in one native call, where one greedy sequence has room for them; else return
+        None.
+        """
         companion = self.guess.companion
         if len(context.slots) > 1 or self.first is not None or companion is None or not self.plan.is_chain:
             return None
@@ -197,10 +208,10 @@ class ShallowState(Forgetful):
         )
 
     def _at_once(self, context: Context) -> Draft | None:
-        """Chains in one call; None when there is more to it, or nobody who can.
+        """Draft a chain below every slot in one native call; return None where that is not possible.
 
-        Guesses are the likeliest tokens where requests sample, too: fewer of them are kept than of drawn ones (3.7
-        tokens a pass against 4.2 at temperature 0.7), and a draft of drawn ones takes as long as several of these.
+        Guesses are the likeliest tokens also where requests sample. Fewer of them are accepted than of drawn ones (3.7
+        tokens a pass against 4.2 at temperature 0.7), but drawing a draft takes as long as several of these.
         """
         cache, native = context.cache, self._native(context)
         if native is None or cache.adapters.any_of(context.slots):
@@ -216,16 +227,19 @@ class ShallowState(Forgetful):
         return chain.draft(roots, companion, self._offsets_of(context.slots), cache, plan)
 
     def _native(self, context: Context) -> tuple[Chain, DraftRows] | None:
-        """Who drafts chains in one call, whatever else this batch needs; None for trees, and where nobody does."""
+        """Return what drafts chains in one native call, whatever this batch needs; None for trees and without native
+        code.
+        """
         chain, companion = native_chain(self.model, context), self.guess.companion
         if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
             return None
         return chain, companion
 
     def _in_steps(self, context: Context) -> Draft:
-        """Guess depth by depth. Chains are drawn only where none is ever drafted in one call.
+        """Draft depth by depth. Guesses of a chain are drawn only where no native call could ever draft it.
 
-        Otherwise a neighbour whose text repeats itself would change which random numbers a slot uses.
+        Otherwise a neighbour whose text repeats itself, which prompt lookup drafts for, would change which random
+        numbers a slot uses.
         """
         draft, draws = context.committed(), self.plan.is_chain and self._native(context) is None
         leaves = draft.last_committed()
@@ -251,7 +265,7 @@ class ShallowState(Forgetful):
 
     @staticmethod
     def _with_room(draft: Draft, leaves: Tensor, context: Context, width: int) -> Tensor:
-        """Leaves that may still grow: within the plan and as deep as their slot can use."""
+        """Return the leaves below which guesses may still be added: within the plan and within their slot's limit."""
         if width == 0:
             return leaves[:0]
         slots = draft.lists.slot
@@ -261,7 +275,7 @@ class ShallowState(Forgetful):
     def _lower(
         self, draft: Draft, context: Context, fresh: Tensor, leaves: Tensor, depth: int
     ) -> tuple[Tensor, Tensor]:
-        """New rows through the layers below the gate; leaves are among them."""
+        """Run the new rows, which include the leaves, through the layers below the exit layer."""
         step = Step.of(draft, context.cache)
         if len(fresh) < len(draft.tokens):
             step = step.take(fresh)
@@ -272,7 +286,7 @@ class ShallowState(Forgetful):
         return self.guess.forward(self.model, h, step, guessing, offset)
 
     def _offsets_of(self, slots: Sequence[int]) -> Tensor | None:
-        """(n, depths, E) for drafts that start here; None where no position has been verified yet."""
+        """Return offsets (n, depths, E) for draft rows of these slots; None where no position has been verified yet."""
         known = next((self._offsets[slot] for slot in slots if slot in self._offsets), None)
         if known is None:
             return None
@@ -282,7 +296,9 @@ class ShallowState(Forgetful):
         return torch.stack([self._offsets.get(slot, unknown) for slot in slots])
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Remember what the top of the last kept row adds to the next draft: it stands before the next root."""
+        """Compute the offsets of the next draft from the residual of the last kept row, which precedes
+        the next root.
+        """
         last = draft.last_rows if verdict is None else [path[-1] for path in verdict.paths]
         final = passed.hidden[last] if len(last) > 1 else passed.hidden[last[0] : last[0] + 1]
         offsets = self.guess.offsets(final)
@@ -290,12 +306,12 @@ class ShallowState(Forgetful):
             self._offsets.update(zip(draft.slots, offsets.unbind(), strict=True))
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Entries live in the target's own cache; a shortened text is looked up afresh."""
+        """Tell the prompt lookup; all other entries are in the target's own cache."""
         if self.first is not None:
             self.first.truncate(slots, lengths)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget what was seen of these slots."""
+        """Forget these slots."""
         for slot in slots:
             self._offsets.pop(slot, None)
         if self.first is not None:
@@ -313,20 +329,21 @@ def guess_below(
     *,
     draws: bool,
 ) -> tuple[Draft, Tensor]:
-    """Guess below each leaf.
+    """Guess tokens below each leaf.
 
     Args:
-        model: whose head reads the guesses.
+        model: the decoder whose head reads the guesses.
         plan: shape of the draft.
         context: of the step.
-        draft: so far.
+        draft: the draft so far.
         leaves: (n,) rows of the draft.
         at_gate: (n, E) what the head reads for each.
-        width: guesses below each.
-        draws: guesses of a chain are drawn from their law where a request samples; else they are the likeliest.
+        width: number of guesses below each.
+        draws: whether guesses of a chain are drawn from their distribution where a request samples; else they are the
+            likeliest tokens.
 
     Returns:
-        The draft with the guesses, and the rows of those that are sure enough to be guessed on from.
+        The draft with the guesses, and the rows of those that are confident enough to have guesses below them.
     """
     sure: Tensor | None = None
     probs: Tensor | None = None
@@ -355,4 +372,4 @@ def guess_below(
 
 
 MAX_NODES = 32
-"""Guesses of one slot in one draft."""
+"""Largest number of guesses of one slot in one draft."""

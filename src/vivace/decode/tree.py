@@ -1,4 +1,4 @@
-"""Trees of guesses that are known before any of them has been run."""
+"""Trees of guesses whose tokens are all known before any of them passes the model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vivace.errors import ConfigError
 
 
 class Node(NamedTuple):
-    """A guess below another, or below the root."""
+    """A guess below another guess or below the root."""
 
     parent: int
-    """Place of the node above in its list, -1 for the root."""
+    """Index of the parent in the list of nodes, -1 for the root."""
     token: int
 
 
 def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
-    """The draft with a tree below the root of each slot named; a node's parent stands before it."""
+    """Return the draft with a tree below the root of each slot in ``trees``; a node's parent precedes it."""
     tokens, slot, node, parent = (list(column) for column in draft.lists)
     for index, root, given in zip(draft.slots, draft.last_rows, draft.committed, strict=True):
         first = len(tokens)
@@ -39,7 +39,7 @@ def grown(draft: Draft, trees: Mapping[int, Sequence[Node]]) -> Draft:
 
 
 def every_path(levels: Sequence[Sequence[int]]) -> list[Node]:
-    """Every token of a level below every one of the level above, level by level."""
+    """Return the tree in which every token of a level stands below every token of the level above, level by level."""
     nodes: list[Node] = []
     leaves = [-1]
     for level in levels:
@@ -52,12 +52,12 @@ def every_path(levels: Sequence[Sequence[int]]) -> list[Node]:
 
 
 def likeliest_paths(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], count: int) -> list[Node]:
-    """The ``count`` likeliest nodes of ``every_path``, a path's chance being the product of its guesses'.
+    """Return the ``count`` likeliest nodes of ``every_path``. A node's probability is the product along its path.
 
     Args:
         levels: tokens of each depth, likeliest first.
-        chances: theirs, whatever stands above them.
-        count: nodes at most.
+        chances: their probabilities, assumed independent of the tokens above.
+        count: largest number of nodes.
     """
     nodes: list[Node] = []
     waiting = [(-math.log(max(chances[0][0], 1e-30)), 0, 0, -1, 0)] if levels and levels[0] else []
@@ -78,17 +78,20 @@ def likeliest_paths(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[
 
 
 def shaped(levels: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], count: int) -> list[Node]:
-    """The ``count`` likeliest nodes of ``every_path``, or with 0 all of them; arguments as for ``likeliest_paths``."""
+    """Return the ``count`` likeliest nodes of ``every_path``, or all of them if ``count`` is 0 (see
+    ``likeliest_paths``).
+    """
     return likeliest_paths(levels, chances, count) if count else every_path(levels)
 
 
 def likeliest(logits: Tensor, width: int, *, with_chances: bool) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens that each row finds likeliest, in order, and their probabilities where they are wanted (else logits).
+    """Return the likeliest tokens of each row, in order, and their probabilities (their logits without
+    ``with_chances``).
 
     Args:
         logits: (n, V).
-        width: tokens of each row.
-        with_chances: probabilities cost a sum over the vocabulary.
+        width: number of tokens per row.
+        with_chances: whether probabilities are wanted, which cost a sum over the vocabulary.
     """
     values, tokens = logits.topk(width)
     if with_chances:
@@ -98,12 +101,12 @@ def likeliest(logits: Tensor, width: int, *, with_chances: bool) -> tuple[list[l
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Shape of a draft."""
+    """The shape of a draft whose levels are guessed independently."""
 
     widths: tuple[int, ...] = (3, 2, 1, 1)
-    """Likeliest tokens of each head that are tried."""
+    """For each depth: number of likeliest tokens that are tried."""
     nodes: int = 0
-    """Of all paths through them only this many nodes, the likeliest; 0 takes all."""
+    """Of all paths through these tokens only this many nodes, the likeliest; 0 takes all."""
 
     def __post_init__(self) -> None:
         if self.nodes < 0 or self.nodes > MAX_NODES:
@@ -115,10 +118,10 @@ class TreePlan:
 
     @property
     def is_chain(self) -> bool:
-        """One guess per depth."""
+        """Return whether there is one guess per depth."""
         return set(self.widths) == {1}
 
     @property
     def label(self) -> str:
-        """In a few characters: ``tree 3-2-1-1``, ``tree 5-4-3, the 12 likeliest``."""
+        """Return a short description: ``tree 3-2-1-1``, ``tree 5-4-3, the 12 likeliest``."""
         return shape_label(self.widths) + (f", the {self.nodes} likeliest" if self.nodes else "")

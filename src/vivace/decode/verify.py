@@ -1,25 +1,25 @@
 """Which drafted tokens are kept, and why the text is exactly what plain decoding would have written.
 
-Words: a node of the draft is *accepted* when verification keeps it; the token after the last accepted node
-is *recovered* when it replaces a rejected guess and *bonus* when the accepted path ended in a leaf. Every
-step emits the accepted tokens and one recovered or bonus token, so at least one.
+Words: a guess of the draft is *accepted* when verification keeps it. The token after the last accepted guess is
+*recovered* when it replaces a rejected guess, and *bonus* when no guess stood there. Every step emits the accepted
+tokens and one recovered or bonus token, so at least one token.
 
-Greedy. ``chosen[r]`` is the target's argmax after row r. The path follows the child that carries
-``chosen[r]`` for as long as there is one and then emits ``chosen[r]`` itself. Each emitted token is the
-target's argmax on the text before it; the rows above it hold the same bits as in plain decoding (rule of
-``kernels/reference.py``), so the text is the same token for token.
+Greedy. ``chosen[r]`` is the argmax of the target's logits after row r. From the root the path descends to the child
+whose token is ``chosen[r]`` as long as there is one, and then emits ``chosen[r]`` itself. Each emitted token is the
+target's argmax after the text before it, and the logits of a row have the same bits as in plain decoding (a rule of
+``kernels/reference.py``). So the text is the same token for token.
 
-Sampling. ``P`` is the target's law after row r (processors applied on the hypothetical prefix).
+Sampling. ``P`` is the target's distribution after row r, with processors applied to the row's own prefix.
 
-* Deterministic guesses are point masses: draw ``y ~ P``; descend if a child carries y, else emit it. The
-  token emitted at this position is y in both cases, hence distributed as P.
-* Guesses drawn from a law ``q`` (speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1;
-  several independent children: recursive rejection, Miao et al. 2023, arXiv:2305.09781): a child x is kept
-  with probability ``min(1, P(x) / q(x))``; after a rejection ``P <- norm(max(P - q, 0))`` and the next child
-  is tried; when none is left, draw from the remaining P. For one child,
+* Deterministic guesses are point masses: draw ``y ~ P``; descend if a child has token y, else emit it. The token at
+  this position is y in both cases, hence distributed as P.
+* Guesses drawn from a distribution ``q`` (speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1;
+  several independent children: recursive rejection, Miao et al. 2023, arXiv:2305.09781): a child x is accepted with
+  probability ``min(1, P(x) / q(x))``; after a rejection ``P <- norm(max(P - q, 0))`` and the next child is tried; when
+  no child is left, the token is drawn from the remaining P. For one child,
   ``Pr[y] = q(y) min(1, P(y)/q(y)) + (1 - sum_x min(P(x), q(x))) max(P(y) - q(y), 0) / Z``, and since
-  ``Z = 1 - sum_x min(P(x), q(x))`` this is ``min(P, q)(y) + max(P - q, 0)(y) = P(y)``. Further children
-  repeat the argument with the remaining law, which is what the rejected mass must follow.
+  ``Z = 1 - sum_x min(P(x), q(x))`` this is ``min(P, q)(y) + max(P - q, 0)(y) = P(y)``. Further children repeat the
+  argument with the remaining distribution, which the rejected mass must follow.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from vivace.core.seams import Draft, Verdict, VerifiedStep
 from vivace.decode.isolation import blaming
 
 Guess = tuple[int, int, float]
-"""(row, token, probability it was drawn with)."""
+"""(row, token, probability with which it was drawn)."""
 
 
 def verify_greedy(draft: Draft, chosen: Sequence[int]) -> Verdict:
-    """Keep the path the target itself would have taken.
+    """Keep, in each slot, the path that the target's argmax follows.
 
     Args:
-        draft: given tokens and guesses, T rows.
+        draft: committed tokens and guesses, T rows.
         chosen: (T,) the target's most likely token after each row.
     """
     tokens = draft.lists.tokens
@@ -59,15 +59,15 @@ def verify_greedy(draft: Draft, chosen: Sequence[int]) -> Verdict:
 
 
 def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.Generator]) -> Verdict:
-    """Keep a path so that the text is distributed as the target's own.
+    """Keep, in each slot, a path such that the text is distributed as samples of the target.
 
     Args:
-        draft: given tokens and guesses, T rows; ``draft.probs`` holds the law each guess was drawn from.
-        target: (T, V) the target's law after each row, rows sum to one (one-hot for greedy slots).
-        generators: random numbers of each slot, used by no other.
+        draft: committed tokens and guesses, T rows; ``draft.probs`` holds the distribution each guess was drawn from.
+        target: (T, V) the target's distribution after each row; rows sum to one and are one-hot for greedy slots.
+        generators: the random numbers of each slot, used by no other.
 
     Raises:
-        RequestFailed: nothing can be drawn behind a slot's root.
+        RequestFailed: every token is excluded after a slot's committed tokens.
     """
     tokens = draft.lists.tokens
     chances = [1.0] * len(tokens) if draft.probs is None else _chances(draft.probs, draft.tokens)
@@ -94,7 +94,7 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
 
 
 def _verdict(draft: Draft, paths: Sequence[tuple[int, ...]], following: Sequence[int]) -> Verdict:
-    """One verified step of each slot, whose path begins with the given rows."""
+    """Return the verdict for one verified step of each slot; each path begins with the committed rows."""
     guessed: dict[int, list[int]] = {slot: [] for slot in draft.slots}
     for slot, depth in zip(draft.lists.slot, draft.depths, strict=True):
         if depth:
@@ -107,7 +107,7 @@ def _verdict(draft: Draft, paths: Sequence[tuple[int, ...]], following: Sequence
 def _descend(
     distribution: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
 ) -> tuple[int | None, int | None]:
-    """(child to go on from, None), or (None, token that ends the step)."""
+    """Return (child to continue from, None), or (None, token that ends the step)."""
     # told by the guesses themselves, so that a slot's draws do not depend on what its neighbours drafted
     if probs is None or all(chance == 1.0 for _, _, chance in guesses):
         drawn = sample(distribution, generator)
@@ -125,13 +125,13 @@ def _descend(
 
 
 def _chances(probs: Tensor, tokens: Tensor) -> list[float]:
-    """How likely each guess was under the law it was drawn from, (T,)."""
+    """Return the probability (T,) of each guess under the distribution it was drawn from."""
     chances: list[float] = probs.gather(1, tokens[:, None])[:, 0].tolist()
     return chances
 
 
 def children_of(draft: Draft) -> list[list[int]]:
-    """Rows below each row, in the order they were proposed."""
+    """Return the rows below each row, in the order in which they were proposed."""
     parents = draft.lists.parent
     children: list[list[int]] = [[] for _ in parents]
     for row, parent in enumerate(parents):
