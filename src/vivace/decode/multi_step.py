@@ -50,7 +50,7 @@ def deciding(model: Decoder, context: Context) -> Deciding | None:
     chain = native_chain(model, context)
     if chain is None or context.steps_per_call == 0 or not context.distribution.is_greedy(context.slots):
         return None
-    if context.cache.adapters.any_of(context.slots):  # native calls carry the deltas of draft rows alone
+    if context.cache.adapters.any_of(context.slots):  # native calls know the low-rank deltas of draft rows only
         return None
     lengths = context.cache.lengths
     if any(len(context.tokens[slot]) != lengths[slot] + 1 for slot in context.slots):

@@ -130,7 +130,7 @@ class PromptReader:
             drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
             for state in (*self._owned, sequence.prefilling, drafting):
                 state.commit([slot], [range(known)])
-        if known == len(request.tokens) - 1:  # nothing is left to be kept
+        if known == len(request.tokens) - 1:  # the cache has the whole prompt already
             sequence.shown.clear()
         return known
 

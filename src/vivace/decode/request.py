@@ -50,7 +50,7 @@ class StopRule:
             return True
         if not self.stop_strings or self.detokenize is None:
             return False
-        # a piece is at least one byte and a character at most four, so this many tokens hold any stop string
+        # a token has at least one byte and a character at most four, so this many tokens cover any stop string
         longest = 4 * max(len(text) for text in self.stop_strings) + 4
         tail = self.detokenize(tokens[-longest:])
         return any(text in tail for text in self.stop_strings)

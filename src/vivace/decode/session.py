@@ -237,7 +237,7 @@ class Session:
         while self._free and self._waiting:
             request_id, request = self._waiting[0]
             if self._live and not self.memory.has_room(self.text_bytes(request)):
-                break  # those that run give back what they have
+                break  # running requests return their memory when they end
             self._waiting.popleft()
             slot = self._free[-1]
             stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
@@ -258,7 +258,7 @@ class Session:
         drafting, prefilling = self.drafting(request.drafter), self._prompts.state_of(request.prefill)
         generator = torch.Generator().manual_seed(request.seed)
         now, tokens = time.perf_counter(), list(request.tokens)
-        promise = self.memory.promise(self.text_bytes(request))  # last, as nothing fails after it
+        promise = self.memory.promise(self.text_bytes(request))  # last, since nothing after it can fail
         sequence = Sequence(
             request_id, request, slot, tokens, drafting, prefilling, promise, generator, stats, admitted_at=now
         )
@@ -324,7 +324,7 @@ class Session:
     def _verify(self, draft: Draft, traversal: Traversal, context: Context, sequences: list[Sequence]) -> Checked:
         """Run one target pass over a draft and keep the guesses that the model itself would have written."""
         passed = traversal.run(self.model, draft, self.cache)
-        if len(passed.rows) < len(draft.tokens):  # the others were pruned on the way
+        if len(passed.rows) < len(draft.tokens):  # the other rows were pruned during the pass
             draft = draft.only(passed.rows.tolist())
             passed = replace(passed, rows=torch.arange(len(draft.tokens)))
         is_greedy = context.distribution.is_greedy(context.slots)
@@ -378,7 +378,7 @@ class Session:
         for block in blocks:
             kept, reason = self._append(sequence, block)
             if reason is not None:
-                if kept < len(block.tokens) or block is not blocks[-1]:  # forget what lies beyond the end of the text
+                if kept < len(block.tokens) or block is not blocks[-1]:  # drop what lies beyond the end of the text
                     for state in self._states([sequence]):
                         state.truncate([sequence.slot], [len(sequence.tokens) - 1])
                 self._release(sequence)
@@ -420,7 +420,7 @@ class Session:
                 state.release([sequence.slot])
             except STOPS:
                 raise
-            except BaseException:  # whoever comes next opens another state of this drafter
+            except BaseException:  # the next request of this drafter opens a new state
                 log.exception("slot %d could not be forgotten", sequence.slot)
                 self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
         sequence.promise.give_back()

@@ -361,11 +361,10 @@ def guess_below(
             ]
             tokens, probs = torch.tensor(drawn, device=distribution.device)[:, None], distribution
         elif plan.is_chain:
-            tokens = logits.argmax(-1, keepdim=True)  # as one native call guesses
+            tokens = logits.argmax(-1, keepdim=True)  # the same guesses as a native call makes
         else:
-            tokens = (
-                (distribution + bare).topk(width).indices
-            )  # a greedy law names one token: the others by the model's
+            # a greedy request's distribution has one token; the model's own probabilities rank the others
+            tokens = (distribution + bare).topk(width).indices
         sure = bare.gather(1, tokens) >= plan.min_confidence
     draft, rows = draft.grow(leaves, tokens, probs)
     return draft, rows if sure is None else rows[sure.reshape(-1)]

@@ -78,8 +78,8 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         row, token = root, None
         while token is None:
             if row != root and not float(target[row].sum()) > 0:
-                # Nothing may follow a guess that was kept. It becomes the last token of this step, so that the text
-                # breaks off where plain decoding's does: at the next root.
+                # Every token is excluded after an accepted guess. The guess becomes the last token of this step, so
+                # that the error is raised where plain decoding raises it: at the next root.
                 token = tokens[path.pop()]
                 break
             guesses = [(child, tokens[child], chances[child]) for child in children[row]]
@@ -108,7 +108,7 @@ def _descend(
     distribution: Tensor, guesses: Sequence[Guess], probs: Tensor | None, generator: torch.Generator
 ) -> tuple[int | None, int | None]:
     """Return (child to continue from, None), or (None, token that ends the step)."""
-    # told by the guesses themselves, so that a slot's draws do not depend on what its neighbours drafted
+    # decided by this slot's own guesses, so that its draws do not depend on what other slots drafted
     if probs is None or all(chance == 1.0 for _, _, chance in guesses):
         drawn = sample(distribution, generator)
         child = next((row for row, token, _ in guesses if token == drawn), None)
@@ -118,7 +118,7 @@ def _descend(
             return child, None
         rest = (distribution - probs[child]).clamp(min=0)
         mass = float(rest.sum())
-        if mass == 0.0:  # the two laws are equal up to rounding: there is nothing to recover from
+        if mass == 0.0:  # both distributions are equal up to rounding: no mass is left to draw from
             return (child, None) if float(distribution[token]) > 0 else (None, sample(distribution, generator))
         distribution = rest / mass
     return None, sample(distribution, generator)

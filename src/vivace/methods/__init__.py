@@ -1,5 +1,5 @@
-"""The ways to decode: ``table.py`` lists them, ``composition.py`` puts their drafters together for one model.
+"""The decoding methods: ``table.py`` lists them, ``composition.py`` makes their drafters for one model.
 
-What there is to know about a method stands in its spec (``spec.py``), in the folder of the technique.
-Techniques do not import one another.
+Each method has a folder whose ``spec.py`` holds what the rest of the package knows about it. Methods do not import one
+another.
 """

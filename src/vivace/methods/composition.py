@@ -1,4 +1,4 @@
-"""The composition root of decoding: a method's name in, its drafter out."""
+"""Makes drafters from method names: finds and checks weights, reads draft models, and counts their memory."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 
 def stored_of(kind: str) -> Stored:
-    """What the files of a kind are read as."""
+    """Return how the files of a kind of weights are read."""
     stored = METHODS[kind].stored
     assert stored is not None, f"{kind} keeps no files"
     return stored()
 
 
 def plan_of(method: str, values: Mapping[str, Any]) -> Plan:
-    """A draft's shape as it was written down, such as ``{"widths": [1, 1, 1]}``.
+    """Return a method's plan from its keys and values, such as ``{"widths": [1, 1, 1]}``.
 
     Raises:
-        ConfigError: a method that drafts by no plan, or a key or value that its plan does not have.
+        ConfigError: the method has no plan, or the plan has no such key or value.
     """
     spec = find_method(method)
     kind = METHODS[spec.adapter or method]
@@ -53,17 +53,17 @@ def plan_of(method: str, values: Mapping[str, Any]) -> Plan:
 
 
 def twins() -> dict[str, AdapterTwin]:
-    """How the weights of each method are widened, where it is known."""
+    """Return, by method, how its weights are widened, for all methods whose weights can be."""
     return {spec.name: AdapterTwin(spec.widen, spec.has_twin) for spec in METHODS.values() if spec.widen is not None}
 
 
 def read_adapter(kind: str, folder: Path, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``config.json`` and weights of an adapter for a method.
+    """Return ``config.json`` and the weights of an adapter for a method.
 
     Args:
         kind: name of the method.
-        folder: where it lies.
-        base: ``base_hash`` of what it shall run on.
+        folder: folder of the adapter.
+        base: ``base_hash`` of the checkpoint it has to fit.
 
     Raises:
         CheckpointError: it is missing, broken or of another base.
@@ -78,13 +78,13 @@ def read_adapter(kind: str, folder: Path, base: str) -> tuple[dict[str, Any], di
 def trained(
     folder: Path, written: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ModelConfig
 ) -> tuple[Any, Any]:
-    """Weights of an adapter as they were read, and the plan they are used by.
+    """Return the module that holds an adapter's weights, and the plan stored with them.
 
     Args:
-        folder: where it lies.
+        folder: folder of the adapter.
         written: its ``config.json``.
         tensors: its weights.
-        model: what they were trained on.
+        model: config of the model on which they were trained.
 
     Raises:
         MismatchError: the two files are not of one adapter.
@@ -95,16 +95,16 @@ def trained(
     expected = {name: value.shape for name, value in weights.tensors().items()}
     if expected != {name: value.shape for name, value in tensors.items()}:
         raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
-    weights.load_state_dict(tensors, strict=False)  # a rival's borrowed layers are no tensors of the file
+    weights.load_state_dict(tensors, strict=False)  # modules may hold buffers that the file does not have
     return weights.requires_grad_(False), build(stored.plan, written["plan"])
 
 
 def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict[str, Path]:
-    """Adapter folders by the method they are for, as their own ``config.json`` says.
+    """Return adapter folders by the method that their own ``config.json`` names.
 
     Args:
-        folders: what the user named.
-        base: checkpoint they shall run on; None does not check.
+        folders: folders that the user named.
+        base: checkpoint that they have to fit; None does not check.
 
     Raises:
         CheckpointError: one is missing, broken or of another base.
@@ -127,15 +127,15 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
 
 
 def check_room(memory: MemoryBudget, path: str | Path, what: str, dtype: str, kept: Weights, hint: str = "") -> None:
-    """Refuse a model that cannot fit into memory before it is read.
+    """Raise an error for a model that cannot fit into memory, before it is read.
 
     Args:
-        memory: where it would be counted.
-        path: of the checkpoint.
+        memory: the limit.
+        path: checkpoint of the model.
         what: name of the model in messages.
         dtype: as ``load_decoder`` takes it.
         kept: format of its matrices.
-        hint: what else can be done than to give more memory.
+        hint: what can be done besides giving more memory.
 
     Raises:
         MemoryLimitError: its weights alone are too large.
@@ -147,7 +147,7 @@ def check_room(memory: MemoryBudget, path: str | Path, what: str, dtype: str, ke
 def read_draft_model(
     path: str | Path, tokenizer: Tokenizer, memory: MemoryBudget, kept: Weights, *, dtype: str, **how: Any
 ) -> Decoder:
-    """Load a draft model, which must have the same tokens, and count it; ``how`` is as for ``load_decoder``.
+    """Load a draft model, which must have the target's tokens, and count its memory; ``how`` goes to ``load_decoder``.
 
     Raises:
         CheckpointError: it is missing, broken or of other tokens.
@@ -162,28 +162,28 @@ def read_draft_model(
 
 @dataclass(eq=False)
 class DraftModelSource:
-    """A smaller model with the same tokens, read when it is first asked for."""
+    """A smaller model with the same tokens, read when it is first needed."""
 
     open: Callable[[], Decoder]
     is_asked: bool
-    """It was named, and does not only lie beside the model."""
+    """Whether the user named it; otherwise it was found beside the model."""
     _read: Decoder | None = field(default=None, init=False)
 
     @property
     def decoder(self) -> Decoder:
-        """The model itself."""
+        """Return the model, read on first use."""
         if self._read is None:
             self._read = self.open()
         return self._read
 
     @property
     def holds(self) -> tuple[Decoder, ...]:
-        """The model if it was read."""
+        """Return the model in a tuple if it has been read, else an empty tuple."""
         return () if self._read is None else (self._read,)
 
 
 class Methods:
-    """The drafters of one model, each made when first asked for and kept with what it has measured."""
+    """The drafters of one model. Each is made when it is first asked for, and kept with its measurements."""
 
     def __init__(
         self,
@@ -194,15 +194,15 @@ class Methods:
         plan: Plan | None = None,
         memory: MemoryBudget | None = None,
     ) -> None:
-        """Make nothing yet.
+        """Store what drafters are made from; none is made yet.
 
         Args:
             model: the target.
-            folder: its checkpoint, None for a model that only lives in memory (adapters cannot be checked then).
+            folder: its checkpoint; None for a model that exists only in memory, on which adapters cannot be checked.
             adapters: adapter folders by method; others are looked for in ``<folder>/adapters/<method>``.
-            second: for the method ``draft``.
-            plan: shape of the drafts, instead of what the adapters say.
-            memory: what weights of methods and copies made for them are counted in; None has no limit.
+            second: the draft model of the method ``draft``.
+            plan: shape of the drafts, in place of what the adapters say.
+            memory: limit that counts the weights of methods and copies made for them; None sets no limit.
         """
         self.model = model
         self.folder = folder
@@ -214,20 +214,20 @@ class Methods:
         self._read: dict[str, tuple[Any, Any]] = {}
         self._shared: dict[str, Any] = {}
         self._counted = WeakIdKeyDictionary()
-        """Bytes of each of these that are held in ``memory``."""
+        """Bytes that each of these objects holds of ``memory``."""
 
     def drafter(self, method: str, num_draft_tokens: int | None = None, quality: float | None = None) -> Drafter:
-        """The drafter of a method, made once.
+        """Return the drafter of a method, made once.
 
         Args:
             method: its name.
-            num_draft_tokens: guesses per step; None is what the method or its adapter says.
-            quality: stated agreement of a method that leaves early; None is what the method says.
+            num_draft_tokens: guesses per step; None leaves it to the method or its adapter.
+            quality: agreement with the whole model, for methods with early exits; None leaves it to the method.
 
         Raises:
-            ConfigError: no such method, or a number of guesses or a quality for one that does not take it.
-            NotFoundError: its weights are missing; names the command that trains them.
-            MemoryLimitError: they do not fit into memory beside what is there; ``BusyError``: beside texts that run.
+            ConfigError: there is no such method, or it takes no number of guesses or no quality.
+            NotFoundError: its weights are missing; the message names the command that trains them.
+            MemoryLimitError: they do not fit into the memory that is left; ``BusyError`` if running texts hold it.
         """
         spec = find_method(method)
         if quality is not None and not spec.has_quality:
@@ -245,7 +245,7 @@ class Methods:
         return self._drafters[key]
 
     def _count(self, made: object, what: str) -> None:
-        """Count what something new holds of memory, and what others have grown by for it: copies of layers, say."""
+        """Count the memory of a new object, and by how much others have grown for it, such as by copies of layers."""
         known = [self.model, *(() if self.second is None else self.second.holds)]
         owners = [*(weights for weights, _ in self._read.values()), *self._shared.values(), *self._drafters.values()]
         for owner, size in zip((*owners, made), held_bytes(*known, *owners, made)[len(known) :], strict=True):
@@ -253,13 +253,13 @@ class Methods:
             self._counted[owner] = size
 
     def planned(self, plan: Plan) -> Methods:
-        """The same methods and weights, drafting after another plan than the adapters'."""
+        """Return the same methods and weights with ``plan`` in place of the adapters' plans."""
         other = copy(self)
         other.plan, other._drafters = plan, {}
         return other
 
     def shared(self, key: str, make: Callable[[], T]) -> T:
-        """What several methods have in common, made by the first that asks."""
+        """Return an object that several methods share, made by the first that asks for it."""
         if key not in self._shared:
             made = make()
             self._count(made, key)
@@ -267,7 +267,7 @@ class Methods:
         return cast(T, self._shared[key])
 
     def trained(self, kind: str) -> tuple[Any, Any]:
-        """Weights of a kind, read, checked and put beside the model once, and the plan to draft after."""
+        """Return the weights of a kind, read and checked once, and the plan to draft with."""
         stored = stored_of(kind)
         if kind not in self._read:
             written, tensors = self._adapter(kind, stored.what)
@@ -281,7 +281,7 @@ class Methods:
         return weights, self.plan if isinstance(self.plan, stored.plan) else plan
 
     def planned_as(self, spec: MethodSpec, default: Any) -> tuple[Any, Any]:
-        """(config, plan) of a method without weights: those that were asked for or stored, else the defaults."""
+        """Return (config, plan) of a method without weights: those asked for, else those stored, else the defaults."""
         stored, plan = stored_of(spec.name), default
         config = None if stored.default_config is None else stored.default_config(self.model.config)
         if spec.keeps_plan and self._has_adapter(spec.name):
@@ -291,7 +291,7 @@ class Methods:
         return config, self.plan if isinstance(self.plan, stored.plan) else plan
 
     def _adapter(self, kind: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """``config.json`` and weights of the adapter of a kind, checked against the model."""
+        """Return ``config.json`` and weights of the adapter of a kind, checked against the model."""
         folder = self.adapter_folder(kind)
         if folder is None or not folder.is_dir():
             base = self.folder or "MODEL"
@@ -309,7 +309,7 @@ class Methods:
         return base_hash(self.folder)
 
     def adapter_folder(self, kind: str) -> Path | None:
-        """Where the adapter of a kind is, or would be; None for a model that only lives in memory."""
+        """Return the folder where the adapter of a kind is or would be; None for a model that exists only in memory."""
         inside = None if self.folder is None else self.folder / "adapters" / kind
         return self.adapters.get(kind, inside)
 
@@ -318,7 +318,7 @@ class Methods:
         return folder is not None and folder.is_dir()
 
     def draft_model(self) -> Decoder:
-        """The second, smaller model.
+        """Return the second, smaller model.
 
         Raises:
             NotFoundError: none was named and none lies beside the model.
@@ -329,7 +329,7 @@ class Methods:
         return self.second.decoder
 
     def ready(self) -> list[str]:
-        """Methods that can run on this model as it stands, ``auto`` left out."""
+        """Return the methods that can run on this model with the weights at hand, without ``auto``."""
         return [spec.name for spec in METHODS.values() if spec.name != "auto" and self._is_ready(spec)]
 
     def _is_ready(self, spec: MethodSpec) -> bool:
@@ -339,7 +339,7 @@ class Methods:
 
 @dataclass(frozen=True)
 class _Context:
-    """Fills ``MethodContext`` for one method of one model."""
+    """Implements ``MethodContext`` for one method of one model."""
 
     methods: Methods
     spec: MethodSpec
@@ -348,28 +348,28 @@ class _Context:
 
     @property
     def model(self) -> Decoder:
-        """The target."""
+        """Return the target."""
         return self.methods.model
 
     def trained(self) -> tuple[Any, Any]:
-        """Weights of the method and the plan to draft after."""
+        """Return the method's weights and the plan to draft with."""
         assert self.spec.adapter is not None, f"{self.spec.name} has no weights"
         return self.methods.trained(self.spec.adapter)
 
     def planned(self, default: Any) -> tuple[Any, Any]:
-        """(config, plan) of a method without weights."""
+        """Return (config, plan) of a method without weights."""
         return self.methods.planned_as(self.spec, default)
 
     def shared(self, key: str, make: Callable[[], T]) -> T:
-        """What several methods of this model have in common."""
+        """Return an object that several methods of this model share."""
         return self.methods.shared(key, make)
 
     def draft_model(self) -> Decoder:
-        """The second, smaller model."""
+        """Return the second, smaller model."""
         return self.methods.draft_model()
 
     def drafters(self) -> tuple[Drafter, Sequence[Drafter]]:
-        """Plain decoding, and what is ready here; a second model only if it was named, and last."""
+        """Return plain decoding, and what can run here; a draft model only if the user named it, and last."""
         second, ready = self.methods.second, self.methods.ready()
         is_asked = second is not None and second.is_asked
         tried = [spec for spec in METHODS.values() if spec.is_tried_by_auto and spec.name in ready]

@@ -1,7 +1,7 @@
-"""What every list of methods knows about one way to decode: a ``MethodSpec``, one in each technique's folder.
+"""``MethodSpec``: everything that lists of methods know about one method; each method's folder has one.
 
 The command line, the server's catalogue, training, tuning, widening, ``doctor`` and the docs read nothing else about a
-method. Importing a spec imports no torch: its functions load what they need when they are called.
+method. Importing a spec does not import torch: its functions import what they need when they are called.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Widen = Callable[[str, "Tensor", "ModelConfig", int], "Tensor"]
-"""(name, tensor, narrow model, factor) -> the tensor for a model that is so many times wider and computes the same."""
+"""(name, tensor, narrow model, factor) -> the tensor for a model that many times wider, which computes the same."""
 
 
 ConfigReader = Callable[[], Mapping[str, Any]]
-"""Reads the config that a method's weights were trained with."""
+"""Returns the config with which a method's weights were trained."""
 
 
 class Plan(Protocol):
@@ -31,72 +31,74 @@ class Plan(Protocol):
 
     @property
     def label(self) -> str:
-        """The plan in a few characters, such as ``chain 4`` or ``tree 2-2-1``."""
+        """Return a short description of the plan, such as ``chain 4`` or ``tree 2-2-1``."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the files of a method are read as."""
+    """How the files of a method are read, and how its weights are trained."""
 
     config: type[Any]
-    """Of the weights: a frozen dataclass."""
+    """Config of the weights: a frozen dataclass."""
     plan: type[Any]
-    """How they are used: a frozen dataclass."""
+    """How the weights are used: a frozen dataclass."""
     weights: Callable[[Any, ModelConfig], Any] | None
-    """Makes untrained weights from ``config``, which know their ``tensors()``; None where the files are a plan."""
+    """Makes untrained weights from ``config``; their ``tensors()`` names what a file holds. None where a
+    plan is all."""
     what: str
-    """What the weights are, in messages."""
+    """What the weights are called in messages."""
     is_float32: bool = False
     """Whether weights stay in float32 on a model of fewer bits."""
     default_config: Callable[[ModelConfig], Any] | None = None
-    """Config of a method without weights where none is stored."""
+    """Config of a method without weights, for when none is stored."""
     objective: Callable[[Any, Any], Any] | None = None
-    """(weights, loss settings) -> what training beside the frozen model lowers, where the common recipe fits."""
+    """(weights, loss settings) -> the training objective on a frozen model, for methods that the common
+    recipe trains."""
     loss: type[Any] | None = None
-    """Settings of that objective: a frozen dataclass; None is plain distillation."""
+    """Settings of that objective, a frozen dataclass; None stands for plain distillation."""
     trained_config: Callable[[], Any] | None = None
-    """Config that the common recipe trains unless told otherwise; None is the default of ``config``."""
+    """Config that the common recipe trains unless told otherwise; None stands for the default of ``config``."""
     trained_plan: Callable[[], Any] | None = None
-    """Plan that the common recipe saves unless told otherwise; None is the default of ``plan``."""
+    """Plan that the common recipe saves unless told otherwise; None stands for the default of ``plan``."""
 
 
 class MethodContext(Protocol):
-    """What a drafter is made from: the model, the weights that were trained for it, and what was asked for."""
+    """What a drafter is made from: the model, the weights trained for it, and the caller's options."""
 
     @property
     def model(self) -> Decoder:
-        """The target."""
+        """Return the target."""
         ...
 
     @property
     def length(self) -> int | None:
-        """Guesses per step that were asked for; None is what the method or its plan says."""
+        """Return the number of guesses per step asked for; None leaves it to the method or its plan."""
         ...
 
     @property
     def quality(self) -> float | None:
-        """Stated agreement with the whole model that was asked for; None is what the method says."""
+        """Return the agreement with the whole model asked for; None leaves it to the method."""
         ...
 
     def trained(self) -> tuple[Any, Any]:
-        """Weights of the method, read and checked once, and the plan that was asked for or is stored with them.
+        """Return the method's weights, read and checked once, and the plan asked for or else stored with them.
 
         Raises:
-            NotFoundError: there are none; the command that trains them is named.
+            NotFoundError: there are none; the message names the command that trains them.
         """
         ...
 
     def planned(self, default: Any) -> tuple[Any, Any]:
-        """(config, plan) of a method without weights: those that were asked for or stored, else the defaults."""
+        """Return (config, plan) of a method without weights: those asked for, else those stored, else the defaults."""
         ...
 
     def shared(self, key: str, make: Callable[[], T]) -> T:
-        """What several methods of this model have in common, made by the first that asks."""
+        """Return an object that several methods of this model share, made by the first that asks for it."""
         ...
 
     def draft_model(self) -> Decoder:
-        """The second, smaller model.
+        """Return the second, smaller model.
 
         Raises:
             NotFoundError: none was named and none lies beside the model.
@@ -104,48 +106,49 @@ class MethodContext(Protocol):
         ...
 
     def drafters(self) -> tuple[Drafter, Sequence[Drafter]]:
-        """The drafter of plain decoding, and those that ``auto`` may choose from here."""
+        """Return the drafter of plain decoding, and those among which ``auto`` may choose here."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:
-    """A way to decode."""
+    """A decoding method as lists of methods know it."""
 
     name: str
-    """As users write it: in the shell, in Python, in JSON."""
+    """The name that users write in the shell, in Python and in JSON."""
     summary: str
-    """What it does, in half a sentence."""
+    """What the method does, in half a sentence."""
     make: Callable[[MethodContext], Drafter]
-    """Puts its drafter together."""
+    """Makes the method's drafter."""
     adapter: str | None = None
-    """Kind of trained weights it needs, which is the name of the method that they were trained for."""
+    """Kind of the trained weights it needs, which is the name of the method they were trained for; None needs none."""
     stored: Callable[[], Stored] | None = None
-    """What the files of that kind are read as, or those of a plan without weights."""
+    """Describes the files of its weights, or of its plan where it has no weights."""
     lossless: bool = True
-    """The text is what plain decoding writes (greedy), or distributed as it is (sampling)."""
+    """Whether the text is the one of plain decoding (greedy) or has its distribution (sampling)."""
     no_length: str | None = None
     """Why it takes no number of guesses; None where it takes one."""
     has_quality: bool = False
-    """Tokens leave early, at a stated agreement with the whole model."""
+    """Whether tokens exit early, at a stated agreement with the whole model."""
     needs_draft_model: bool = False
-    """A second, smaller model drafts."""
+    """Whether a second, smaller model drafts."""
     is_tried_by_auto: bool = False
-    """``auto`` measures it beside plain decoding where it is ready."""
+    """Whether ``auto`` measures it beside plain decoding where it can run."""
     training: Literal["beside", "whole"] | None = None
     """What ``vivace train NAME`` trains: weights beside a frozen model, or all weights of a model."""
     plans: Callable[[ConfigReader, int], Sequence[Any]] | None = None
-    """(reads the weights' config, longest draft) -> plans that ``vivace tune`` lets play; None has no draft to tune."""
+    """(reader of the weights' config, longest draft) -> plans that ``vivace tune`` compares; None has
+    nothing to tune."""
     keeps_plan: bool = True
-    """A plan may be stored for it, beside its weights or, where it has none, in a folder of its own."""
+    """Whether a plan may be stored for it, beside its weights or, where it has none, in a folder of its own."""
     widen: Widen | None = None
-    """How its weights are made as many times wider as the model; None where nobody knows how."""
+    """How its weights are widened with the model; None where they cannot be."""
     has_twin: Callable[[Mapping[str, Any]], bool] = lambda config: True
-    """Whether weights of this config can be widened at all."""
+    """Whether weights of this config can be widened."""
 
     @property
     def is_tuned(self) -> bool:
-        """Whether its draft has a shape to find."""
+        """Return whether its drafts have a shape that ``vivace tune`` can choose."""
         return self.plans is not None
 
 
@@ -153,7 +156,7 @@ DRAFTS_NOTHING = "drafts nothing"
 
 
 def with_length(plan: T, length: int | None) -> T:
-    """A plan of ``widths`` as a chain of this many guesses; as it is where no number was asked for."""
+    """Return a plan with ``widths`` as a chain of ``length`` guesses; unchanged where ``length`` is None."""
     return plan if length is None else replace(plan, widths=(1,) * length)  # type: ignore[type-var]
 
 

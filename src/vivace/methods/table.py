@@ -1,6 +1,6 @@
-"""The one table of methods. The same names everywhere: command line, Python, JSON, docs.
+"""The table of all methods. Their names are the same on the command line, in Python, in JSON and in the docs.
 
-A new method is its folder with a spec, and one line here. Importing the table imports no torch.
+A new method is a folder with a spec and one line here. Importing the table does not import torch.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ METHODS: Mapping[str, MethodSpec] = {
         MOD,
     )
 }
-"""By name, in the order in which they are listed."""
+"""By name, in the order in which methods are listed."""
 
 
 def find_method(name: str) -> MethodSpec:
-    """The method called ``name``.
+    """Return the spec of the method called ``name``.
 
     Raises:
-        ConfigError: no such name; the nearest is named.
+        ConfigError: there is no such method; the message names the nearest.
     """
     method = METHODS.get(name)
     if method is None:

@@ -1,1 +1,1 @@
-"""The method that measures the others on this machine and takes the fastest."""
+"""The method ``auto``: measures the other methods on this machine and uses the fastest."""

@@ -1,16 +1,16 @@
-"""``auto``: measure while decoding, draft only as far as it pays, and say so.
+"""``auto``: measures drafters while decoding, drafts only as far as it pays, and reports why.
 
-For every way to draft and every number of guesses n the gain of a step is ``E(n) / t(n)``:
-``E(n) = 1 + sum_{i<=n} p_i`` tokens, p_i the share of steps in which the guess at depth i was kept, and t(n)
-the wall time of a step, fitted as ``a + b n`` to this machine's own steps. Both forget old steps, so a
-drafter that becomes slow or wrong is dropped while it runs. One that is taken is now and then asked for the
-longest draft, so that it is seen when more guesses would be kept, or cost less, than at the last look.
-Drafting nothing is one of the choices, and a normal one: on a busy machine or a hard text it wins.
+For every drafter and every number of guesses n, the rate of a step is ``E(n) / t(n)`` tokens per second. Here ``E(n) =
+1 + sum_{i<=n} p_i`` is its expected number of tokens, p_i the share of steps in which the guess at depth i was
+accepted, and t(n) the wall time of a step, fitted as ``a + b n`` to steps measured on this machine. Old steps lose
+weight, so a drafter that becomes slow or wrong is dropped while it runs. The drafter in use is asked for its longest
+draft from time to time, to see whether more guesses are accepted, or cost less, than at the last look. Drafting nothing
+is one of the choices: on a busy machine or a difficult text it is the fastest.
 
-What was measured is kept per batch size (steps of 8 sequences cost something else than steps of one) and
-outlives a request: an ``Adaptive`` is made once per model, and all states that sessions open from it measure for it.
-A batch shrinks as its answers end, and measuring anew at every size would cost more than it finds: a size that is new
-begins with what was seen at one near it.
+Measurements are kept per batch size, since steps of 8 sequences cost more than steps of one, and they outlive a
+request: an ``Adaptive`` is made once per model, and all its sessions measure for it. Batches shrink as their answers
+end, and measuring anew at every size would cost more than it gains. So a new size starts from the measurements of a
+similar one.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, Targ
 from vivace.decode.plain import NoDrafts
 
 FORGET = 0.97
-"""Weight that a measurement keeps after each further step."""
+"""Factor on the weight of a measurement with each further step."""
 FORGET_IDLE = 0.8
-"""The same for steps in which a choice was left alone: what was seen in a busy moment must not bar it for long."""
+"""The same factor for steps in which the drafter was not used: a slow step on a busy machine must not exclude it for
+long."""
 PROBE_EVERY = 32
-"""Steps after which a choice that was not taken is tried again; twice as many after each time it was not the best."""
+"""Steps after which a drafter that is not in use is measured again; doubled each time it was not the best."""
 LONGEST_WAIT = 512
-"""But never more than this."""
+"""Largest number of such steps."""
 PROBES = (8, 1, 4, 2)
-"""Guesses asked for while a choice is measured: different numbers, so that the cost of one shows."""
+"""Numbers of guesses while a drafter is measured: they differ, so that the cost of one guess shows."""
 LONGEST = max(PROBES)
-"""Guesses that are considered."""
+"""Largest number of guesses considered."""
 MARGIN = 1.03
-"""Drafting has to be this much faster than not drafting."""
+"""Factor by which drafting must be faster than not drafting."""
 NEAR = 2
-"""Batch sizes that are no further apart than by this factor are measured alike."""
+"""Batch sizes within this factor share measurements."""
 BORROWED = 4.0
-"""Steps that what was seen at another batch size counts for."""
+"""Number of steps for which measurements of another batch size count."""
 
 
 @dataclass
 class Measured:
-    """One way to draft at one batch size: decayed sums of a least-squares line, and of acceptance."""
+    """Measurements of one drafter at one batch size: decayed sums for a least-squares line, and of acceptance."""
 
     weight: float = 0.0
     n: float = 0.0
@@ -55,22 +56,22 @@ class Measured:
     tried: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
     kept: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
     is_warm: bool = False
-    """It was taken once before: a first step may lay out weights and says nothing about the next."""
+    """Whether it was used before. The first step may lay out weights, so its time is not counted."""
     steps: int = 0
     idle: int = 0
-    """Steps since it was last taken."""
+    """Number of steps since it was last used."""
     wait: int = PROBE_EVERY
-    """Idle steps before it is tried again."""
+    """Number of idle steps before it is measured again."""
     own: int = 0
-    """Of the steps, those at this batch size."""
+    """How many of the steps were measured at this batch size."""
     short: int = 0
-    """Steps since it was last asked for the longest draft."""
+    """Number of steps since it was last asked for the longest draft."""
     patience: int = PROBE_EVERY
-    """Short steps before it is asked for the longest again."""
+    """Number of short steps before it is asked for the longest draft again."""
 
     def record(self, guesses: float, seconds: float, allowed: int, accepted: Sequence[int]) -> None:
-        """Add a step: mean guesses per slot, its wall time, guesses allowed, guesses kept per slot."""
-        kept = FORGET if self.idle <= 1 else FORGET_IDLE**self.idle  # the other depths are forgotten as well
+        """Add a step: mean guesses per slot, its wall time in seconds, guesses allowed, guesses accepted per slot."""
+        kept = FORGET if self.idle <= 1 else FORGET_IDLE**self.idle  # depths that were not tried lose weight as well
         for name, value in (("weight", 1.0), ("n", guesses), ("nn", guesses**2), ("t", seconds)):
             setattr(self, name, kept * getattr(self, name) + value)
         self.nt = kept * self.nt + guesses * seconds
@@ -85,7 +86,7 @@ class Measured:
         self.short = 0 if allowed == LONGEST else self.short + 1
 
     def borrowed(self) -> Measured:
-        """What another batch size begins with: the same figures, which count for little."""
+        """Return these measurements with a small weight, as the start for another batch size."""
         share = min(1.0, BORROWED / self.weight)
         return Measured(
             weight=share * self.weight,
@@ -100,19 +101,21 @@ class Measured:
         )
 
     def seconds(self, guesses: int) -> float:
-        """t(n): the fitted line, flat while only one n was seen."""
+        """Return t(n) in seconds: the fitted line, constant while only one n has been seen."""
         spread = self.weight * self.nn - self.n**2
         slope = (self.weight * self.nt - self.n * self.t) / spread if spread > 1e-9 else 0.0
         slope = max(slope, 0.0)
         return (self.t - slope * self.n) / self.weight + slope * guesses
 
     def tokens(self, guesses: int) -> float:
-        """E(n): depths never tried count as never kept."""
+        """Return E(n); depths that were never tried count as never accepted."""
         pairs = zip(self.kept[:guesses], self.tried[:guesses], strict=True)
         return 1 + sum(kept / tried if tried else 0.0 for kept, tried in pairs)
 
     def is_due(self, guesses: int, room: int) -> bool:
-        """Whether to ask for the longest draft instead of this many guesses; each time in vain it waits longer."""
+        """Return whether to ask for the longest draft in place of ``guesses``; each time it was in vain the wait
+        doubles.
+        """
         if guesses == LONGEST:
             self.patience = PROBE_EVERY
         if self.short < self.patience or room < LONGEST:
@@ -121,7 +124,7 @@ class Measured:
         return True
 
     def best(self) -> tuple[int, float]:
-        """(n, tokens per second) with the highest rate, n >= 1."""
+        """Return (n, tokens per second) with the highest rate, n >= 1."""
         deepest = max(1, sum(tried > 0 for tried in self.tried))
         rates = [(n, self.tokens(n) / self.seconds(n)) for n in range(1, deepest + 1)]
         return max(rates, key=lambda pair: pair[1])
@@ -129,16 +132,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """What a step does and why."""
+    """What a step does, and why."""
 
     drafter: int
-    """Index of the way to draft; 0 drafts nothing."""
+    """Index of the drafter; 0 drafts nothing."""
     guesses: int
     reason: str
 
 
 class Adaptive:
-    """Fills ``Drafter``: what was measured of a model's drafters, and which of them is fastest now."""
+    """Implements ``Drafter``: measures a model's drafters and chooses the fastest for each step."""
 
     name = "auto"
 
@@ -149,21 +152,21 @@ class Adaptive:
         plain: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Choose among ``drafters`` and drafting nothing, which is what ``plain`` does."""
+        """Choose among ``drafters`` and ``plain``, which drafts nothing."""
         self.drafters: tuple[Drafter, ...] = (NoDrafts() if plain is None else plain, *drafters)
         self.clock = clock
         self._measured: dict[tuple[int, int], Measured] = {}
 
     def text_bytes(self, entries: int) -> int:
-        """What all drafters take together, as each of them hears of every text."""
+        """Return the sum over all drafters, since each of them follows every text."""
         return sum(drafter.text_bytes(entries) for drafter in self.drafters)
 
     def open(self, cache: KVCache) -> AdaptiveState:
-        """State of a session, with one of every drafter: all of them hear of every text."""
+        """Return the state of a session, which holds a state of every drafter: all of them follow every text."""
         return AdaptiveState(self, [drafter.open(cache) for drafter in self.drafters])
 
     def choose(self, batch: int, room: int) -> DraftChoice:
-        """What to do in a step of ``batch`` sequences in which there is room for so many guesses."""
+        """Return what to do in a step of ``batch`` sequences in which at most ``room`` guesses can be used."""
         if len(self.drafters) == 1 or room == 0:
             return DraftChoice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
         arms = self._arms(batch)
@@ -185,7 +188,7 @@ class Adaptive:
         return DraftChoice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {batch}")
 
     def _arms(self, batch: int) -> list[Measured]:
-        """What is known of every way to draft at this batch size."""
+        """Return the measurements of every drafter at this batch size."""
         every = range(len(self.drafters))
         if any((batch, index) not in self._measured for index in every):
             near = self._nearest(batch)
@@ -195,7 +198,7 @@ class Adaptive:
         return [self._measured[batch, index] for index in every]
 
     def _nearest(self, batch: int) -> int | None:
-        """The batch size nearest to this one at which everything was measured, if there is one that is near."""
+        """Return the nearest batch size at which all drafters were measured; None where none is within ``NEAR``."""
         near: dict[int, float] = {}
         for other in {other for other, _ in self._measured}:
             arms = [self._measured.get((other, index)) for index in range(len(self.drafters))]
@@ -205,14 +208,14 @@ class Adaptive:
         return min(near, key=near.__getitem__, default=None)
 
     def record(self, batch: int, drafter: int, elapsed: float, allowed: int, verdict: Verdict) -> None:
-        """Add a step to what is known, or all those that were made in one call.
+        """Add a step to the measurements, or all steps that were made in one native call.
 
         Args:
-            batch: sequences in it.
-            drafter: index of the way to draft.
-            elapsed: seconds it took, from the choice to the verdict.
-            allowed: guesses that a sequence might have.
-            verdict: what was drafted, and what became of it.
+            batch: number of sequences.
+            drafter: index of the drafter.
+            elapsed: seconds from the choice to the verdict.
+            allowed: largest number of guesses per sequence.
+            verdict: what was drafted and accepted.
         """
         arm = self._measured.setdefault((batch, drafter), Measured())
         if not arm.is_warm:
@@ -226,10 +229,10 @@ class Adaptive:
 
 
 class AdaptiveState:
-    """Fills ``DraftState``: states of all drafters, one of which drafts in each step."""
+    """Implements ``DraftState``: holds a state of every drafter, one of which drafts in each step."""
 
     def __init__(self, adaptive: Adaptive, states: Sequence[DraftState]) -> None:
-        """Choose among ``states``, those of the drafters of ``adaptive`` in their order."""
+        """Choose among ``states``, in the order of the drafters of ``adaptive``."""
         self.choice = DraftChoice(0, 0, "nothing measured yet")
         self.traversal: Traversal = states[0].traversal
         self._adaptive = adaptive
@@ -240,11 +243,11 @@ class AdaptiveState:
 
     @property
     def reason(self) -> str:
-        """Why the last step drafted as it did."""
+        """Return why the last step drafted as it did."""
         return self.choice.reason
 
     def propose(self, context: Context) -> Draft | Decided:
-        """What the best choice for this batch size proposes."""
+        """Return the proposal of the drafter chosen for this batch size."""
         self._started = self._adaptive.clock()
         self._batch = len(context.slots)
         room = max(context.max_nodes.values(), default=LONGEST)
@@ -256,7 +259,7 @@ class AdaptiveState:
         return self._states[self.choice.drafter].propose(context)
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Let every drafter see what was shown, then add the step to what was measured."""
+        """Pass the observation to every drafter, then add the step to the measurements."""
         for state in self._states:
             state.observe(draft, passed, verdict)
         if verdict is not None:
@@ -264,26 +267,26 @@ class AdaptiveState:
             self._adaptive.record(self._batch, self.choice.drafter, elapsed, allowed, verdict)
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Tell every drafter."""
+        """Pass the call to every drafter."""
         for state in self._states:
             state.commit(slots, paths)
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Tell every drafter."""
+        """Pass the call to every drafter."""
         for state in self._states:
             state.truncate(slots, lengths)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Tell every drafter."""
+        """Pass the call to every drafter."""
         for state in self._states:
             state.release(slots)
 
     def saved(self) -> object:
-        """What every drafter remembers."""
+        """Return what every drafter has saved."""
         return [state.saved() for state in self._states]
 
     def restore(self, saved: object) -> None:
-        """Tell every drafter."""
+        """Restore every drafter."""
         assert isinstance(saved, list)
         for state, own in zip(self._states, saved, strict=True):
             state.restore(own)

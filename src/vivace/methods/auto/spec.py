@@ -1,4 +1,4 @@
-"""Spec of the method that measures on this machine and takes the fastest."""
+"""Spec of ``auto``, which measures the other methods on this machine and uses the fastest."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""CALM and LITE: tokens leave early by the confidence of an exit."""
+"""CALM and LITE: tokens exit early where the confidence at an exit layer is high enough."""

@@ -1,17 +1,17 @@
-"""Leaving early by confidence: CALM and LITE.
+"""Early exit by confidence: CALM and LITE.
 
-CALM (Schuster et al. 2022, arXiv:2207.07061) lets a token leave at a layer where a measure of it exceeds a threshold:
+CALM (Schuster et al. 2022, arXiv:2207.07061) lets a token exit at a layer where a measure exceeds a threshold:
 
 * ``softmax``: p_1 - p_2, the gap between the two likeliest tokens under the shared head;
 * ``cosine``: cos(h^i, h^{i-1}), how little the last layer changed the residual;
-* ``learned``: sigmoid(w.h + b), trained to tell whether the layer's token is the top's, everything else frozen.
+* ``learned``: sigmoid(w.h + b), trained to predict whether the exit's token is the whole model's, all else frozen.
 
-LITE (Varshney et al. 2023, arXiv:2310.18581) takes ``probability``, p_1, on a model that was fine-tuned to speak at its
-gates (``train/supervised.py``); CALM's paper trains its model so as well. Keys and values above an exit come from the
-residual that left (``propagate``), as in CALM.
+LITE (Varshney et al. 2023, arXiv:2310.18581) uses ``probability``, p_1, on a model fine-tuned to predict tokens at its
+exit layers (``train/supervised.py``); CALM's paper trains its model so as well. Keys and values above an exit are
+computed from the residual at the exit (``propagate``), as in CALM.
 
-Where we differ: thresholds are calibrated as those of every method here, gate by gate to a stated agreement with the
-whole model on held-back text; CALM's sequence-level test and its threshold that falls with the length are left out.
+Where we differ: thresholds are calibrated, as for every method here, exit by exit to a stated agreement with the whole
+model on held-back text. CALM's test of whole sequences, and its threshold that falls with the length, are left out.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from vivace.train.objective import LossParts
 
 Measure = Literal["softmax", "cosine", "learned", "probability"]
 _FEWEST = 20
-"""Held-back tokens that have to leave before their agreement says anything."""
+"""Smallest number of held-back tokens that must exit for their agreement to be meaningful."""
 
 
 @dataclass(frozen=True)
 class ConfidenceConfig:
-    """Where a token may leave, and what tells that it is sure."""
+    """Where a token may exit, and which measure of confidence decides."""
 
     gates: tuple[int, ...] = (6, 12, 18)
-    """Layers below each gate, ascending."""
+    """Exit layers in ascending order: number of layers below each."""
     measure: Measure = "softmax"
 
     def __post_init__(self) -> None:
@@ -58,11 +58,11 @@ class ConfidenceConfig:
 
 @dataclass(frozen=True)
 class ConfidenceThresholds:
-    """One stated agreement."""
+    """Thresholds for one stated agreement."""
 
     quality: float
     thresholds: tuple[float | None, ...]
-    """Per gate; None lets nobody leave."""
+    """By exit layer; None lets no token exit there."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +72,25 @@ class ConfidencePlan:
     qualities: tuple[ConfidenceThresholds, ...]
     missing: Missing = "propagate"
     max_late: int = 8
-    """Tokens of a sequence that may wait for their upper layers (``deferred``)."""
+    """With ``deferred``: largest number of tokens of a sequence whose upper layers are pending."""
 
     def at(self, quality: float | None) -> ConfidenceThresholds:
-        """The thresholds for an agreement; None is the default one.
+        """Return the thresholds for an agreement; None stands for the default one.
 
         Raises:
-            ConfigError: the adapter was not calibrated to it.
+            ConfigError: the weights were not calibrated to it.
         """
         return at_quality(self.qualities, quality)
 
 
 class Confidence(Trained):
-    """How sure a residual is; weights only where the measure is learned."""
+    """Computes how confident a residual is; it has weights only where the measure is learned."""
 
     def __init__(self, config: ConfidenceConfig, model: ModelConfig) -> None:
         """Make an untrained one.
 
         Raises:
-            ConfigError: a gate is not inside the model.
+            ConfigError: an exit layer is not inside the model.
         """
         super().__init__()
         if config.gates[-1] >= model.num_layers:
@@ -99,7 +99,14 @@ class Confidence(Trained):
         self.classifier = nn.Linear(model.width, 1) if config.measure == "learned" else None
 
     def score(self, model: Decoder, h: Tensor, before: Tensor | None, *, row_count: int = 1) -> Tensor:
-        """Of residuals (n, E), ``before`` being those one layer below; (n,) float32, by a head padded as the step."""
+        """Return the confidence (n,) float32 of residuals (n, E).
+
+        Args:
+            model: the decoder.
+            h: (n, E) residuals at an exit layer.
+            before: (n, E) residuals one layer below, for ``cosine``.
+            row_count: the head's call is padded to a multiple of this many rows, like the step.
+        """
         match self.config.measure:
             case "cosine":
                 assert before is not None
@@ -110,20 +117,20 @@ class Confidence(Trained):
         return best[:, 0] - best[:, 1] if self.config.measure == "softmax" else best[:, 0]
 
     def logit(self, model: Decoder, h: Tensor) -> Tensor:
-        """The learned measure before the sigmoid, (n,)."""
+        """Return the learned measure before the sigmoid, (n,)."""
         assert self.classifier is not None
         logit: Tensor = F.linear(model.norm(h).float(), self.classifier.weight.float(), self.classifier.bias.float())
         return logit[:, 0]
 
 
 class ConfidentExit:
-    """Fills ``ExitPolicy``."""
+    """Implements ``ExitPolicy``: a row exits where its confidence exceeds the threshold."""
 
     def __init__(self, confidence: Confidence, thresholds: Sequence[float | None]) -> None:
         """Decide by calibrated thresholds.
 
         Raises:
-            ConfigError: they are for another number of gates.
+            ConfigError: there are thresholds for another number of exit layers.
         """
         if len(thresholds) != len(confidence.config.gates):
             raise ConfigError(f"{len(thresholds)} thresholds for {len(confidence.config.gates)} gates")
@@ -132,7 +139,7 @@ class ConfidentExit:
         self.thresholds = tuple(thresholds)
 
     def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
-        """To the gate; a shut one costs nothing."""
+        """Run rows to an exit layer; where its threshold is None no confidence is computed."""
         start, stop, threshold = self.gates[gate - 1] if gate else 0, self.gates[gate], self.thresholds[gate]
         if threshold is None or len(asking) == 0:
             h = model.run(h, step, start, stop)
@@ -148,10 +155,10 @@ class ConfidentExit:
 
 
 class ConfidentDepth(NoDrafts):
-    """Fills ``Drafter``: guesses nothing, and climbs until it is sure."""
+    """Implements ``Drafter``: drafts nothing, and runs each token until it is confident."""
 
     def __init__(self, name: str, weights: Confidence, plan: ConfidencePlan, quality: float | None = None) -> None:
-        """Decode by the thresholds of a stated agreement.
+        """Decode with the thresholds of a stated agreement.
 
         Raises:
             ConfigError: there are none for it.
@@ -166,17 +173,17 @@ class ConfidentDepth(NoDrafts):
 
 @dataclass(frozen=True)
 class ConfidenceScores:
-    """What every gate says on some text, and whether it is what the top says."""
+    """The confidence of every exit on some text, and whether its token is the whole model's."""
 
     scores: Tensor
-    """(n, gates) float32."""
+    """(n, exit layers) float32."""
     agrees: Tensor
-    """(n, gates) bool."""
+    """(n, exit layers) bool."""
 
 
 @torch.no_grad()
 def confidence_scores(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> ConfidenceScores:
-    """Scores and agreement on answer positions, every layer below complete."""
+    """Return confidence and agreement at answer positions, computed after all layers below each exit."""
     scores, agrees = [], []
     gates = confidence.config.gates
     for batch in batches:
@@ -190,7 +197,7 @@ def confidence_scores(model: Decoder, confidence: Confidence, batches: Sequence[
 
 
 def calibrated(told: ConfidenceScores, quality: float) -> ConfidenceThresholds:
-    """Gate by gate the lowest threshold above which a share ``quality`` of those that leave say what the top says."""
+    """Return, exit by exit, the lowest threshold above which a share ``quality`` of the exiting tokens agree."""
     left = torch.ones(len(told.scores), dtype=torch.bool, device=told.scores.device)
     thresholds: list[float | None] = []
     for scores, agrees in zip(told.scores.T, told.agrees.T, strict=True):
@@ -209,17 +216,17 @@ def calibrated(told: ConfidenceScores, quality: float) -> ConfidenceThresholds:
 
 
 class ConfidenceObjective(DecoderObjective):
-    """The learned measure, everything else frozen."""
+    """Trains the learned measure while everything else is frozen."""
 
     def __init__(self, confidence: Confidence) -> None:
         self.confidence = confidence
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """The classifier."""
+        """Return the weights of the classifier."""
         return [{"params": list(self.confidence.parameters()), "name": "classifier", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """Binary cross-entropy, the mean over gates."""
+        """Yield the binary cross-entropy of each exit layer, divided by their number."""
         gates, rows = self.confidence.config.gates, batch.predicting
         frozen = FrozenPass.of(model, batch.tokens, gates)
         with torch.no_grad():

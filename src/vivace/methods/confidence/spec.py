@@ -1,4 +1,4 @@
-"""Specs of CALM and LITE: tokens leave early by the confidence of an exit."""
+"""Specs of CALM and LITE: tokens exit early where they are confident."""
 
 from __future__ import annotations
 

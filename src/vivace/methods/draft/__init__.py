@@ -1,1 +1,1 @@
-"""A second, smaller model drafts."""
+"""Speculative decoding with a second, smaller model that drafts."""

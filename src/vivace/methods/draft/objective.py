@@ -1,4 +1,4 @@
-"""Training a small decoder to write what the frozen model writes."""
+"""Training a small decoder to predict what the frozen model predicts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from vivace.train.objective import LossParts
 
 
 class StudentObjective(DecoderObjective):
-    """A small decoder of its own that shall write what the frozen model writes."""
+    """Trains a small decoder to predict what the frozen model predicts."""
 
     def __init__(self, student: Decoder, loss: DistillationLoss) -> None:
         self.student = student
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """All its weights, no decay."""
+        """Return all weights of the small decoder, without weight decay."""
         return [{"params": list(self.student.parameters()), "name": "student", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """The student on the same text, through its own head."""
+        """Yield the loss of the small decoder on the same text, with its own head."""
         step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)
         yield from guess_losses(self.loss, model, self.student, FrozenPass.of(model, batch.tokens), batch, top)

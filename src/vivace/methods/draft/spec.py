@@ -1,4 +1,4 @@
-"""Spec of drafting by a second, smaller model."""
+"""Spec of drafting with a second, smaller model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Dynamic depth with the accelerated residual (M2R2, arXiv:2502.02040): tokens leave early where it is sure.
+"""Dynamic depth with accelerated residuals (M2R2, arXiv:2502.02040): tokens exit early where a router is confident.
 
-``gates.py`` several gates with a residual of their own each, ``router.py`` who decides that a token may leave,
-``objective.py`` how both are trained, ``thresholds.py`` how sure is sure enough, ``drafter.py`` decoding with them.
+``gates.py`` has the exit layers and their accelerated residuals, ``router.py`` what decides that a token may exit,
+``objective.py`` the training of both, ``thresholds.py`` the calibration of how confident is enough, and ``drafter.py``
+the decoding.
 """

@@ -1,8 +1,9 @@
-"""Dynamic depth by the accelerated residual: a token leaves where its router is sure enough (``--method dynamic``).
+"""Dynamic depth with accelerated residuals: a token exits where its router is confident enough (``--method dynamic``).
 
-Every row that may leave gets an accelerated companion up to the next gate. The router reads the companion's trail;
-above the threshold of the quality asked for, the gate's own guess is the token. What happens to the entries above the
-gate is ``decode/depth.py``'s matter. Lossy by nature: exits, and how often they agree, are always reported.
+Every row that may exit has an accelerated row beside it up to the next exit layer. The router reads the accelerated
+row's residuals on the way; where its score exceeds the threshold of the quality asked for, the token is read there.
+``decode/depth.py`` handles the missing entries above the exit. The method is lossy: exits, and how often they agree
+with the whole model, are always reported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vivace.methods.dynamic.thresholds import QualityPlan
 
 @dataclass(frozen=True)
 class DynamicConfig:
-    """What the weights are of."""
+    """Config of the weights."""
 
     gates: GatesConfig = field(default_factory=GatesConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -35,29 +36,29 @@ class DynamicConfig:
 
 @dataclass(frozen=True)
 class DynamicPlan:
-    """How to decode with them, saved next to the weights."""
+    """How to decode with the weights, saved next to them."""
 
     qualities: tuple[QualityPlan, ...]
-    """Thresholds by stated agreement, found on held-back text."""
+    """Thresholds by stated agreement, calibrated on held-back text."""
     missing: Missing = "deferred"
-    """What stands for the keys and values above an exit: ``deferred``, ``propagate`` or ``mask``."""
+    """What replaces the keys and values above an exit: ``deferred``, ``propagate`` or ``mask``."""
     max_late: int = 8
-    """Tokens of a sequence that may wait for their upper layers."""
+    """Largest number of tokens of a sequence whose upper layers are pending."""
 
     def at(self, quality: float | None) -> QualityPlan:
-        """The thresholds for an agreement; None is the default one.
+        """Return the thresholds for an agreement; None stands for the default one.
 
         Raises:
-            ConfigError: the adapter was not calibrated to it.
+            ConfigError: the weights were not calibrated to it.
         """
         return at_quality(self.qualities, quality)
 
 
 class DynamicWeights(Trained):
-    """Gates and router of one adapter."""
+    """Accelerated residuals and router of one adapter."""
 
     def __init__(self, config: DynamicConfig, model: ModelConfig) -> None:
-        """Make untrained ones.
+        """Make untrained weights.
 
         Raises:
             ConfigError: they do not fit the model.
@@ -69,13 +70,13 @@ class DynamicWeights(Trained):
 
 
 class AcceleratedExit:
-    """Fills ``ExitPolicy``: the router's word on the accelerated residual's trail."""
+    """Implements ``ExitPolicy``: the router's score of the accelerated residual decides."""
 
     def __init__(self, weights: DynamicWeights, plan: QualityPlan) -> None:
-        """Decide by trained weights.
+        """Decide with trained weights.
 
         Raises:
-            ConfigError: the plan has thresholds for another number of gates.
+            ConfigError: the plan has thresholds for another number of exit layers.
         """
         config = weights.config
         if len(plan.thresholds) != len(config.gates.gates):
@@ -83,12 +84,12 @@ class AcceleratedExit:
         self.accelerator = weights.gates
         self.router = weights.router
         self._open = [(gate, at) for gate, at in enumerate(plan.thresholds) if at is not None]
-        """Gate by its number in the adapter, and its threshold; rows go past a shut one as past any layer."""
+        """Index and threshold of each exit layer that has one; at the others no row exits."""
         self.gates = tuple(config.gates.layers[gate] for gate, _ in self._open)
         self._depths = [config.router.depths(config.gates, gate) for gate, _ in self._open]
 
     def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
-        """Slow rows to the gate, in its own interval with companions of the asking ones."""
+        """Run the model's rows to the exit layer, in its own interval with accelerated rows beside the asking ones."""
         number, threshold = self._open[gate]
         low = self.gates[gate - 1] if gate else 0
         start, stop = self.accelerator.config.interval(number)
@@ -103,7 +104,7 @@ class AcceleratedExit:
 
 
 class DynamicDepth(NoDrafts):
-    """Fills ``Drafter``: guesses nothing, and climbs only as far as need be."""
+    """Implements ``Drafter``: drafts nothing, and runs each token only as far as its router requires."""
 
     name = "dynamic"
 
@@ -111,9 +112,9 @@ class DynamicDepth(NoDrafts):
         """Decode with trained weights.
 
         Args:
-            weights: of this model.
-            plan: thresholds, and what stands for missing entries.
-            quality: the stated agreement; None is the default one.
+            weights: trained on this model.
+            plan: thresholds, and what replaces missing entries.
+            quality: the stated agreement; None stands for the default one.
 
         Raises:
             ConfigError: there are no thresholds for it.

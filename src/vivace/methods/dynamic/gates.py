@@ -1,17 +1,17 @@
-"""Several gates, each with an accelerated residual of its own (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
+"""Several exit layers, each with an accelerated residual of its own (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
 
-Gates stand at depths ``0 = N_0 < N_1 < ... < N_J < N``. In interval j, layers ``N_{j-1} .. N_j - 1``, an
-accelerated residual starts from the slow one, ``p[N_{j-1}] = h[N_{j-1}]``, and shall arrive at its gate where the
-slow one is at the *target depth*
+The paper calls them gates. They stand at depths ``0 = N_0 < N_1 < ... < N_J < N``. In interval j, layers ``N_{j-1} ..
+N_j - 1``, an accelerated residual starts from the slow one, ``p[N_{j-1}] = h[N_{j-1}]``, and should arrive at its gate
+where the slow one is at the *target depth*
 
     M_j = min(N, N_{j-1} + R_j (N_j - N_{j-1}))
 
-with ``R_j`` its *rate*: layers of the slow stream covered in one of its own. Without a rate the target is the top,
-so every gate has another implied rate, a mixture of rates. The equations of a layer are those of ``residual.py``.
+with ``R_j`` its *rate*: layers of the slow stream covered in one of its own. Without a rate the target is the top, so
+every gate has another implied rate, a mixture of rates. The equations of a layer are those of ``residual.py``.
 
-That a stream starts again from the slow one at each gate is how we understand the paper; its ranks, the form of
-the adapters and the places of the gates are not known to us. Since a layer lies in one interval, it has one set of
-adapters, and the intervals do not depend on each other: trained jointly or one by one they end in the same place.
+That a stream starts again from the slow one at each gate is how we understand the paper; its ranks, the form of the
+adapters and the places of the gates are not known to us. A layer lies in one interval, so it has one set of adapters,
+and the intervals do not depend on each other: trained together or one by one they end in the same place.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError
 
 COMPANION = 0.3
-"""Cost of a second row in a pass that is bound by reading weights, beside the first (a guess between machines)."""
+"""Estimated cost of an accelerated row relative to the model's own row in a pass bound by reading weights."""
 
 
 @dataclass(frozen=True)
 class GateConfig:
-    """Where one gate stands and how fast its residual gets there."""
+    """The place of one gate, and the rate of its accelerated residual."""
 
     layer: int
-    """Layers below the gate."""
+    """Number of layers below the gate."""
     rate: float | None = None
-    """Layers of the slow stream in one of its own; None: as many as it takes to arrive where the last layer does."""
+    """Layers of the slow stream covered in one of its own; None: as many as are needed to arrive at the last layer."""
 
     def __post_init__(self) -> None:
         if self.layer < 1:
@@ -59,7 +59,7 @@ class GatesConfig:
     mode: Literal["delta", "lite"] = "delta"
     """``delta`` runs the frozen feed-forward for accelerated rows too; ``lite`` only their bottleneck."""
     rank: int = 8
-    """Of the query and output deltas; 0 leaves the projections as they are."""
+    """Rank of the query and output deltas; 0 has none."""
     bottleneck: int = 64
     """Width of the silu bottleneck beside (``delta``) or instead of (``lite``) the feed-forward."""
 
@@ -75,26 +75,26 @@ class GatesConfig:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """N_1 .. N_J."""
+        """Return N_1 .. N_J."""
         return tuple(gate.layer for gate in self.gates)
 
     def interval(self, gate: int) -> tuple[int, int]:
-        """First layer of a gate's interval and one past its last."""
+        """Return the first layer of a gate's interval and one past its last."""
         return (self.layers[gate - 1] if gate else 0), self.layers[gate]
 
     def target(self, gate: int, num_layers: int) -> int:
-        """M_j: the depth of the slow residual that the gate imitates."""
+        """Return M_j: the depth of the slow residual that the gate imitates."""
         rate = self.gates[gate].rate
         start, stop = self.interval(gate)
         return num_layers if rate is None else min(num_layers, start + round(rate * (stop - start)))
 
     def minimum_exit_share(self, num_layers: int) -> tuple[float, ...]:
-        """Share of the tokens asked at each gate that must leave there for their companions to pay."""
+        """Return, by gate, the share of tokens asked there that must exit for their accelerated rows to pay."""
         spans = [self.interval(gate) for gate in range(len(self.gates))]
         return tuple(COMPANION * (stop - start) / (num_layers - stop) for start, stop in spans)
 
     def check_fits(self, num_layers: int) -> None:
-        """Refuse gates that are not inside the model."""
+        """Raise an error for gates that are not inside the model."""
         if self.layers[-1] >= num_layers:
             raise ConfigError(f"gate {self.layers[-1]} must lie below the top of a model of {num_layers} layers")
 
@@ -113,21 +113,21 @@ class GatedAccelerator(LowRank):
         super().__init__(site_shapes(model, range(config.layers[-1]), ranks))
         self.config = config
         self.scale = nn.Parameter(torch.ones(len(config.gates), model.width))
-        """Per-component scale before the shared head, gate by gate."""
+        """(J, E) factor before the shared head, by gate."""
 
     def at_gate(self, gate: int, p: Tensor) -> Tensor:
-        """What the shared head reads, (n, E)."""
+        """Return what the shared head reads, (n, E)."""
         return p * self.scale[gate]
 
     def accelerate(self, model: Decoder, gate: int, h: Tensor, step: Step, depths: Sequence[int]) -> Tensor:
-        """The accelerated residuals of a text whose slow pass is done (training, scoring).
+        """Return the accelerated residuals of a text whose slow pass is done (training, scoring).
 
         Args:
             model: the frozen decoder.
-            gate: which one, from 0.
+            gate: index of the gate, from 0.
             h: (T, E) slow residuals at the start of the gate's interval.
             step: the dense call that holds the slow keys and values.
-            depths: where to look, ascending and up to the gate.
+            depths: depths at which residuals are returned, ascending and up to the gate.
 
         Returns:
             The trail (T, number of depths, E).
@@ -140,18 +140,18 @@ class GatedAccelerator(LowRank):
     def forward(
         self, model: Decoder, gate: int, h: Tensor, step: Step, leading: Tensor, depths: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Slow rows and accelerated companions of some of them up to a gate, sharing every weight read.
+        """Run slow rows, with accelerated rows beside some of them, up to a gate in calls that read each weight once.
 
         Args:
             model: the frozen decoder.
-            gate: which one, from 0.
+            gate: index of the gate, from 0.
             h: (T, E) slow rows at the start of its interval; all of them write keys and values.
             step: their call.
-            leading: (n,) slow rows that get a companion.
-            depths: where to look at the companions, ascending; the last is the gate.
+            leading: (n,) slow rows that get an accelerated row.
+            depths: depths at which accelerated residuals are returned, ascending; the last is the gate.
 
         Returns:
-            Slow residuals (T, E) at the gate, and the companions' trail (n, number of depths, E).
+            Slow residuals (T, E) at the gate, and the accelerated rows' trail (n, number of depths, E).
         """
         start = self.config.interval(gate)[0]
         count = step.num_rows
@@ -163,7 +163,7 @@ class GatedAccelerator(LowRank):
 
 
 def _stops(model: Decoder, rows: Tensor, step: Step, depths: Sequence[int]) -> list[Tensor]:
-    """Rows at each depth after the first, where they are now."""
+    """Run rows and return their residuals at each depth after the first, at which they are now."""
     seen = []
     for low, high in pairwise(depths):
         rows = model.run(rows, step, low, high)

@@ -1,17 +1,18 @@
-"""Training the gates on the frozen model, and then the router that may open them.
+"""Training the gates on the frozen model, and then the router that decides about exits.
 
-Stage 1, every gate j at once (they share nothing but the frozen pass), over answer positions only:
+Stage 1 trains every gate j at once (they share only the frozen pass), over answer positions only:
 
     L = sum_j [ a_kd KL(softmax(z / tau) || softmax(z_j / tau)) tau^2 + a_ce CE(z_j, next token)
                 + a_al (1 - cos(p[N_j], h[M_j])) ] / J
 
-with z the frozen model's logits, z_j the shared head at gate j and h[M_j] the slow residual at its target depth.
+with z the frozen model's logits, z_j those of the shared head at gate j, and h[M_j] the slow residual at its target
+depth.
 
-Stage 2, on rows that stage 1 has not seen: the router learns whether the gate says what the whole model would,
+Stage 2 uses rows that stage 1 has not seen: the router learns whether the gate's token is the whole model's,
 
-    y_j = 1[argmax z_j == argmax z],     BCE(s_j, y_j), the rarer answer weighted up to five times.
+    y_j = 1[argmax z_j == argmax z],     BCE(s_j, y_j), the rarer label weighted up to five times.
 
-Its inputs carry no gradient, so the gates stay as they are, and are computed once for all epochs.
+Its inputs have no gradient, so the gates do not change, and are computed once for all epochs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from vivace.train.objective import LossParts
 from vivace.train.rows import RowsConfig, fit_rows
 
 MAX_WEIGHT = 5.0
-"""A label this much rarer than the other counts as much; beyond that it would be noise."""
+"""Largest weight that makes up for a rare label; with a larger one, noise would dominate."""
 
 
 @dataclass(frozen=True)
 class GatesLoss(AlignedLoss):
-    """Weights of the three terms of stage 1."""
+    """Weights of the three loss terms of stage 1."""
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -47,18 +48,20 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class GatesObjective(DecoderObjective):
-    """Stage 1."""
+    """Stage 1: trains the accelerated residuals of all gates."""
 
     def __init__(self, accelerator: GatedAccelerator, loss: GatesLoss) -> None:
         self.accelerator = accelerator
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """All adapter weights, no decay."""
+        """Return all adapter weights, without weight decay."""
         return [{"params": list(self.accelerator.parameters()), "name": "gates", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """The loss in parts of ``rows`` positions, all gates of each, then what they send to the adapters."""
+        """Yield the loss in parts of ``rows`` positions, all gates in each, then the backward pass through the
+        adapters.
+        """
         config, rows, targets = self.accelerator.config, batch.predicting, batch.targets
         frozen = slow_pass(model, self.accelerator, batch.tokens)
         gates = []
@@ -80,7 +83,9 @@ class GatesObjective(DecoderObjective):
 
 
 def slow_pass(model: Decoder, accelerator: GatedAccelerator, tokens: Tensor) -> FrozenPass:
-    """Return the frozen pass over texts (B, T) with the residuals that gates start from and shall arrive at."""
+    """Run the frozen pass over texts (B, T), keeping the residuals from which gates start and at which they should
+    arrive.
+    """
     config = accelerator.config
     gates = range(len(config.gates))
     depths = {config.interval(gate)[0] for gate in gates}
@@ -90,27 +95,27 @@ def slow_pass(model: Decoder, accelerator: GatedAccelerator, tokens: Tensor) -> 
 
 @dataclass(frozen=True)
 class Trails:
-    """What the routers see of a batch, and what they should say."""
+    """Inputs and labels of the routers for the positions of a batch."""
 
     states: tuple[Tensor, ...]
-    """Per gate (n, depths, E)."""
+    """By gate: (n, depths, E) accelerated residuals."""
     says: tuple[Tensor, ...]
-    """Per gate (n, E): what the head reads there."""
+    """By gate: (n, E) what the head reads there."""
     agrees: Tensor
-    """(n, J) bool: the gate's likeliest token is the whole model's."""
+    """(n, J) bool: whether the gate's likeliest token is the whole model's."""
 
     @property
     def num_positions(self) -> int:
-        """N."""
+        """Return n."""
         return len(self.agrees)
 
     def take(self, rows: Tensor) -> Trails:
-        """Some of the positions."""
+        """Return some of the positions."""
         return Trails(tuple(s[rows] for s in self.states), tuple(p[rows] for p in self.says), self.agrees[rows])
 
     @staticmethod
     def join(parts: Sequence[Trails]) -> Trails:
-        """Those of several batches."""
+        """Return the positions of several batches as one."""
         states = zip(*(part.states for part in parts), strict=True)
         says = zip(*(part.says for part in parts), strict=True)
         agrees = torch.cat([part.agrees for part in parts])
@@ -119,12 +124,12 @@ class Trails:
 
 @torch.no_grad()
 def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfig, batch: TokenBatch) -> Trails:
-    """Trails of a batch's answer positions at every gate, teacher-forced.
+    """Return the trails of a batch's answer positions at every gate, with the text as input (teacher forcing).
 
     Args:
         model: the frozen decoder.
         accelerator: its trained gates.
-        config: where the router looks.
+        config: depths that the router reads.
         batch: rows of text.
     """
     gates, rows = accelerator.config, batch.predicting
@@ -142,14 +147,14 @@ def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfi
 
 @dataclass(frozen=True)
 class RouterTraining:
-    """Stage 2 in numbers."""
+    """Settings of stage 2."""
 
     epochs: int = 8
-    """Times every position is learnt from; what the router sees is computed once."""
+    """Number of times every position is used; the router's inputs are computed once."""
     positions: int = 512
-    """Per update."""
+    """Number of positions per update."""
     rate: float = 0.003
-    """Of AdamW; falls in a straight line to zero."""
+    """Learning rate of AdamW, which falls linearly to zero."""
 
     def __post_init__(self) -> None:
         if min(self.epochs, self.positions) < 1 or self.rate <= 0:
@@ -159,14 +164,14 @@ class RouterTraining:
 
 
 def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterTraining, *, seed: int = 0) -> None:
-    """Teach a router, in place, when its gates are right; one without weights is left alone.
+    """Train a router in place to predict when its gates are right; a router without weights is left alone.
 
     Args:
         model: the frozen decoder.
         router: of the gates that made the trails.
-        trails: of rows that the gates have not learnt from.
-        lesson: how long and how fast.
-        seed: of the order of the positions.
+        trails: of rows on which the gates were not trained.
+        lesson: how long and how fast to train.
+        seed: seed of the order of the positions.
     """
     weights = list(router.parameters())
     if not weights:

@@ -1,18 +1,18 @@
-"""Who decides that a token may leave: ARLA, and the routers it is compared with.
+"""Routers, which decide that a token may exit: ARLA, and those it is compared with.
 
-ARLA (accelerated-residual latent attention; M2R2, arXiv:2502.02040) judges from the *trail* of the accelerated
-residual, its states on the way up to the gate, by attention over depth in a small latent. With ``c_n`` the latent of
-the state at depth n and g the gate:
+ARLA (accelerated-residual latent attention; M2R2, arXiv:2502.02040) reads the *trail* of the accelerated residual, its
+states on the way to the gate, by attention over depth in a small latent space. With ``c_n`` the latent of the state at
+depth n and g the gate:
 
     c_n = W_n rms(p[n]) + d_n                       q = U_q c_g     k_n = U_k c_n     v_n = U_v c_n
     s   = w . [c_g ; sum_n softmax_n(q . k_n / sqrt(size)) v_n] + b
 
-and sigmoid(s) is how sure it is that the gate says what the whole model would. Attention runs over depth, never over
-tokens, so a token's score does not depend on others. The name and the role are the paper's; the form is ours.
+and sigmoid(s) is the probability that the gate's token is the whole model's. Attention runs over depth, never over
+tokens, so a token's score does not depend on others. Name and role are the paper's; the form is ours.
 
-Rivals: ``linear`` and ``mlp`` on the last state, ``gap`` (softmax of the gate's logits, first minus second) and
-``cosine`` (of the last two states), the last two from CALM (Schuster et al. 2022, arXiv:2207.07061) and without
-weights.
+The others are ``linear`` and ``mlp`` on the last state, ``gap`` (probability of the gate's likeliest token minus that
+of the second) and ``cosine`` (of the last two states); the last two have no weights and are from CALM (Schuster et al.
+2022, arXiv:2207.07061).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatesConfig
 
 Say = Callable[[], Tensor]
-"""The gate's logits (n, V), computed only when a router asks for them."""
+"""Returns the gate's logits (n, V), which are computed only when a router asks for them."""
 
 RouterKind = Literal["arla", "linear", "mlp", "gap", "cosine"]
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Which router, how large, and what it looks at."""
+    """Which router, its size, and the depths it reads."""
 
     kind: RouterKind = "arla"
-    """``arla``, or a rival: ``linear``, ``mlp``, ``gap``, ``cosine``."""
+    """``arla``, or one that it is compared with: ``linear``, ``mlp``, ``gap``, ``cosine``."""
     latent: int = 64
     """Width of the latent (``arla``) or of the hidden layer (``mlp``)."""
     stride: int = 2
-    """Every how many layers below a gate the accelerated residual is looked at, counted from the gate."""
+    """Distance, in layers, between the states of a trail, counted down from the gate."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("arla", "linear", "mlp", "gap", "cosine"):
@@ -53,26 +53,26 @@ class RouterConfig:
             raise ConfigError(f"latent and stride must be at least 1, found {self.latent} and {self.stride}")
 
     def depths(self, gates: GatesConfig, gate: int) -> tuple[int, ...]:
-        """Depths of a gate's trail, ascending; the last is the gate."""
+        """Return the depths of a gate's trail, ascending; the last is the gate."""
         start, stop = gates.interval(gate)
         return tuple(range(stop, start, -self.stride))[::-1]
 
 
 class Router(nn.Module):
-    """Scores trails; a higher score is a surer gate."""
+    """Scores trails: the higher the score, the more likely the gate is right."""
 
     def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """The score before the sigmoid where it is trained with one, (n,) float32.
+        """Return the score (n,) float32, before the sigmoid for routers that are trained with one.
 
         Args:
-            gate: number of the gate, from 0.
+            gate: index of the gate, from 0.
             trail: (n, depths, E) accelerated residuals, the last one at the gate.
-            say: the gate's logits.
+            say: returns the gate's logits.
         """
         raise NotImplementedError
 
     def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """How sure, (n,) float32: a probability for routers that are trained."""
+        """Return how confident the router is, (n,) float32: a probability for routers that are trained."""
         score: Tensor = self(gate, trail, say)
         return score.sigmoid()
 
@@ -81,12 +81,12 @@ class ArlaRouter(Router):
     """Attention over depth on a latent of the trail."""
 
     def __init__(self, depths: Sequence[int], width: int, latent: int) -> None:
-        """Make a router.
+        """Make an untrained router.
 
         Args:
             depths: length of each gate's trail.
             width: E.
-            latent: size of the latent.
+            latent: width of the latent.
         """
         super().__init__()
         self.down = nn.ParameterList(_noise(count, width, latent, fan_in=width) for count in depths)
@@ -96,7 +96,7 @@ class ArlaRouter(Router):
         self.bias = nn.Parameter(torch.zeros(len(depths)))
 
     def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """(n, depths, E) -> (n,)."""
+        """Return logits, (n, depths, E) -> (n,)."""
         latent = torch.einsum("nde,del->ndl", rms(trail), self.down[gate]) + self.depth[gate]
         queries, keys, values = (latent @ self.mix[gate]).chunk(3, -1)
         weights = torch.softmax((keys @ queries[:, -1, :, None]) / math.sqrt(latent.shape[-1]), 1)
@@ -109,7 +109,7 @@ class LastStateRouter(Router):
     """A linear map of the state at the gate, or two with a silu between."""
 
     def __init__(self, num_gates: int, width: int, hidden: int | None) -> None:
-        """Make a router; ``hidden`` None is the linear one."""
+        """Make an untrained router; ``hidden`` None is the linear one."""
         super().__init__()
         inner = width if hidden is None else hidden
         self.inner = nn.ParameterList(_noise(width, inner, fan_in=width) for _ in range(num_gates if hidden else 0))
@@ -118,7 +118,7 @@ class LastStateRouter(Router):
         self.bias = nn.Parameter(torch.zeros(num_gates))
 
     def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """(n, depths, E) -> (n,)."""
+        """Return logits, (n, depths, E) -> (n,)."""
         x = rms(trail[:, -1])
         if self.inner_bias is not None:
             x = F.silu(x @ self.inner[gate] + self.inner_bias[gate])
@@ -127,32 +127,32 @@ class LastStateRouter(Router):
 
 
 class SoftmaxGap(Router):
-    """First probability minus the second; runs the head at every gate."""
+    """The largest probability minus the second; it runs the head at every gate."""
 
     def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """(n, depths, E) -> (n,)."""
+        """Return gaps, (n, depths, E) -> (n,)."""
         first, second = torch.softmax(say().float(), -1).topk(2).values.unbind(-1)
         return first - second
 
     def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """The gap itself."""
+        """Return the gap itself."""
         return self.forward(gate, trail, say)
 
 
 class Saturation(Router):
-    """Cosine of the last two states: the residual has stopped turning."""
+    """The cosine of the last two states: near one where the residual no longer changes its direction."""
 
     def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """(n, depths, E) -> (n,)."""
+        """Return cosines, (n, depths, E) -> (n,)."""
         return F.cosine_similarity(trail[:, -1].float(), trail[:, -2].float(), dim=-1)
 
     def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
-        """The cosine itself."""
+        """Return the cosine itself."""
         return self.forward(gate, trail, say)
 
 
 def make_router(config: RouterConfig, gates: GatesConfig, width: int) -> Router:
-    """The router that a configuration names, untrained.
+    """Return the untrained router that a config names.
 
     Raises:
         ConfigError: the cosine of two states is asked for and a trail has one.
@@ -174,7 +174,7 @@ def make_router(config: RouterConfig, gates: GatesConfig, width: int) -> Router:
 
 
 def rms(x: Tensor) -> Tensor:
-    """Rows of length one, root mean square, in float32."""
+    """Return rows scaled to a root mean square of one, in float32."""
     x = x.float()
     y: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
     return y

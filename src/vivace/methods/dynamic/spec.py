@@ -1,4 +1,4 @@
-"""Spec of dynamic depth: tokens leave early where the accelerated residual is sure."""
+"""Spec of dynamic depth: tokens exit early where a router of the accelerated residual is confident."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _exits() -> Stored:
 
 
 def _widen_exits(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of gates and their router, whose latents stay as wide as they are."""
+    """Widen one tensor of gates or their router, whose latents keep their width."""
     if name.startswith("gates."):
         part = name.removeprefix("gates.")
         return value.repeat(1, k) if part.endswith("scale") else widen_low_rank(part, value, config, k)
@@ -39,7 +39,9 @@ def _widen_exits(name: str, value: Tensor, config: ModelConfig, k: int) -> Tenso
 
 
 def _exits_have_twin(config: Mapping[str, Any]) -> bool:
-    """A linear router reads rows of the model's width under a name that others have too."""
+    """Return whether the weights can be widened: a linear router reads rows of the model's width under an ambiguous
+    name.
+    """
     return config["router"]["kind"] in ("arla", "mlp")
 
 

@@ -1,9 +1,8 @@
-"""How sure a router must be: a threshold per gate, found on held-back text for a stated agreement.
+"""How confident a router must be: a threshold per gate, calibrated on held-back text for a stated agreement.
 
-*Agreement* is the share of the tokens that leave at a gate that are what the whole model would have said there
-(greedily, after the same text). Gates are calibrated from the lowest up, each on the positions that have not left
-below it, so the stated agreement holds gate by gate; tokens that reach the top agree by definition, so over all
-tokens it is higher.
+*Agreement* is the share of the tokens exiting at a gate that are the whole model's token there (greedy, after the same
+text). Gates are calibrated from the lowest up, each on the positions that have not exited below it, so the stated
+agreement holds for each gate; tokens that pass all layers agree by definition, so over all tokens it is higher.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from vivace.methods.dynamic.objective import Trails
 from vivace.methods.dynamic.router import Router
 
 QUALITIES = (0.9, 0.95, 0.98, 0.99)
-"""Agreements that thresholds are kept for."""
+"""Agreements for which thresholds are kept."""
 FEWEST = 50
-"""A gate whose threshold fewer positions pass stays shut: a share of so few says nothing."""
+"""Smallest number of positions that must exceed a gate's threshold; with fewer, no token exits there."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class QualityPlan:
 
     quality: float
     thresholds: tuple[float | None, ...]
-    """A score above it may leave; None keeps the gate shut."""
+    """A token may exit where its score is higher; None lets no token exit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.quality < 1:
@@ -41,7 +40,7 @@ class QualityPlan:
 
 @dataclass(frozen=True)
 class Scores:
-    """Every gate's judgement of the same positions."""
+    """The scores of every gate for the same positions."""
 
     score: Tensor
     """(n, J) float32."""
@@ -51,7 +50,7 @@ class Scores:
 
 @torch.no_grad()
 def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
-    """A router's scores of all positions of some trails."""
+    """Return a router's scores of all positions of some trails."""
     pairs = enumerate(zip(trails.states, trails.says, strict=True))
     judged = [router.score(gate, states, partial(model.head, p)) for gate, (states, p) in pairs]
     return Scores(torch.stack(judged, 1).float(), trails.agrees)
@@ -60,14 +59,14 @@ def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
 def calibrate(
     scores: Scores, quality: float, *, fewest: int = FEWEST, minimum_exit_share: Sequence[float] = ()
 ) -> QualityPlan:
-    """The lowest thresholds whose exits agree in at least this share.
+    """Return the lowest thresholds at which at least the share ``quality`` of the exits agree.
 
     Args:
         scores: of held-back positions.
         quality: the agreement asked for, in (0, 1).
-        fewest: positions that must pass a threshold for it to count.
-        minimum_exit_share: share of the positions asked that must leave at each gate, else it stays shut
-            (``GatesConfig``); empty opens every gate that can keep the agreement.
+        fewest: smallest number of positions that must exceed a threshold.
+        minimum_exit_share: share of the positions asked that must exit at each gate, else no token exits there
+            (``GatesConfig``); empty allows every gate that can keep the agreement.
     """
     left = torch.ones(len(scores.score), dtype=torch.bool, device=scores.score.device)
     thresholds: list[float | None] = []
@@ -84,13 +83,13 @@ def calibrate(
 
 
 def exit_shares(scores: Scores, plan: QualityPlan) -> list[float]:
-    """Share of all positions that leaves at each gate."""
+    """Return the share of all positions that exits at each gate."""
     depth = exits(scores, plan)
     return [float((depth == gate).double().mean()) for gate in range(len(plan.thresholds))]
 
 
 def exits(scores: Scores, plan: QualityPlan) -> Tensor:
-    """Number of the gate at which each position leaves, (n,); J for the top."""
+    """Return the index of the gate at which each position exits, (n,); J for those that pass all layers."""
     gates = len(plan.thresholds)
     depth = torch.full((len(scores.score),), gates, device=scores.score.device)
     for gate in reversed(range(gates)):
@@ -101,7 +100,7 @@ def exits(scores: Scores, plan: QualityPlan) -> Tensor:
 
 
 def _lowest(score: Tensor, agrees: Tensor, quality: float, fewest: int) -> float | None:
-    """The lowest score such that those above it agree often enough; None when there is none."""
+    """Return the lowest score such that those above it agree often enough; None where there is none."""
     if len(score) < fewest:
         return None
     order = score.argsort(descending=True, stable=True)

@@ -1,1 +1,1 @@
-"""EAGLE (Li et al. 2024, arXiv:2401.15077): one layer that guesses the next feature drafts."""
+"""EAGLE (Li et al. 2024, arXiv:2401.15077): a one-layer decoder drafts by predicting the next final residual."""

@@ -1,14 +1,14 @@
-"""EAGLE: a one-layer decoder that guesses the model's own final residuals (Li et al. 2024, arXiv:2401.15077).
+"""EAGLE: a one-layer decoder that predicts the model's own final residuals (Li et al. 2024, arXiv:2401.15077).
 
-With f_t the normed final residual at position t and e the embedding,
+With f_t the normed final residual (feature) at position t and e the embedding,
 
     g_t = layer(C [f_{t-1}; e(x_t)])        x_{t+1} ~ head(g_t)        f_t := norm(g_t) while drafting
 
-The layer is of the model's own kind and keeps keys and values of its own; the head and its norm are the model's,
-frozen. Positions that were verified are taken up again with the model's own residuals, those of a draft are forgotten.
+The layer is built like the model's own and has its own keys and values; the head and its norm are the model's, frozen.
+Positions that were verified run through the layer again with the model's own residuals; entries of a draft are dropped.
 
-Where we differ: features are normed (as Hugging Face's ``last_hidden_state``, which the authors take, is); the shape of
-the tree is the plan's, not a fixed one; the layer may have a narrower feed-forward.
+Where we differ: features are normed (so is Hugging Face's ``last_hidden_state``, which the authors use); the plan
+chooses the shape of the tree, which is fixed in the paper; and the layer may have a narrower feed-forward.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from vivace.decode.shallow import DraftPlan, guess_below
 from vivace.errors import ConfigError
 
 CHUNK = 256
-"""Positions that are taken up at once where many are missing (a prompt)."""
+"""Number of positions that run through the layer at once where many are missing, as after a prompt."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The drafter's own layer."""
+    """Config of the drafter's own layer."""
 
     ffn_width: int = 0
     """Width of its feed-forward; 0 is the model's."""
@@ -49,15 +49,15 @@ class EagleConfig:
 
 
 class EagleLayer(Trained):
-    """Trained weights: the map that joins feature and embedding, and a layer."""
+    """Trained weights: the map that joins feature and embedding, and a decoder layer."""
 
     def __init__(self, config: EagleConfig, model: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.join = nn.Parameter(torch.empty(model.width, 2 * model.width))
-        """C."""
+        """C, (E, 2 E)."""
         self.body = Decoder(_one_layer(config, model))
-        """Its embedding and final norm are not used."""
+        """A decoder of one layer; its embedding and final norm are not used."""
         with torch.no_grad():
             nn.init.kaiming_uniform_(self.join, a=5**0.5)
             self.join[:, : model.width] += torch.eye(model.width)
@@ -69,15 +69,15 @@ class EagleLayer(Trained):
                     weight.normal_(std=0.0 if writes else 0.5 * weight.shape[1] ** -0.5)
 
     def forward(self, features: Tensor, embedded: Tensor, step: Step) -> Tensor:
-        """Guessed residuals (T, E) from normed features and embeddings (T, E)."""
+        """Predict residuals (T, E) from normed features and embeddings (T, E)."""
         return self.body.run(F.linear(torch.cat((features, embedded), -1), self.join), step)
 
     def trainable(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """Return the parameters that are trained."""
         return [self.join, *self.body.layers.parameters()]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Named weights for a file."""
+        """Return the named weights for a file."""
         layers = {f"body.layers.{name}": value.detach() for name, value in self.body.layers.state_dict().items()}
         return {"join": self.join.detach(), **layers}
 
@@ -100,29 +100,31 @@ def _one_layer(config: EagleConfig, model: ModelConfig) -> ModelConfig:
 
 
 class Eagle:
-    """Fills ``Drafter``: the trained layer, laid out once for all sessions."""
+    """Implements ``Drafter``: the trained layer, laid out once for all sessions."""
 
     name = "eagle"
 
     def __init__(self, model: Decoder, layer: EagleLayer, plan: DraftPlan) -> None:
-        """Draft for ``model``, on the kernels its layers run on; the layer is used up: its weights are packed."""
+        """Draft for ``model`` on the kernels that run its layers; the weights of ``layer`` are packed in place."""
         self.model = model
         self.plan = plan
         self._join: Callable[[Tensor], Tensor] = model.backend.projection(layer.join.contiguous())
         self._body = layer.body
-        if isinstance(layer.body.backend, TorchBackend):  # nobody has packed it before
+        if isinstance(layer.body.backend, TorchBackend):  # its weights are not packed yet
             layer.body.run_on(model.backend.sibling())
 
     def text_bytes(self, entries: int) -> int:
-        """Keys and values of the layer."""
+        """Return the bytes of keys and values of the layer."""
         return self._body.slot_bytes(entries)
 
     def open(self, cache: KVCache) -> EagleState:
-        """State of a session, with a cache for the layer of as many slots and entries as the target's."""
+        """Return the state of a session, with a cache for the layer of as many slots and entries as the target's."""
         return EagleState(self, self._body.new_cache(cache.num_slots, cache.capacity))
 
     def run(self, own: Draft, rows: Tensor | None, features: Tensor, cache: KVCache, *, chunk: bool = False) -> Tensor:
-        """Rows of the layer's own draft (None: all) through it, (n, E), given the features (n, E) before them."""
+        """Run rows of the layer's own draft (None: all) through it, given the features (n, E) of the positions before
+        them.
+        """
         step = Step.of(own, cache, chunk=chunk)
         tokens = own.tokens
         if rows is not None:
@@ -132,20 +134,22 @@ class Eagle:
 
 
 class EagleState(Forgetful):
-    """Fills ``DraftState``: keys and values of the layer, and the residuals of positions it has not taken up yet."""
+    """Implements ``DraftState``: the layer's cache, and the residuals of positions that have not run through it yet."""
 
     def __init__(self, drafter: Eagle, cache: KVCache) -> None:
-        """Draft by the layer of ``drafter``, with an empty cache of its entries."""
+        """Draft with the layer of ``drafter`` and an empty cache of its entries."""
         self.traversal: Traversal = ForwardPass()
         self.cache = cache
         self.model = drafter.model
         self.plan = drafter.plan
         self._run = drafter.run
         self._pending: dict[int, list[Tensor]] = {}
-        """Normed residuals (n, E) of the last positions of each slot, not taken up yet."""
+        """By slot: normed residuals (n, E) of the last positions that have not run through the layer yet."""
 
     def propose(self, context: Context) -> Draft:
-        """A chain or tree per slot whose last position was seen, one small pass per depth for all of them."""
+        """Return a chain or tree for each slot whose last position was seen, from one small pass per depth for all of
+        them.
+        """
         draft = context.committed()
         room = {slot: context.max_nodes.get(slot, len(self.plan.widths)) for slot in context.slots}
         growing = [slot for slot in context.slots if self._pending.get(slot) and room[slot] > 0]
@@ -171,7 +175,9 @@ class EagleState(Forgetful):
     def _guess(
         self, context: Context, drafts: tuple[Draft, Draft], leaves: tuple[Tensor, Tensor], known: Tensor, width: int
     ) -> tuple[Draft, Draft, tuple[Tensor, Tensor], Tensor]:
-        """Guesses below the leaves in the target's draft and in the drafter's own, and the leaf place of each."""
+        """Guess below the leaves in the target's draft and in the drafter's own; also return the leaf index of each
+        guess.
+        """
         before = len(drafts[0].tokens)
         draws = self.plan.is_chain
         draft, rows = guess_below(self.model, self.plan, context, drafts[0], leaves[0], known, width, draws=draws)
@@ -182,7 +188,7 @@ class EagleState(Forgetful):
     def _catch_up(
         self, tokens: Mapping[int, Sequence[int]], slots: Sequence[int], cache: KVCache
     ) -> tuple[Draft, Tensor]:
-        """Take up what is pending; the rows of the last stretch are the own draft's given ones, with residuals."""
+        """Run pending positions through the layer; return the last stretch as the own draft, with its residuals."""
         features = {slot: torch.cat(self._pending.pop(slot)) for slot in slots}
         for slot in slots:
             if cache.lengths[slot] == 0:  # nothing is known before the first position
@@ -202,7 +208,7 @@ class EagleState(Forgetful):
         return tokens[len(tokens) - count :]
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Keep the residuals of every position that stays, prompt chunks too."""
+        """Keep the residuals of every position that was kept, also of prompt chunks."""
         normed = self.model.norm(passed.hidden)
         if verdict is None:
             paths = [(draft.slot == slot).nonzero()[:, 0] for slot in draft.slots]
@@ -218,11 +224,11 @@ class EagleState(Forgetful):
         self.cache.release(slots)
 
     def saved(self) -> object:
-        """What was taken up, and what was not."""
+        """Return the pending residuals and the state of the layer's cache."""
         return super().saved(), self.cache.saved()
 
     def restore(self, saved: object) -> None:
-        """Go back to that."""
+        """Restore both."""
         assert isinstance(saved, tuple)
         super().restore(saved[0])
         self.cache.restore(saved[1])

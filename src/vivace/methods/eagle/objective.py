@@ -20,12 +20,12 @@ from vivace.train.objective import LossPart, LossParts
 
 @dataclass(frozen=True)
 class EagleLoss(DistillationLoss):
-    """Weights of the terms."""
+    """Weights of the loss terms."""
 
     regression: float = 1.0
-    """Weight of the smooth L1 distance between guessed and true features."""
+    """Weight of the smooth L1 distance between predicted and true features."""
     noise: float = 0.1
-    """Features are disturbed by up to this much, as guessed ones will be."""
+    """Largest uniform noise added to features, since predicted features have errors too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,18 +34,20 @@ class EagleLoss(DistillationLoss):
 
 
 class EagleObjective(DecoderObjective):
-    """A feature drafter on a frozen model."""
+    """Trains a feature drafter on a frozen model."""
 
     def __init__(self, layer: EagleLayer, loss: EagleLoss) -> None:
         self.layer = layer
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """All weights of the layer, no decay."""
+        """Return all weights of the layer, without weight decay."""
         return [{"params": self.layer.trainable(), "name": "eagle", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """Every position guesses its own final residual from the one before it and its token."""
+        """Yield the loss in parts: every position predicts its own final residual from its token and the residual
+        before it.
+        """
         frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
             x = model.norm(frozen.final)

@@ -1,4 +1,4 @@
-"""Spec of EAGLE: one layer guesses the next feature."""
+"""Spec of EAGLE: a one-layer decoder drafts by predicting features."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _eagle_plans(config: ConfigReader, longest: int) -> Sequence[Any]:
 
 
 def _widen_eagle(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of a feature drafter: what joins a feature and an embedding, and a layer as the model's are."""
+    """Widen one tensor of a feature drafter: the map that joins feature and embedding, or a weight of the layer."""
     import torch
 
     from vivace.checkpoint.widen import widen_parameter

@@ -1,1 +1,1 @@
-"""Drafts of an early exit: DEED, with an adaptation module, and LayerSkip, without."""
+"""Drafts read at an early exit of the model: DEED, with an adaptation module, and LayerSkip, without one."""

@@ -1,16 +1,15 @@
-"""Drafts from an early exit of the model itself: LayerSkip and DEED.
+"""Drafts read at an early exit of the model itself: LayerSkip and DEED.
 
-LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710): the residual at the gate goes to the shared head as it is. Its
-model was trained for that as a whole (``train/supervised.py``); on any other the exit of the frozen model guesses,
-seldom right.
+In LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710) the shared head reads the residual at the exit layer as it is. Its
+model was trained for that as a whole (``train/supervised.py``); on any other model such guesses are seldom right.
 
 DEED (Tang et al. 2023, arXiv:2311.08623) has an adaptation module for each exit. As a drafter on a frozen model:
 
-    u = attention half of the layer below the gate            p = h^gate + B silu(A norm(u))
+    u = attention half of the layer below the exit            p = h^exit + B silu(A norm(u))
 
-times a gain per component, read by the shared head. It is what an accelerated residual is without running ahead, the
-control for distance: the same loss, gate and kernels. The bottleneck reads what the layer's own feed-forward reads
-instead of its output, so that it travels as data (``LowRankDeltas``) and whole chains are drafted in one native call.
+times a factor per component, read by the shared head. It is an accelerated residual that does not run ahead, and so the
+control for distance: the same loss, exit layer and kernels. The bottleneck reads the input of the layer's own
+feed-forward instead of its output, so that it is data (``LowRankDeltas``) and one native call drafts whole chains.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from vivace.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """Where the guess is made, and by what."""
+    """The exit layer, and the adaptation module there."""
 
     gate: int = 6
-    """Layers below the exit."""
+    """Number of layers below the exit."""
     bottleneck: int = 0
     """Width of the adaptation module; 0 has none (LayerSkip)."""
 
@@ -45,13 +44,13 @@ class ExitConfig:
 
 
 class Exit(Trained):
-    """Weights of one exit: none, or an adaptation module and a gain."""
+    """Weights of one exit: none, or an adaptation module and a factor per component."""
 
     def __init__(self, config: ExitConfig, model: ModelConfig) -> None:
-        """Make an exit that says what the residual says.
+        """Make an exit that returns the residual unchanged.
 
         Raises:
-            ConfigError: the gate is not inside the model.
+            ConfigError: the exit layer is not inside the model.
         """
         super().__init__()
         if config.gate >= model.num_layers:
@@ -64,19 +63,21 @@ class Exit(Trained):
             self.scale = nn.Parameter(torch.ones(model.width))
 
     def deltas(self, which: Tensor) -> LowRankDeltas:
-        """The module as data for a call; ``which`` (T,) is 0 on guessing rows and -1 elsewhere."""
+        """Return the module as data for a call; ``which`` (T,) is 0 on guessing rows and -1 elsewhere."""
         site: Site = (self.config.gate - 1, "mlp")
         if self.down is None or self.up is None:
             return LowRankDeltas(which, {}, {})
         return LowRankDeltas(which, {site: self.down}, {site: self.up})
 
     def at_gate(self, p: Tensor) -> Tensor:
-        """What the shared head reads, (n, E)."""
+        """Return what the shared head reads, (n, E)."""
         return p if self.scale is None else p * self.scale
 
 
 class ExitGuess:
-    """Fills ``EarlyGuess``."""
+    """Implements ``EarlyGuess``: the head reads the residual at the exit, after the adaptation module if
+    there is one.
+    """
 
     def __init__(self, model: Decoder, exit_: Exit) -> None:
         self.exit = exit_
@@ -88,13 +89,13 @@ class ExitGuess:
         )
 
     def offsets(self, final: Tensor) -> Tensor | None:
-        """Guesses start where the rows do, whatever the position before them said."""
+        """Return None: guesses do not depend on the final residual of the position before."""
         return None
 
     def forward(
         self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Rows to the gate, and what the guessing ones say there."""
+        """Run rows to the exit layer; return their residuals, and what the head reads for the guessing ones."""
         if self.exit.down is None or len(guessing) == 0:
             h = model.run(h, step, 0, self.gate)
             return h, h[guessing]
@@ -107,5 +108,5 @@ class ExitGuess:
 
 
 def exit_drafter(model: Decoder, exit_: Exit, plan: DraftPlan) -> ShallowDrafter:
-    """A drafter from an exit: DEED with an adaptation module, LayerSkip without."""
+    """Return a drafter of an exit: DEED with an adaptation module, LayerSkip without."""
     return ShallowDrafter(model, ExitGuess(model, exit_), plan, name="deed" if exit_.config.bottleneck else "layerskip")

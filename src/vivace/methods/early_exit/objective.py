@@ -1,4 +1,4 @@
-"""Training the adaptation module of an exit on the frozen model, by distillation (DEED trains on tokens)."""
+"""Training the adaptation module of an exit on the frozen model by distillation (DEED trains on tokens)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vivace.train.objective import LossParts
 
 
 class ExitObjective(DecoderObjective):
-    """The adaptation module of an exit of a frozen model."""
+    """Trains the adaptation module of an exit of a frozen model."""
 
     def __init__(self, exit_: Exit, loss: DistillationLoss) -> None:
         if not exit_.config.bottleneck:
@@ -25,11 +25,11 @@ class ExitObjective(DecoderObjective):
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """All weights of the module, no decay."""
+        """Return all weights of the module, without weight decay."""
         return [{"params": list(self.exit.parameters()), "name": "exit", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """What the exit says against what the top says."""
+        """Yield the loss of the exit's distribution against the whole model's."""
         gate = self.exit.config.gate
         frozen = FrozenPass.of(model, batch.tokens, (gate - 1,))
         deltas = self.exit.deltas(torch.zeros_like(frozen.step.slot))

@@ -1,4 +1,4 @@
-"""Specs of drafts made by the lower layers: DEED, with an adaptation module, and LayerSkip, without."""
+"""Specs of drafts read at an early exit: DEED, with an adaptation module, and LayerSkip, without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foresight as a method: plain decoding that predicts which experts a mixture will choose.
+"""Foresight as a method: plain decoding that predicts which experts a mixture of experts will choose.
 
-It drafts nothing. What predicts, and tells the expert cache, is in ``storage/experts/foresight``.
+It drafts nothing. The predictors, which inform the expert cache, are in ``storage/experts/foresight``.
 """

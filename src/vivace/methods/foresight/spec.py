@@ -1,4 +1,4 @@
-"""Spec of foresight: plain decoding whose experts are prefetched."""
+"""Spec of foresight: plain decoding that prefetches experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _foresight_weights() -> Stored:
 
 
 def _widen_foresight(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """Widen one tensor: scales (N, E) are per layer and component, routers' parts are (..., X, E)."""
+    """Widen one tensor: scales (N, E) are per layer and component, the routers' factors are (..., X, E)."""
     import torch
 
     if name in ("near", "far"):

@@ -1,12 +1,13 @@
-"""Lookahead decoding: n-grams that the model itself makes up while decoding (Fu et al. 2024, arXiv:2402.02057).
+"""Lookahead decoding: n-grams that the model itself produces while decoding (Fu et al. 2024, arXiv:2402.02057).
 
-Beside the root two kinds of branches go up. The *window* is a Jacobi iteration: W columns of N - 1 levels; the token of
-level j in column i stands at place i + 1 + j behind the root and was the model's answer to level j - 1 one pass
-ago. After a pass the top level has new answers, every column with its answer is an n-gram for the *pool*, and the
-levels move down. *Verification* branches are the pool's n-grams that begin with the root. No training, no weights.
+Two kinds of branches pass the model beside the root. The *window* is a Jacobi iteration of W columns and N - 1 levels:
+the token of level j in column i stands at position i + 1 + j after the root, and was the model's answer to level j - 1
+one pass ago. After a pass the top level has new answers; every column with its answer is an n-gram for the *pool*, and
+the levels move down by one. *Verification* branches are the n-grams of the pool that begin with the root. There are no
+weights and no training.
 
-In a tree of drafts level 0 is a chain below the root and the rest of a column hangs below its level-0 node, so the
-window needs no mask of its own; where a window node happens to be right, verification keeps it as well.
+In the tree of a draft, level 0 is a chain below the root, and the rest of a column hangs below its node of level 0. So
+the window needs no attention mask of its own, and a node of the window that happens to be right is accepted as well.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class LookaheadPlan:
     """The three numbers of the paper."""
 
     ngram: int = 4
-    """N."""
+    """N: length of the n-grams."""
     window: int = 5
-    """W: columns of the Jacobi iteration."""
+    """W: number of columns of the Jacobi iteration."""
     guesses: int = 5
-    """G: n-grams that are verified, and kept for each first token."""
+    """G: number of n-grams that are verified, and kept for each first token."""
     from_prompt: bool = True
-    """The prompt's own n-grams fill the pool before the first pass, as in the authors' code."""
+    """Whether n-grams of the prompt fill the pool before the first pass, as in the authors' code."""
 
     def __post_init__(self) -> None:
         if self.ngram < 2 or self.window < 1 or self.guesses < 1:
@@ -51,24 +52,24 @@ class LookaheadPlan:
 
     @property
     def num_nodes(self) -> int:
-        """Rows of a pass besides the root."""
+        """Return the largest number of rows of a pass besides the root."""
         return (self.ngram - 1) * (self.window + self.guesses)
 
     @property
     def label(self) -> str:
-        """In a few characters: ``N 4 W 5 G 5``."""
+        """Return a short description: ``N 4 W 5 G 5``."""
         return f"N {self.ngram} W {self.window} G {self.guesses}" + ("" if self.from_prompt else " without the prompt")
 
 
 class Pool:
-    """N-grams by their first token, those used last kept."""
+    """N-grams by their first token; of each token, those used last are kept."""
 
     def __init__(self, plan: LookaheadPlan) -> None:
         self._plan = plan
         self._grams: dict[int, OrderedDict[tuple[int, ...], None]] = {}
 
     def add(self, gram: Sequence[int]) -> None:
-        """Remember an n-gram."""
+        """Add an n-gram and drop the oldest one of its first token if there are more than G."""
         known = self._grams.setdefault(gram[0], OrderedDict())
         rest = tuple(gram[1:])
         known.pop(rest, None)
@@ -77,28 +78,28 @@ class Pool:
             known.popitem(last=False)
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Remember every n-gram of a text."""
+        """Add every n-gram of a text."""
         for first in range(len(tokens) - self._plan.ngram + 1):
             self.add(tokens[first : first + self._plan.ngram])
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed a token, latest first."""
+        """Return the continuations of a token, latest first."""
         return list(reversed(self._grams.get(token, ())))
 
 
 @dataclass
 class NgramMemory:
-    """What is remembered of a sequence."""
+    """The pool and the window of one sequence."""
 
     pool: Pool
     levels: list[list[int]]
     """N - 1 levels of W tokens."""
     grid: list[list[int]] = field(default_factory=list)
-    """Nodes of the window in the draft that is being verified, level by level; empty when it had none."""
+    """Nodes of the window in the draft being verified, by level; empty when the draft has no window."""
 
 
 class Lookahead(OwnsNoCache):
-    """Fills ``Drafter``: the plan; pools and windows are those of one text."""
+    """Implements ``Drafter``: holds the plan; pools and windows belong to one text each."""
 
     name = "lookahead"
 
@@ -107,12 +108,12 @@ class Lookahead(OwnsNoCache):
         self.plan = LookaheadPlan() if plan is None else plan
 
     def open(self, cache: KVCache) -> LookaheadState:
-        """State of a session that has read nothing yet."""
+        """Return the state of a session that has seen no text yet."""
         return LookaheadState(self.model, self.plan)
 
 
 class LookaheadState(Forgetful):
-    """Fills ``DraftState``: remembers a pool of n-grams and a window for each slot."""
+    """Implements ``DraftState``: keeps a pool of n-grams and a window for each slot."""
 
     def __init__(self, model: Decoder, plan: LookaheadPlan) -> None:
         self.model = model
@@ -121,7 +122,7 @@ class LookaheadState(Forgetful):
         self._memory: dict[int, NgramMemory] = {}
 
     def propose(self, context: Context) -> Draft:
-        """Verification branches and, while there is room for all of it, the window."""
+        """Return the verification branches of every slot and, where there is room for all of it, the window."""
         draft = context.committed()
         trees: dict[int, list[Node]] = {}
         for slot, given in zip(draft.slots, draft.committed, strict=True):
@@ -137,7 +138,7 @@ class LookaheadState(Forgetful):
         return grown(draft, trees)
 
     def _start(self, tokens: Sequence[int]) -> NgramMemory:
-        """The window begins with the text's own last tokens, over and over: any tokens do."""
+        """Start a window from the last tokens of the text, repeated: any tokens will do."""
         pool = Pool(self.plan)
         if self.plan.from_prompt:
             pool.add_text(tokens)
@@ -145,7 +146,7 @@ class LookaheadState(Forgetful):
         return NgramMemory(pool, [span[level : level + self.plan.window] for level in range(self.plan.ngram - 1)])
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """New answers at the top of the windows: n-grams for the pools, levels one down."""
+        """Read the answers at the top of the windows: they complete n-grams for the pools and become the top level."""
         if verdict is None:
             return
         row_of = {pair: row for row, pair in enumerate(zip(draft.lists.slot, draft.lists.node, strict=True))}
@@ -159,7 +160,7 @@ class LookaheadState(Forgetful):
             self._learn(self._memory[slot], new.tolist(), kept[slot])
 
     def _learn(self, memory: NgramMemory, answers: list[int], accepted: int) -> None:
-        """Take up a pass; the window moves as far as the text did."""
+        """Add the n-grams of a pass, and move the window by one plus the number of accepted tokens."""
         for column, token in enumerate(answers):
             memory.pool.add([*(level[column] for level in memory.levels), token])
         memory.grid = []
@@ -170,15 +171,15 @@ class LookaheadState(Forgetful):
         memory.levels = levels
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """What was seen of a longer text is as good as before: n-grams are guesses."""
+        """Do nothing: n-grams of the longer text remain valid guesses."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget these sequences."""
+        """Forget these slots."""
         for slot in slots:
             self._memory.pop(slot, None)
 
     def saved(self) -> object:
-        """The windows; pools gain the same n-grams again when a pass is made again."""
+        """Return copies of the windows. Pools are not copied: they gain the same n-grams when a pass is run again."""
         return {
             slot: NgramMemory(memory.pool, [list(level) for level in memory.levels], memory.grid)
             for slot, memory in self._memory.items()
@@ -191,7 +192,7 @@ class LookaheadState(Forgetful):
 
 
 def _branches(grams: Sequence[Sequence[int]], room: int) -> list[Node]:
-    """N-grams below the root, those that begin alike sharing nodes."""
+    """Return the n-grams as a tree with at most ``room`` levels, in which equal beginnings share nodes."""
     nodes: list[Node] = []
     known: dict[Node, int] = {}
     for gram in grams:
@@ -206,7 +207,9 @@ def _branches(grams: Sequence[Sequence[int]], room: int) -> list[Node]:
 
 
 def _add_window(nodes: list[Node], levels: Sequence[Sequence[int]], given: int) -> list[list[int]]:
-    """Append the window; the node numbers of each level, counted from the slot's first given token."""
+    """Append the window's nodes; return the node numbers of each level, counted from the slot's first
+    committed token.
+    """
     above = [-1] * len(levels[0])
     grid: list[list[int]] = []
     for number, level in enumerate(levels):

@@ -1,1 +1,1 @@
-"""Prompt lookup: what followed the same words before is the draft."""
+"""Prompt lookup: what followed the same tokens before is the draft."""

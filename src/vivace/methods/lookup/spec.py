@@ -1,4 +1,4 @@
-"""Spec of prompt lookup, whose drafter the loop shares with others (``vivace.decode.lookup``)."""
+"""Spec of prompt lookup, whose drafter other methods use too (``vivace.decode.lookup``)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Medusa (Cai et al. 2024, arXiv:2401.10774): heads on the last residual draft a tree."""
+"""Medusa (Cai et al. 2024, arXiv:2401.10774): further heads on the final residual draft a tree."""

@@ -1,17 +1,17 @@
-"""Medusa: further heads on the last residual, each for a token further on (Cai et al. 2024, arXiv:2401.10774).
+"""Medusa: further heads on the final residual, each for a later token (Cai et al. 2024, arXiv:2401.10774).
 
 With x the normed final residual of the last kept position t, head i = 0, 1, ... guesses the token t + 2 + i (the
 model's own head has given t + 1):
 
     x_i = x + silu(W_i x)          logits_i = U_i x_i
 
-W_i starts at zero and U_i at the model's own head, the model is frozen (Medusa-1), and all heads read the same
-position, so their guesses make a tree: every likely token of one below every likely token of the one before.
-Verification keeps the text what it is, greedy or sampled (``decode/verify.py``); the paper's typical acceptance, which
-does not, is left out.
+W_i starts at zero, U_i at the model's own head, and the model is frozen (Medusa-1). All heads read the same position,
+so their guesses form a tree: every likely token of one head below every likely token of the head before. Verification
+is lossless, greedy or sampled (``decode/verify.py``); the paper's typical acceptance, which is not, is left out.
 
-Where we differ: instead of one tree fixed by calibration the plan says how many guesses of each head are tried
-(``widths``), and optionally that only the ``nodes`` likeliest of these paths are, by the heads' own probabilities.
+Where we differ: the paper calibrates one fixed tree. Here the plan says how many guesses of each head are tried
+(``widths``) and, optionally, that only the ``nodes`` likeliest nodes of the resulting tree are kept, by the heads' own
+probabilities.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from vivace.errors import ConfigError
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """How many heads, and whether each has an output matrix of its own."""
+    """How many heads there are, and whether each has an output matrix of its own."""
 
     heads: int = 4
     own_output: bool = True
-    """The paper's: V x E weights for each head; without, all read the model's own output matrix."""
+    """Whether each head has V x E weights of its own, as in the paper; otherwise all read the model's output matrix."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.heads <= 8:
@@ -48,25 +48,25 @@ class MedusaConfig:
 
 
 class MedusaHeads(Trained):
-    """Trained weights."""
+    """Trained weights of the heads."""
 
     def __init__(self, config: MedusaConfig, model: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.mix = nn.Parameter(torch.zeros(config.heads, model.width, model.width))
-        """W."""
+        """W, (heads, E, E)."""
         own = torch.zeros(config.heads, model.vocab_size, model.width) if config.own_output else None
         self.output = None if own is None else nn.Parameter(own)
-        """U."""
+        """U, (heads, V, E)."""
 
     @torch.no_grad()
     def start_from(self, model: Decoder) -> None:
-        """Every head says at first what the model's own says."""
+        """Set every head to what the model's own head computes."""
         if self.output is not None:
             self.output.copy_(model.embedding if model.lm_head is None else model.lm_head.get_parameter("weight"))
 
     def logits(self, head: int, x: Tensor, model: Decoder) -> Tensor:
-        """Of one head, for normed residuals (n, E) -> (n, V) float32; with gradients."""
+        """Return the logits of one head for normed residuals, (n, E) -> (n, V) float32, with gradients."""
         inner = x + F.silu(F.linear(x, self.mix[head]))
         if self.output is not None:
             return F.linear(inner, self.output[head]).float()
@@ -74,21 +74,23 @@ class MedusaHeads(Trained):
 
 
 def _output(model: Decoder, x: Tensor) -> Tensor:
-    """The model's own output matrix on normed rows, (n, E) -> (n, V) float32; order is what counts, so no cap."""
+    """Apply the model's own output matrix to normed rows, (n, E) -> (n, V) float32; without a softcap, which keeps the
+    order.
+    """
     logits: Tensor = F.linear(x, model.embedding) if model.lm_head is None else model.lm_head(x)
     return logits.float()
 
 
 class Medusa(OwnsNoCache):
-    """Fills ``Drafter``: trained heads, laid out once for all sessions."""
+    """Implements ``Drafter``: trained heads, laid out once for all sessions."""
 
     name = "medusa"
 
     def __init__(self, model: Decoder, heads: MedusaHeads, plan: TreePlan) -> None:
-        """Draft for ``model`` with trained heads, on the kernels its layers run on.
+        """Draft for ``model`` with trained heads, on the kernels that run its layers.
 
         Raises:
-            ConfigError: the plan goes deeper than there are heads.
+            ConfigError: the plan is deeper than the number of heads.
         """
         count = heads.config.heads
         if len(plan.widths) > count:
@@ -104,11 +106,11 @@ class Medusa(OwnsNoCache):
             self._outputs = [model.backend.projection(weight.contiguous()) for weight in heads.output[: self.depth]]
 
     def open(self, cache: KVCache) -> MedusaState:
-        """State of a session that has seen no position yet."""
+        """Return the state of a session that has seen no position yet."""
         return MedusaState(self)
 
     def trees(self, x: Tensor, room: Sequence[int]) -> list[list[Node]]:
-        """Guesses behind normed final residuals x (n, E), at most as deep as each has ``room``."""
+        """Return trees of guesses after normed final residuals x (n, E), each at most ``room`` levels deep."""
         inner = F.silu(self._mix(x)).view(len(x), self.depth, -1) + x[:, None]
         tokens: list[list[list[int]]] = [[] for _ in room]
         chances: list[list[list[float]]] = [[] for _ in room]
@@ -123,7 +125,9 @@ class Medusa(OwnsNoCache):
         ]
 
     def _likeliest(self, head: int, x: Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens of a head for each row, likeliest first, and their chances where the plan asks for them."""
+        """Return a head's likeliest tokens for each row, in order, and their probabilities where the plan
+        needs them.
+        """
         if width == 1 and not self.plan.nodes:
             choose = getattr(self._outputs[head] if self._outputs else self.model.lm_head, "greedy", None)
             best: Tensor = choose(x) if choose is not None else self._logits(head, x).argmax(-1)
@@ -135,16 +139,16 @@ class Medusa(OwnsNoCache):
 
 
 class MedusaState(Forgetful):
-    """Fills ``DraftState``: remembers the normed final residual (E,) of each slot's last kept position."""
+    """Implements ``DraftState``: keeps the normed final residual (E,) of each slot's last kept position."""
 
     def __init__(self, drafter: Medusa) -> None:
-        """Draft by the heads of ``drafter``."""
+        """Draft with the heads of ``drafter``."""
         self.drafter = drafter
         self.traversal: Traversal = ForwardPass()
         self._kept: dict[int, Tensor] = {}
 
     def propose(self, context: Context) -> Draft:
-        """The decided tokens, and a tree below the root of every slot whose last position was seen."""
+        """Return the committed tokens, with a tree below the root of every slot whose last position was seen."""
         draft, deepest = context.committed(), self.drafter.depth
         room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
         guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]
@@ -155,7 +159,7 @@ class MedusaState(Forgetful):
         return grown(draft, dict(zip(guessing, trees, strict=True)))
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Keep the last kept position of each slot, prompt chunks too."""
+        """Keep the residual of each slot's last kept position, also after prompt chunks."""
         last = draft.last_rows if verdict is None else [path[-1] for path in verdict.paths]
         self._kept.update(zip(draft.slots, self.drafter.model.norm(passed.hidden[last]), strict=True))
 

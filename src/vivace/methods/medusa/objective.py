@@ -1,7 +1,8 @@
-"""Training Medusa's heads on the frozen model: each head says what the model will say where its guess is verified.
+"""Training Medusa's heads on the frozen model: each head learns the model's distribution at the position it guesses
+for.
 
-The paper trains on the tokens of texts; distillation from the frozen model is ours, as for every drafter here: a guess
-has to meet the model, not the text.
+The paper trains on the tokens of texts. Here all drafters are distilled from the frozen model, because a guess is
+compared with the model and not with a text.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from vivace.train.objective import LossParts
 
 @dataclass(frozen=True)
 class MedusaLoss(DistillationLoss):
-    """Weights of the terms."""
+    """Weights of the loss terms."""
 
     decay: float = 0.8
-    """Weight of a head relative to the one before."""
+    """Weight of a head relative to the head before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,21 +35,23 @@ class MedusaLoss(DistillationLoss):
 
 
 class MedusaObjective(DecoderObjective):
-    """Heads on a frozen model."""
+    """Trains heads on a frozen model."""
 
     def __init__(self, heads: MedusaHeads, loss: MedusaLoss) -> None:
         self.heads = heads
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """All head weights; output matrices start from the model's own and learn more slowly."""
+        """Return all weights of the heads; output matrices start from the model's own and have a lower
+        learning rate.
+        """
         groups: list[Mapping[str, object]] = [{"params": [self.heads.mix], "name": "mix", "weight_decay": 0.0}]
         if self.heads.output is not None:
             groups.append({"params": [self.heads.output], "name": "output", "rate": 0.3, "weight_decay": 0.0})
         return groups
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """Heads and stretches of positions apart from one another."""
+        """Yield the loss of each head in parts of positions."""
         frozen, rows, targets = FrozenPass.of(model, batch.tokens), batch.predicting, batch.targets
         with torch.no_grad():
             x = model.norm(frozen.final)
@@ -57,7 +60,7 @@ class MedusaObjective(DecoderObjective):
         target_of = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
         target_of[rows] = targets
         for head in range(self.heads.config.heads):
-            heard = rows + head + 1  # whose next token the head guesses
+            heard = rows + head + 1  # rows whose next token this head guesses
             inside = (rows % length + head + 1 < length) & scored[heard.clamp(max=len(scored) - 1)]
             for part in torch.split(inside.nonzero()[:, 0], self.loss.rows):
                 truth = frozen.logits(model, heard[part])

@@ -1,4 +1,4 @@
-"""Spec of Medusa: heads on the last residual draft a tree."""
+"""Spec of Medusa: further heads on the final residual draft a tree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _medusa_plans(config: ConfigReader, longest: int) -> Sequence[Any]:
 
 
 def _widen_medusa(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of Medusa's heads, (heads, out, E)."""
+    """Widen one tensor of Medusa's heads, (heads, out, E)."""
     return (value.repeat(1, 1, k) if name == "output" else value.repeat(1, k, k)) / k
 
 

@@ -1,17 +1,19 @@
-"""Mixture-of-Depths: a router lets only some tokens through every second layer (Raposo et al. 2024, arXiv:2404.02258).
+"""Mixture-of-Depths: a router lets only some tokens pass every second layer (Raposo et al. 2024, arXiv:2404.02258).
 
-With h entering a routed layer f and rms the norm without a gain,
+With h the residual entering a routed layer f, and rms the norm without a gain,
 
-    r = w . rms(h) + b          h <- h + 2 sigma(r) (f(h) - h)  where the token goes through,  h  where it does not
+    r = w . rms(h) + b          h <- h + 2 sigma(r) (f(h) - h)  where the token passes,  h  where it does not
 
-The paper lets the k largest r of a sequence through (equation 1), which looks at later tokens; while decoding a token
-goes through where r exceeds a threshold, and r was trained to tell whether it would be among the k (section 3.5).
+In training the tokens with the k largest r of a sequence pass (equation 1), which depends on later tokens. While
+decoding a token passes where r exceeds a threshold; r was trained to predict whether it would be among the k (section
+3.5).
 
-Where we differ: a router that has learnt nothing changes nothing (2 sigma(0) = 1), because a base that exists is
-fine-tuned (``objective.py``); thresholds are found layer by layer on held-back text so that the stated share goes
-through; the prompt takes every layer; and a token that skips a layer still leaves keys and values there. So there are
-no holes, every cache is one that any method can go on from, and rows of a batch need not skip together. It costs the
-layer's projections to queries, keys and values, which are 18 % of the weights of a layer of the shipped model.
+Where we differ: an untrained router changes nothing (2 sigma(0) = 1), because an existing model is fine-tuned
+(``objective.py``); the threshold of each layer is calibrated on held-back text so that the stated share passes; prompts
+pass every layer; and a token that skips a layer still stores keys and values there. So the cache has no missing
+entries, any method can continue from it, and rows of a batch need not skip together. The price is the projections of a
+skipped layer to keys and values, which the layer's fused projection computes together with the queries: 18 % of the
+weights of a layer of the shipped model.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from vivace.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModConfig:
-    """Which layers have a router, and how many tokens pass one."""
+    """Which layers have a router, and what share of the tokens passes them."""
 
     every: int = 2
     """The last of every so many layers has a router."""
     capacity: float = 0.5
-    """Share of an answer's tokens that go through such a layer."""
+    """Share of an answer's tokens that pass such a layer."""
 
     def __post_init__(self) -> None:
         if self.every < 2 or not 0 < self.capacity <= 1:
@@ -49,10 +51,10 @@ class ModConfig:
             )
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
-        """Those with a router.
+        """Return the indices of the layers with a router.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the model has no such layer.
         """
         found = tuple(range(self.every - 1, num_layers, self.every))
         if not found:
@@ -62,10 +64,10 @@ class ModConfig:
 
 @dataclass(frozen=True)
 class ModPlan:
-    """Who goes through, saved next to the routers."""
+    """The thresholds, saved next to the routers."""
 
     thresholds: tuple[float, ...]
-    """Per routed layer; a token goes through where r is larger."""
+    """By routed layer: a token passes where r is larger."""
 
 
 class DepthRouters(Trained):
@@ -80,25 +82,25 @@ class DepthRouters(Trained):
         self.bias = nn.Parameter(torch.zeros(len(self.layers)))
 
     def logit(self, place: int, h: Tensor) -> Tensor:
-        """R of the ``place``-th routed layer for residuals (n, E), (n,) float32."""
+        """Return r of the ``place``-th routed layer for residuals (n, E), (n,) float32."""
         x = F.rms_norm(h.float(), h.shape[-1:])
         return (x * self.weight[place].float()).sum(-1) + self.bias[place].float()
 
 
 def gated(h: Tensor, through: Tensor, r: Tensor) -> Tensor:
-    """Residuals above a routed layer from those below it and the layer's output, both (n, E), and r (n,)."""
+    """Return residuals above a routed layer from those below it and the layer's output, both (n, E), and r (n,)."""
     excess = (2 * torch.sigmoid(r) - 1).to(h.dtype)[:, None]
     return through + excess * (through - h)
 
 
 class RoutedForwardPass:
-    """Fills ``Traversal``: each row through the layers whose routers let it."""
+    """Implements ``Traversal``: each row passes the layers whose routers let it."""
 
     def __init__(self, routers: DepthRouters, plan: ModPlan) -> None:
-        """Climb by thresholds.
+        """Route by the plan's thresholds.
 
         Raises:
-            ConfigError: they are for another number of layers.
+            ConfigError: there are thresholds for another number of layers.
         """
         if len(plan.thresholds) != len(routers.layers):
             raise ConfigError(f"{len(plan.thresholds)} thresholds for {len(routers.layers)} routed layers")
@@ -106,7 +108,7 @@ class RoutedForwardPass:
         self.plan = plan
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """Take the rows up, routed layers one by one."""
+        """Run the rows through the model, each routed layer in a call of its own."""
         if chunk:
             return ForwardPass().run(model, draft, cache, chunk=True)
         assert draft.is_chain, "a row is routed on the text before it"
@@ -126,7 +128,7 @@ class RoutedForwardPass:
 
 
 def _through(model: Decoder, index: int, h: Tensor, step: Step, passes: Tensor, r: Tensor) -> Tensor:
-    """Rows that pass a layer through it; first the others leave their keys and values, which those may read."""
+    """Run the rows that pass a layer; before that the others store their keys and values, which those rows may read."""
     if bool(passes.all()):
         return gated(h, model.run(h, step, index, index + 1), r)
     if not bool(passes.any()):
@@ -139,7 +141,7 @@ def _through(model: Decoder, index: int, h: Tensor, step: Step, passes: Tensor, 
 
 
 class MixtureOfDepths(NoDrafts):
-    """Fills ``Drafter``: guesses nothing."""
+    """Implements ``Drafter``: drafts nothing and decodes with routed layers."""
 
     def __init__(self, routers: DepthRouters, plan: ModPlan) -> None:
         super().__init__("mod", RoutedForwardPass(routers, plan))

@@ -1,11 +1,11 @@
-"""Fine-tuning a base into a Mixture-of-Depths (``mod.py``), and finding its thresholds.
+"""Fine-tuning a model into a Mixture-of-Depths (``drafter.py``), and calibrating its thresholds.
 
-In every answer the tokens that predict it compete for the routed layers: the share ``capacity`` of them with the
-largest r goes through, from all of them at first down to that share within ``anneal_steps`` steps, so that the base is
-not torn apart at once. Beside the loss on tokens each router learns, from a residual that is cut from the graph, to
-tell who is among them. Held-back rows are always routed at the final share.
+In every answer, the tokens compete for the routed layers: the share ``capacity`` with the largest r passes. It starts
+at all tokens and falls to that share within ``anneal_steps`` steps, so that the model is not damaged at once. Beside
+the loss on tokens, each router learns, from a residual detached from the graph, to predict which tokens pass. Held-back
+rows are always routed at the final share.
 
-The keys and values of tokens that skip are those of the residual that passes by, as while decoding.
+Tokens that skip a layer store keys and values of their unchanged residual, as while decoding.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from vivace.train.objective import LossParts
 
 
 class ModObjective(NextToken):
-    """``NextToken`` where routers let only some rows of an answer through."""
+    """``NextToken`` for a model whose routers let only some rows of an answer pass."""
 
     def __init__(
         self, model: Decoder, config: ModConfig, *, anneal_steps: int = 100, telling: float = 0.1, rows: int = 1024
     ) -> None:
-        """Prepare.
+        """Create the objective and its routers.
 
         Args:
-            model: what is trained, beside its routers.
+            model: the model, which is trained beside its routers.
             config: which layers have a router.
-            anneal_steps: steps until the share of tokens has fallen to ``config.capacity``.
-            telling: weight of what teaches a router to tell who is among the largest.
-            rows: positions whose logits are held at once.
+            anneal_steps: number of steps until the share of tokens has fallen to ``config.capacity``.
+            telling: weight of the loss by which routers learn to predict which tokens are among the largest.
+            rows: number of positions whose logits are in memory at once.
 
         Raises:
             ConfigError: no layer would have a router.
@@ -52,20 +52,20 @@ class ModObjective(NextToken):
         self._told: list[Tensor] = []
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """The decoder's, and the routers, which learn faster."""
+        """Return the parameter groups of the decoder, and the routers with ten times its learning rate."""
         routers = list(self.routers.parameters())
         return [*super().groups(), {"params": routers, "name": "routers", "rate": 10.0, "weight_decay": 0.0}]
 
     @property
     def capacity(self) -> float:
-        """Share of an answer's rows that goes through now."""
+        """Return the share of an answer's rows that passes now."""
         final = self.routers.config.capacity
         if not torch.is_grad_enabled():
             return final
         return final + (1 - final) * max(0.0, 1 - self.step / max(1, self.anneal_steps))
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """As ``NextToken``, what teaches the routers beside the last part."""
+        """Yield the losses of ``NextToken``; the last part also has the routers' loss."""
         self._answers = F.pad(batch.scored[:, 1:], (0, 1))
         for loss, seen in super().losses(model, batch):
             if seen:
@@ -75,15 +75,15 @@ class ModObjective(NextToken):
                 yield loss + self.telling * told, {"telling": float(told.detach()), "capacity": self.capacity}
 
     def updated(self) -> None:
-        """One step nearer to the final share."""
+        """Count the step, which lowers the share of rows that pass."""
         self.step += 1
 
     def state(self) -> Mapping[str, Any]:
-        """For a run that goes on later."""
+        """Return the number of steps, to resume from."""
         return {"step": self.step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from ``state``."""
         self.step = int(state["step"])
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
@@ -101,12 +101,12 @@ class ModObjective(NextToken):
 
 
 def largest(r: Tensor, answers: Tensor, capacity: float) -> Tensor:
-    """Rows that go through: in each text the share ``capacity`` of its answer's with the largest r, and all others.
+    """Return which rows pass, (B * T,): the share ``capacity`` of each answer with the largest r, and all other rows.
 
     Args:
         r: (B * T,).
-        answers: (B, T) bool.
-        capacity: rounded up to a whole number of rows.
+        answers: (B, T) bool: rows of answers.
+        capacity: share, rounded up to a whole number of rows.
     """
     ranked = r.view(answers.shape).masked_fill(~answers, -torch.inf).argsort(dim=1, descending=True, stable=True)
     places = torch.arange(answers.shape[1], device=answers.device)
@@ -116,16 +116,18 @@ def largest(r: Tensor, answers: Tensor, capacity: float) -> Tensor:
 
 
 def routed(model: Decoder, layer: int, h: Tensor, step: Step, passes: Tensor, r: Tensor, answers: Tensor) -> Tensor:
-    """A routed layer of a dense call, (B * T, E) -> (B * T, E); rows outside answers go through as they are.
+    """Run a routed layer for all rows of a dense call, (B * T, E) -> (B * T, E).
+
+    Rows outside answers pass without a factor.
 
     Args:
         model: the decoder.
-        layer: which.
+        layer: index of the layer.
         h: rows entering it.
         step: the dense call.
-        passes: (B * T,) bool.
+        passes: (B * T,) bool: rows that pass.
         r: (B * T,).
-        answers: (B * T,) bool.
+        answers: (B * T,) bool: rows of answers.
     """
     through = model.run(h, step, layer, layer + 1)
     return torch.where(passes[:, None], gated(h, through, torch.where(answers, r, 0.0)), h)
@@ -133,7 +135,9 @@ def routed(model: Decoder, layer: int, h: Tensor, step: Step, passes: Tensor, r:
 
 @torch.no_grad()
 def thresholds_on(model: Decoder, routers: DepthRouters, batches: Sequence[TokenBatch]) -> ModPlan:
-    """Layer by layer the threshold that lets the share ``capacity`` of answer rows through, lower ones in force."""
+    """Return, layer by layer, the threshold that lets the share ``capacity`` of answer rows pass, with lower ones in
+    force.
+    """
     steps = [Step.dense(*batch.tokens.shape, device=batch.tokens.device) for batch in batches]
     answers = [F.pad(batch.scored[:, 1:], (0, 1)).reshape(-1) for batch in batches]
     rows = [model.embed(batch.tokens.reshape(-1), step) for batch, step in zip(batches, steps, strict=True)]

@@ -1,5 +1,5 @@
-"""Mixture of multi-rate residuals (M2R2, arXiv:2502.02040): an accelerated stream beside the slow one.
+"""Self-speculation with an accelerated residual (M2R2, arXiv:2502.02040) that runs beside the model's own.
 
-``config.py`` what it is, ``residual.py`` the accelerated residual, ``drafter.py`` self-speculation with it,
-``objective.py`` how its adapters are trained on the frozen model.
+``config.py`` has its settings, ``residual.py`` the accelerated residual, ``reach.py`` its reading of deep layers,
+``drafter.py`` the drafting, and ``objective.py`` the training of its adapters on the frozen model.
 """

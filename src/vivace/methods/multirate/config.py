@@ -1,4 +1,4 @@
-"""What an accelerated residual is, saved next to its weights."""
+"""Settings of an accelerated residual, saved next to its weights."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from vivace.errors import ConfigError
 
 @dataclass(frozen=True)
 class MultirateConfig:
-    """One gate and the adapters below it."""
+    """The exit layer and the adapters below it."""
 
     gate: int = 3
-    """Layers the accelerated residual goes through; it should be where the slow one is after all of them."""
+    """Number of layers that the accelerated residual passes; it should then be where the slow one is
+    after all of them."""
     mode: Literal["delta", "lite"] = "delta"
     """``delta`` runs the frozen feed-forward for accelerated rows too; ``lite`` only their bottleneck."""
     rank: int = 32
-    """Of the query and output deltas; 0 leaves the projections as they are."""
+    """Rank of the query and output deltas; 0 has none."""
     bottleneck: int = 256
     """Width of the silu bottleneck beside (``delta``) or instead of (``lite``) the feed-forward."""
     feedback: bool = False
-    """Start from the embedding plus a projection of the last verified position's final residual. Ours, not
-    the paper's: it tells the shallow stream what the full depth concluded a few tokens ago."""
+    """Whether it starts from the embedding plus a projection of the last verified position's final residual. This is
+    ours, not the paper's: it informs the shallow stream of what the whole model computed a few tokens ago."""
 
     reach: tuple[int, ...] = ()
-    """Deep layers whose keys and values of verified positions are read, one before each of the first layers. Ours:
-    it lets a shallow stream copy from the prompt."""
+    """Deep layers whose keys and values of verified positions are read, one before each of the first layers. This is
+    ours: it lets a shallow stream copy from the prompt."""
 
     def __post_init__(self) -> None:
         if self.gate < 1:
@@ -43,7 +44,7 @@ class MultirateConfig:
             )
 
     def check_fits(self, num_layers: int) -> None:
-        """Refuse a gate, or a layer to reach for, that is not inside the model."""
+        """Raise an error for an exit layer, or a deep layer to read, that is not inside the model."""
         if self.gate >= num_layers:
             raise ConfigError(f"gate {self.gate} must lie below the top of a model of {num_layers} layers")
         if max(self.reach, default=0) >= num_layers:

@@ -1,4 +1,4 @@
-"""Lossless self-speculation: the accelerated residual guesses, the slow one verifies."""
+"""Lossless self-speculation: the accelerated residual drafts, the model's own residual verifies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vivace.methods.multirate.residual import Accelerator, dual_forward
 
 
 class AcceleratedGuess:
-    """Fills ``EarlyGuess``: the accelerated residual at the gate, read by the model's own head."""
+    """Implements ``EarlyGuess``: the model's own head reads the accelerated residual at the exit layer."""
 
     def __init__(self, model: Decoder, accelerator: Accelerator) -> None:
         self.model = model
@@ -23,31 +23,33 @@ class AcceleratedGuess:
         self.companion: DraftRows | None = accelerator.companion()
 
     def offsets(self, final: Tensor) -> Tensor | None:
-        """Feedback (n, lags, E) from what verification left at the top, (n, E); None for weights without."""
+        """Return the feedback (n, lags, E) from final residuals (n, E) of verified positions; None for weights without
+        feedback.
+        """
         return None if self.accelerator.feedback is None else self.accelerator.offsets(self.model.norm(final))
 
     def forward(
         self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, offset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Slow rows to the gate with accelerated companions behind the guessing ones."""
+        """Run the model's rows to the exit layer, with accelerated draft rows beside the guessing ones."""
         return dual_forward(model, self.accelerator, h, step, guessing, offset)
 
 
 def self_speculation(
     model: Decoder, accelerator: Accelerator, plan: DraftPlan, *, lookup: PromptLookup | None = None
 ) -> ShallowDrafter:
-    """A drafter for ``model`` from its accelerator.
+    """Return a drafter for ``model`` with its accelerator.
 
     Args:
         model: the frozen target.
         accelerator: trained on it.
         plan: shape of the draft.
-        lookup: drafts instead wherever the text repeats itself (``multirate+lookup``).
+        lookup: prompt lookup, which drafts instead where the text repeats itself (``multirate+lookup``).
     """
     return drafter_by(AcceleratedGuess(model, accelerator), plan, lookup=lookup)
 
 
 def drafter_by(guess: AcceleratedGuess, plan: DraftPlan, *, lookup: PromptLookup | None = None) -> ShallowDrafter:
-    """``self_speculation`` by a guess that other drafters may have too: their rough copies of weights are the same."""
+    """Return a drafter that shares ``guess`` with other drafters, so that they share quantized copies of weights."""
     name = "multirate" if lookup is None else "multirate+lookup"
     return ShallowDrafter(guess.model, guess, plan, name=name, first=lookup)

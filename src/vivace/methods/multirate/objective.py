@@ -1,15 +1,15 @@
-"""Training the accelerator on the frozen model: say what the whole model would say, arrive where it arrives.
+"""Training the accelerator on the frozen model, to predict the model's tokens and to arrive at its final residual.
 
     L = a_kd KL(softmax(z / tau) || softmax(z_p / tau)) tau^2 + a_ce CE(z_p, next token) + a_al (1 - cos(p, h^N))
 
-with z the frozen model's logits, z_p the shared head on the accelerated residual p at the gate, h^N the
-slow residual after all layers; over answer positions only (padding and prompts would inflate agreement).
-One frozen pass without gradients gives z, h^N and the keys and values that p reads; p of a position depends
-on no other p, so all positions train at once. Loss weights are ours (the paper's are not known to us).
+Here z are the frozen model's logits, z_p those of the shared head on the accelerated residual p at the exit layer, and
+h^N is the slow residual after all layers. Only answer positions count: padding and prompts would inflate the agreement.
+One frozen pass without gradients gives z, h^N and the keys and values that p reads; p of a position does not depend on
+p of another, so all positions train at once. The loss weights are ours (the paper's are not known to us).
 
-The last verified position of each is one of the ``max_lag`` before it, drawn at random, as it lies one to
-``max_lag`` tokens back while drafting. ``feedback`` gives its normed final residual, ``reach`` what deep layers
-stored up to there.
+The last verified position of each is drawn at random from the ``max_lag`` positions before it, since it lies one to
+``max_lag`` tokens back while drafting. ``feedback`` reads its normed final residual, ``reach`` the entries that deep
+layers stored up to there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from vivace.train.objective import LossPart, LossParts
 
 @dataclass(frozen=True)
 class MultirateLoss(AlignedLoss):
-    """Weights of the three terms, and how far back the last verified position may lie."""
+    """Weights of the three loss terms, and how far back the last verified position may lie."""
 
     max_lag: int = 8
-    """Farthest last verified position that feedback and reach are trained for."""
+    """Largest distance to the last verified position for which feedback and reach are trained."""
     rows: int = field(default=2048, kw_only=True)
-    """Positions whose logits are held at once; the loss is summed in parts of this many."""
+    """Number of positions whose logits are in memory at once; the loss is summed in parts of this many."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,18 +44,20 @@ class MultirateLoss(AlignedLoss):
 
 
 class MultirateObjective(DecoderObjective):
-    """Owns an accelerator, leaves the decoder as it is."""
+    """Trains an accelerator; the decoder is not changed."""
 
     def __init__(self, accelerator: Accelerator, loss: MultirateLoss) -> None:
         self.accelerator = accelerator
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """All adapter weights, no decay."""
+        """Return all adapter weights, without weight decay."""
         return [{"params": list(self.accelerator.parameters()), "name": "accelerator", "weight_decay": 0.0}]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """The loss in parts of ``rows`` positions that add up to the mean, then what they send to the adapters."""
+        """Yield the loss in parts of ``rows`` positions that add up to the mean, then the backward pass through the
+        adapters.
+        """
         rows, targets = batch.predicting, batch.targets
         frozen = FrozenPass.of(model, batch.tokens)
 
@@ -68,7 +70,7 @@ class MultirateObjective(DecoderObjective):
         yield from head_in_parts(self._accelerate(model, batch.tokens, frozen)[rows], self.loss.rows, part_of)
 
     def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
-        """Residuals p at the gate for every position, (B * T, E)."""
+        """Return the residuals p at the exit layer for every position, (B * T, E)."""
         accelerator, step, count = self.accelerator, frozen.step, frozen.step.num_rows
         deltas = accelerator.deltas(torch.zeros_like(step.slot))
         fed = count if accelerator.config.mode == "delta" else 0
@@ -81,13 +83,15 @@ class MultirateObjective(DecoderObjective):
         return accelerator.at_gate(p)
 
     def _last_verified(self, tokens: Tensor) -> Tensor:
-        """A position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""
+        """Return a position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""
         batch, length = tokens.shape
-        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length)).to(tokens.device)  # the same on every device
+        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length)).to(
+            tokens.device
+        )  # drawn on the CPU for all devices
         return (torch.arange(length, device=tokens.device) - lag).clamp(min=-1)
 
     def _feedback(self, model: Decoder, final: Tensor, last: Tensor) -> Tensor | None:
-        """Normed final residual of the last verified position, zeros where there is none."""
+        """Return the normed final residual of the last verified position, zeros where there is none."""
         if self.accelerator.feedback is None:
             return None
         batch, length = last.shape

@@ -1,14 +1,14 @@
-"""Reach: the accelerated residual reads what deep layers stored about positions that are verified. Ours.
+"""Reach: the accelerated residual reads what deep layers stored about verified positions. This is ours.
 
-Some guesses no shallow row can make by itself. Copying a word from the prompt takes a layer that knows which
-word stood before each entry, and the layers that know it lie far above the gate. Rows of a draft have not been
-up there, but everything before the draft has, and its keys and values lie in the cache. So before each of its
-first layers the accelerated residual asks one deep layer d:
+Some guesses no shallow row can make alone. To copy a word from the prompt, a layer must know which word preceded each
+entry, and the layers that know it lie far above the exit layer. Rows of a draft have not passed those layers, but the
+text before the draft has, and its keys and values are in the cache. So before each of its first layers the accelerated
+residual attends to one deep layer d:
 
     p <- p + O attention(rotate(Q norm(p)), K_d, V_d)          verified positions only
 
-Q starts as the layer's own query projection and O at zero, so untrained the reach does nothing. It stores
-nothing and needs no row above the gate; it costs two square matrices for each layer that is asked.
+Q starts as the layer's own query projection and O at zero, so untrained the reach changes nothing. It stores no entries
+and needs no row above the exit layer; it costs two square matrices for each deep layer that is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Projection = Callable[[Tensor], Tensor]
 
 
 class Reach(nn.Module):
-    """One deep layer, asked by accelerated rows."""
+    """Attention of accelerated rows to one deep layer."""
 
     def __init__(self, layer: int, model: ModelConfig) -> None:
         super().__init__()
@@ -44,29 +44,29 @@ class Reach(nn.Module):
         self.output = nn.Parameter(torch.zeros(model.width, heads))
         nn.init.kaiming_uniform_(self.query, a=math.sqrt(5))
         self._projections: tuple[_Projection, _Projection] | None = None
-        """Query and output on the kernels of the model that is drafted for; no weights of ours."""
+        """Query and output on the kernels of the model that is drafted for; these are not trained weights."""
 
     def run_on(self, model: Decoder) -> None:
-        """Draft for this model from now on, on the kernels that its layers run on."""
+        """Use the kernels that run the layers of ``model`` for drafts from now on."""
         self._projections = model.backend.projection(self.query), model.backend.projection(self.output)
 
     @torch.no_grad()
     def start_from(self, model: Decoder) -> None:
-        """Ask at first as the layer itself asks."""
+        """Start from the query projection of the layer itself."""
         weight = _layer(model, self.layer).qkv.get_parameter("weight")
         self.query.copy_(weight[: len(self.query)])
 
     def data(self) -> DeepRead:
-        """Its weights for a chain in one call."""
+        """Return its weights as data for native code."""
         return DeepRead(self.layer, self.gain, self.query, self.output)
 
     def over_cache(self, p: Tensor, model: Decoder, far: Step, is_known: Tensor) -> Tensor:
-        """Rows of a draft, (n, E) -> (n, E).
+        """Attend from rows of a draft, (n, E) -> (n, E).
 
         Args:
             p: accelerated rows.
             model: the frozen decoder.
-            far: their call, in which each sees the verified entries of its slot.
+            far: their call, in which each row reads the verified entries of its slot.
             is_known: (n, 1) whether there are any.
         """
         layer = _layer(model, self.layer)
@@ -75,12 +75,12 @@ class Reach(nn.Module):
         return p + answer((a * is_known[:, None]).flatten(1))
 
     def over_text(self, p: Tensor, model: Decoder, step: Step, last: Tensor) -> Tensor:
-        """All positions of a dense batch, (B * T, E) -> (B * T, E).
+        """Attend from all positions of a dense batch, (B * T, E) -> (B * T, E).
 
         Args:
             p: accelerated rows.
             model: the frozen decoder.
-            step: its frozen pass, which keeps the keys and values.
+            step: its frozen pass, which holds the keys and values.
             last: (B, T) the last verified position before each, -1 where there is none.
         """
         attention = _layer(model, self.layer).attention
@@ -107,20 +107,20 @@ class Reach(nn.Module):
 
 @torch.no_grad()
 def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, count: int) -> tuple[int, ...]:
-    """Layers above the gate that are worth asking: their heads look at what followed the same token before.
+    """Return the layers above the exit layer whose heads attend most to what followed the same token before.
 
-    Copying shows in the weights of attention (induction heads, Olsson et al. 2022, arXiv:2209.11895): at a token
-    that stood in the text before, such a head looks at the token after it.
+    Copying shows in attention weights (induction heads, Olsson et al. 2022, arXiv:2209.11895): at a token that occurred
+    before, such a head attends to the token after it.
 
     Args:
         model: the frozen decoder.
-        batches: texts; only positions that predict are looked at, and of those the ones whose next token did
-            follow the same token before.
+        batches: texts. Only positions that predict are counted, and of those the ones whose next token did follow the
+            same token before.
         gate: layers below it are not considered.
-        count: how many layers to name; fewer where the model has fewer.
+        count: number of layers to return; fewer where the model has fewer.
 
     Returns:
-        The layers with most weight there, bottom first.
+        The layers with most weight there, lowest first.
     """
     weight = torch.zeros(model.config.num_layers, device=model.device)
     for batch in batches:
@@ -145,7 +145,7 @@ def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, cou
 
 
 def _weights(q: Tensor, layer: Layer, step: Step) -> Tensor:
-    """Causal attention weights of a dense call, (B, H, T, T)."""
+    """Return the causal attention weights of a dense call, (B, H, T, T)."""
     keys, _ = step.memory.stored(layer.index)
     batch, kv_heads, length, width = keys.shape
     q = q.view(batch, length, -1, width).transpose(1, 2)
@@ -155,10 +155,11 @@ def _weights(q: Tensor, layer: Layer, step: Step) -> Tensor:
 
 
 def far_step(step: Step, leading: Tensor) -> tuple[Step, Tensor]:
-    """The call in which rows ``leading`` of a draft see their slots' verified entries, and whether there are any.
+    """Return the call in which rows ``leading`` of a draft read their slots' verified entries, and whether there are
+    any.
 
     Returns:
-        The call of those n rows, and (n, 1) of 0 and 1.
+        The call of those n rows, and (n, 1) bool.
     """
     assert isinstance(step.memory, KVCache)
     lengths = step.memory.lengths

@@ -1,17 +1,17 @@
-"""The accelerated residual p: fewer layers to the same place (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
+"""The accelerated residual p: it arrives in fewer layers (M2R2, Bhendawade et al. 2025, arXiv:2502.02040).
 
-Beside the slow stream ``h^{n+1} = block_n(h^n)`` an accelerated one reads the slow stream's keys and values
-and writes none, positions <= its own:
+Beside the slow residual ``h^{n+1} = block_n(h^n)`` runs an accelerated one. It reads the slow stream's keys and values
+at positions up to its own, and writes none:
 
     q  = Wq LN1(p) + dq(LN1(p))             a = attention(q, K_slow, V_slow)
     u  = p + Wo a + do(a)                   p' = u + M(LN2(u))
 
-with low-rank dq, do and ``M(x) = FFN(x) + B silu(A x)`` (``delta``) or ``B silu(A x)`` alone (``lite``).
-Both up factors start at zero, so an untrained ``delta`` accelerator is the slow stream. p of a token never
-depends on p of another, so all positions train in parallel, and it costs no cache.
+with low-rank dq, do and ``M(x) = FFN(x) + B silu(A x)`` (``delta``) or ``B silu(A x)`` alone (``lite``). All up factors
+start at zero, so an untrained ``delta`` accelerator is the slow stream. p of a token never depends on p of another, so
+all positions train in parallel, and p needs no cache.
 
-The paper's text is only partly known to us: the two streams, the shared cache and the adapters are its
-own; ranks, the bottleneck's form, ``feedback`` and ``reach`` (``reach.py``) are ours.
+The paper's text is only partly known to us: the two streams, the shared cache and the adapters are its own; ranks, the
+bottleneck's form, ``feedback`` and ``reach`` (``reach.py``) are ours.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from vivace.methods.multirate.reach import Reach, far_step
 
 
 class Accelerator(LowRank):
-    """The trained weights of an accelerated residual up to one gate."""
+    """The trained weights of an accelerated residual up to one exit layer."""
 
     def __init__(self, config: MultirateConfig, model: ModelConfig) -> None:
-        """Make zero-initialised adapters for the layers below the gate.
+        """Make zero-initialised adapters for the layers below the exit layer.
 
         Raises:
-            ConfigError: the gate is not inside the model.
+            ConfigError: the exit layer is not inside the model.
         """
         config.check_fits(model.num_layers)
         ranks = {"q": config.rank, "o": config.rank, "mlp": config.bottleneck}
         super().__init__(site_shapes(model, range(config.gate), ranks))
         self.config = config
         self.scale = nn.Parameter(torch.ones(model.width))
-        """Per-component scale before the shared head."""
+        """(E,) factor before the shared head."""
         self.feedback = nn.Parameter(torch.zeros(model.width, model.width)) if config.feedback else None
         self.reach = nn.ModuleList(Reach(layer, model) for layer in config.reach)
         self._projections: tuple[nn.Module, ...] = ()
-        """Feedback on the kernels of the model that is drafted for; no weights of ours."""
+        """The feedback projection on the kernels of the model that is drafted for; these are not trained weights."""
 
     def run_on(self, model: Decoder) -> None:
-        """Draft for this model from now on, on the kernels that its layers run on.
+        """Use the kernels that run the layers of ``model`` for drafts from now on.
 
-        Beside native kernels PyTorch's threads must not wake: they wait for more work in a loop, on the cores that
-        the next native call needs. Without them the factors are widened.
+        Beside native kernels no PyTorch threads may start: they wait for more work in a loop, on the cores that the
+        next native call needs. Without native kernels the factors are converted to float32.
         """
         if model.backend.span is None:
             self.widen()
@@ -64,7 +64,7 @@ class Accelerator(LowRank):
             self._projections = (model.backend.projection(self.feedback),)
 
     def start(self, h: Tensor, final: Tensor | None) -> Tensor:
-        """Where p begins, (n, E): the slow residual, plus the feedback projection when it is used.
+        """Return where p begins, (n, E): the embedding, plus the feedback projection where it is used.
 
         Args:
             h: (n, E) embedded rows.
@@ -75,7 +75,7 @@ class Accelerator(LowRank):
         return h + nn.functional.linear(final, self.feedback)
 
     def offsets(self, final: Tensor) -> Tensor | None:
-        """What feedback adds to the start, by how far back the verified position lies, (n, lags, E).
+        """Return what feedback adds to the start, by distance to the verified position, (n, lags, E).
 
         Args:
             final: (n, E) as for ``start``.
@@ -86,19 +86,19 @@ class Accelerator(LowRank):
         return None
 
     def companion(self) -> DraftRows:
-        """Accelerated rows as data."""
+        """Return the accelerated rows as data for native code."""
         deltas = self.deltas(torch.zeros(1, dtype=torch.int64, device=self.device))
         reads = tuple(reach.data() for reach in self.reaches())
         return DraftRows(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
 
     def reaches(self) -> Iterator[Reach]:
-        """The deep layers that are read, bottom first."""
+        """Yield the deep layers that are read, lowest first."""
         for reach in self.reach:
             assert isinstance(reach, Reach)
             yield reach
 
     def stretches(self) -> Iterator[tuple[Reach | None, int, int]]:
-        """The way to the gate: what is reached for, then layers start..stop-1, again and again."""
+        """Yield the way to the exit layer: a deep layer to read (or None), then layers start..stop-1 to run."""
         for layer, reach in enumerate(self.reaches()):
             is_last = layer + 1 == len(self.reach)
             yield reach, layer, self.config.gate if is_last else layer + 1
@@ -106,25 +106,25 @@ class Accelerator(LowRank):
             yield None, 0, self.config.gate
 
     def at_gate(self, p: Tensor) -> Tensor:
-        """What the shared head reads, (n, E)."""
+        """Return what the shared head reads, (n, E)."""
         return p * self.scale
 
 
 def dual_forward(
     model: Decoder, accelerator: Accelerator, h: Tensor, step: Step, leading: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Slow rows and accelerated rows through the layers below the gate, sharing every weight read.
+    """Run slow rows and accelerated rows through the layers below the exit layer, in calls that read each weight once.
 
     Args:
         model: the frozen decoder.
         accelerator: its adapters.
         h: (T, E) embedded slow rows; all of them write keys and values.
         step: their call.
-        leading: (n,) slow rows that get an accelerated companion.
-        offset: (n, E) added to where the companions start.
+        leading: (n,) slow rows that get an accelerated row.
+        offset: (n, E) added where the accelerated rows start.
 
     Returns:
-        Slow residuals (T, E) and accelerated residuals (n, E) at the gate.
+        Slow residuals (T, E) and accelerated residuals (n, E) at the exit layer.
     """
     config = accelerator.config
     count = len(leading)

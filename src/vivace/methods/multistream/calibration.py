@@ -1,7 +1,7 @@
-"""How unlikely a branch may look at the insertion layer before it is dropped.
+"""How unlikely a branch may be at the insertion layer before it is pruned.
 
-The paper does not give its threshold. Ours is read off text: of the edges that verification would keep, parent t and
-the token the whole model says next, a stated share shall survive.
+The paper does not give its threshold. Ours is measured on text: of the edges that verification would keep, from a
+position to the token that the whole model predicts next, a stated share must survive.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vivace.train.data import TokenBatch
 from vivace.train.distillation import FrozenPass
 
 SURVIVING = 0.98
-"""Share of kept edges that a calibrated threshold spares."""
+"""Share of kept edges that survive a calibrated threshold."""
 
 
 @torch.no_grad()
 def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
-    """What the early-exit layer gives the edges that verification would keep, (n,).
+    """Return the probability (n,) that the pruning layer gives to edges that verification would keep.
 
     Raises:
         ConfigError: the streams were trained without a pruner.
@@ -37,14 +37,14 @@ def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
 
 
 def threshold_for(edges: Iterable[Tensor], surviving: float = SURVIVING) -> float:
-    """The largest threshold that spares this share of the edges.
+    """Return the largest threshold under which this share of the edges survives.
 
     Args:
-        edges: what ``kept_edges`` gave for some batches.
+        edges: results of ``kept_edges`` for some batches.
         surviving: share, above 0 and at most 1.
 
     Raises:
-        ConfigError: no edge, or a share that is none.
+        ConfigError: there is no edge, or the share is out of range.
     """
     chances = torch.cat([torch.empty(0), *edges]).sort().values
     if not 0 < surviving <= 1 or len(chances) == 0:

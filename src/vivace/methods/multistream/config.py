@@ -1,4 +1,4 @@
-"""What speculative streams are, saved next to their weights, and how they draft."""
+"""Settings of speculative streams, saved next to their weights, and how they draft."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
 MAX_ROWS = 48
-"""Draft nodes and streams of one slot in one pass, the root left out; a slot has spare entries for a few more."""
+"""Largest number of draft nodes and streams of one slot in one pass, without the root."""
 ROUGH: tuple[Weights, ...] = ("int8", "q4")
-"""Copies that `vivace tune` lets streams read."""
+"""Quantized formats that ``vivace tune`` tries for streams."""
 
 
 @dataclass(frozen=True)
 class MultistreamConfig:
-    """Streams, the layer they start at, and their adapters."""
+    """The streams, the layer at which they start, and their adapters."""
 
     streams: int = 4
-    """gamma: stream j of a row guesses the token 1 + j behind it."""
+    """gamma: stream j of a row guesses the token 1 + j positions after it."""
     insertion: int = 12
-    """Layers that only the main stream goes through; streams start where the next one does."""
+    """Number of layers that only the main stream passes; streams start at the layer with this index."""
     rank: int = 16
-    """Of the query, key, value and output deltas of stream rows; 0 leaves the projections as they are."""
+    """Rank of the query, key, value and output deltas of stream rows; 0 has none."""
     bottleneck: int = 64
-    """Width of a silu bottleneck beside the feed-forward of stream rows; 0 leaves it out. Ours, not the paper's."""
+    """Width of a silu bottleneck beside the feed-forward of stream rows; 0 has none. It is ours, not the paper's."""
     pruner_rank: int = 8
-    """Of the early-exit layer that drops unlikely branches; 0 trains none."""
+    """Rank of the layer that prunes unlikely branches; 0 trains none."""
     marks: Literal["embedding", "rotation"] = "embedding"
-    """What tells streams apart: an ``embedding`` of each, added at the start, or a ``rotation`` of their values."""
+    """How streams differ: by an ``embedding`` of each, added at the start, or by a ``rotation`` of their values."""
     feedback: bool = False
-    """Streams also start from the kept position's final residual and from the token that was decided there. Ours: both
-    are known where streams follow the kept node (``attach: kept``), so stream 1 need not guess what is decided."""
+    """Whether streams also start from the kept position's final residual and from the token decided there. This is
+    ours: both are known where streams follow the kept node (``attach: kept``), so stream 1 need not guess what is
+    decided."""
 
     def __post_init__(self) -> None:
         if self.marks not in ("embedding", "rotation"):
@@ -50,38 +51,40 @@ class MultistreamConfig:
             )
 
     def precedes(self, other: MultistreamConfig) -> bool:
-        """Whether streams of this shape can go on as ``other``: inserted there or above, feedback or not."""
+        """Return whether training can go on from streams of this config as ``other``: inserted no lower, feedback only
+        added.
+        """
         as_other = replace(self, insertion=other.insertion, feedback=other.feedback)
         return as_other == other and self.insertion >= other.insertion and other.feedback >= self.feedback
 
     def check_fits(self, num_layers: int) -> None:
-        """Refuse an insertion layer that is not inside the model."""
+        """Raise an error for an insertion layer that is not inside the model."""
         if self.insertion >= num_layers:
             raise ConfigError(f"insertion {self.insertion} must lie below the top of a model of {num_layers} layers")
 
     def num_paper_parameters(self, width: int) -> int:
-        """Embeddings and pruner, the paper's count: ``gamma E + 2 r E``; adapters are counted apart."""
+        """Return the paper's count of parameters, ``gamma E + 2 r E``: embeddings and pruner, without adapters."""
         return (self.streams * (self.marks == "embedding") + 2 * self.pruner_rank) * width
 
     def num_medusa_parameters(self, width: int, vocab_size: int) -> int:
-        """As many heads of Medusa as there are streams, one block and a head each: ``gamma (E^2 + E V)``."""
+        """Return the parameters of as many Medusa heads, each with one block and one output: ``gamma (E^2 + E V)``."""
         return self.streams * width * (width + vocab_size)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Shape of a draft."""
+    """The shape of a draft."""
 
     widths: tuple[int, ...] = (1, 1, 1)
-    """Likeliest tokens of each stream that are tried; every one stands below every one of the stream before."""
+    """Number of likeliest tokens of each stream; each stands below each token of the stream before."""
     attach: Literal["every", "kept"] = "every"
-    """``every`` node carries streams through the pass that verifies it (the paper); or streams follow the last
-    node that was ``kept``, in a short pass of their own: fewer rows, one more reading of the upper weights."""
+    """With ``every``, each node carries streams through the pass that verifies it (the paper). With ``kept``, streams
+    follow the last kept node in a short pass of their own: fewer rows, but the upper weights are read once more."""
     threshold: float = 0.0
-    """Branches that the early-exit layer finds less likely than this go no further than the insertion layer."""
+    """Branches that are less likely at the insertion layer are pruned there."""
     weights: Weights = "bf16"
-    """Streams that follow the kept node read copies in few bits of the upper layers; verification does not. For native
-    kernels; others use the weights as they are."""
+    """Format in which streams that follow the kept node read the upper layers; verification reads them unquantized.
+    Without native kernels the weights are used as they are."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -99,24 +102,26 @@ class StreamPlan:
 
     @property
     def num_nodes(self) -> int:
-        """Guesses of the whole tree."""
+        """Return the number of guesses of the whole tree."""
         return sum(accumulate(self.widths, operator.mul))
 
     @property
     def num_rows(self) -> int:
-        """Guesses, and streams of every node that carries them."""
+        """Return the number of guesses and of streams of all nodes that carry them."""
         carriers = self.num_nodes + 1 if self.attach == "every" else 1
         return self.num_nodes + carriers * len(self.widths)
 
     @property
     def label(self) -> str:
-        """In a few characters: ``tree 2-1-1 from every node``, ``chain 3 from kept node if >= 0.1 in int8``."""
+        """Return a short description: ``tree 2-1-1 from every node``, ``chain 3 from kept node if >= 0.1 in int8``."""
         shape = f"chain {len(self.widths)}" if set(self.widths) == {1} else "tree " + "-".join(map(str, self.widths))
         sure = f" if >= {self.threshold:g}" if self.threshold else ""
         return f"{shape} from {self.attach} node{sure}" + ("" if self.weights == "bf16" else f" in {self.weights}")
 
     def check_fits(self, config: MultistreamConfig) -> None:
-        """Refuse a draft that is deeper than there are streams, or a threshold nothing was trained for."""
+        """Raise an error for a draft deeper than the number of streams, or for settings that these streams do not
+        support.
+        """
         if len(self.widths) > config.streams:
             raise ConfigError(
                 f"draft widths {list(self.widths)} go deeper than the {config.streams} streams that exist"
@@ -128,7 +133,7 @@ class StreamPlan:
 
 
 def plans_to_try(config: MultistreamConfig) -> list[StreamPlan]:
-    """Drafts of every depth, chains and small trees, with streams on every node and on the kept one."""
+    """Return plans of every depth, chains and small trees, with streams on every node and on the kept one."""
     deep = range(1, config.streams + 1)
     shapes: list[tuple[int, ...]] = [(1,) * depth for depth in deep]
     shapes += [(width, *[1] * (depth - 1)) for depth in deep for width in (2, 3)]

@@ -1,7 +1,7 @@
-"""Drafts from streams: the tokens each stream finds likeliest, every one below every one of the stream before.
+"""Drafts from streams: the likeliest tokens of each stream, each below each token of the stream before.
 
-Guesses are the streams' likeliest tokens and not drawn from a law, so sampling stays exact as it is for any such
-draft (``decode/verify.py``): a token is drawn from the model's own law and the path goes on where a child has it.
+Guesses are the likeliest tokens and are not drawn, so sampling stays exact as for all deterministic drafts
+(``decode/verify.py``): a token is drawn from the model's own distribution, and the path continues where a child has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vivace.methods.multistream.streams import Streams
 
 
 class StreamDrafter(OwnsNoCache):
-    """Fills ``Drafter``: trained streams, laid out once for all sessions."""
+    """Implements ``Drafter``: trained streams, laid out once for all sessions."""
 
     name = "multistream"
 
@@ -33,11 +33,11 @@ class StreamDrafter(OwnsNoCache):
 
         Args:
             model: the target.
-            streams: trained on it.
+            streams: streams trained on it.
             plan: shape of the draft.
 
         Raises:
-            ConfigError: a plan that these streams cannot fill.
+            ConfigError: these streams do not support the plan.
         """
         plan.check_fits(streams.config)
         streams.run_on(model)
@@ -48,31 +48,34 @@ class StreamDrafter(OwnsNoCache):
         self.has_feedback = streams.config.feedback
         is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
         self.followers = streams.followers(len(plan.widths)) if is_chain else None
-        """The same as data, where whole steps can be made at once."""
+        """The streams as data for native code, where it can make whole steps; else None."""
         if self.followers is not None and model.backend.chain is not None:
             model.backend.chain.prepare(self.followers, plan.weights)
         self.budget = StepBudget()
 
     def open(self, cache: KVCache) -> StreamState:
-        """State of a session that has decided nothing yet."""
+        """Return the state of a session that has decoded nothing yet."""
         return StreamState(self)
 
 
 class StreamState(Forgetful):
-    """Fills ``DraftState``: remembers the streams of each slot's last kept node."""
+    """Implements ``DraftState``: keeps the streams of each slot's last kept node."""
 
     def __init__(self, drafter: StreamDrafter) -> None:
-        """Draft by the streams of ``drafter``."""
+        """Draft with the streams of ``drafter``."""
         self.drafter = drafter
         self.model, self.plan, self.forward = drafter.model, drafter.plan, drafter.forward
         self.traversal: Traversal = self.forward
         self._kept: dict[int, Tensor] = {}
-        """Of each slot's last kept node: its streams (streams, E), or what enters the insertion layer (E,)."""
+        """By slot, of the last kept node: its streams (streams, E), or the residual entering the
+        insertion layer (E,)."""
         self._final: dict[int, Tensor] = {}
-        """Of the same node: what came out at the top (E,), for streams with feedback."""
+        """By slot, of the same node: the residual after the last layer (E,), for streams with feedback."""
 
     def propose(self, context: Context) -> Draft | Decided:
-        """Verified steps, or the decided tokens and a tree below the root of every slot whose streams are known."""
+        """Return verified steps, or committed tokens with a tree below the root of every slot whose
+        streams are known.
+        """
         return self._decided(context) or self._drafted(context)
 
     def _drafted(self, context: Context) -> Draft:
@@ -90,7 +93,9 @@ class StreamState(Forgetful):
         return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
 
     def _decided(self, context: Context) -> Decided | None:
-        """Whole steps in one call, verification and all, where one greedy sequence has room for them."""
+        """Draft and verify several steps in one native call, where one greedy sequence has room for them; else return
+        None.
+        """
         followers, budget = self.drafter.followers, self.drafter.budget
         slot, *others = context.slots
         if followers is None or others or slot not in self._kept:
@@ -118,7 +123,7 @@ class StreamState(Forgetful):
         return Verified(torch.stack([self._final[slot] for slot in slots]), roots)
 
     def _guesses(self, streams: Tensor) -> list[list[list[int]]]:
-        """Tokens to try, likeliest first, by slot and stream; the head reads the streams of kept nodes only."""
+        """Return the tokens to try, likeliest first, by slot and stream; only streams of kept nodes pass the head."""
         rows, widths = streams.flatten(0, 1), self.plan.widths
         if max(widths) == 1:
             chosen = self.model.greedy(rows)[:, None]
@@ -128,7 +133,7 @@ class StreamState(Forgetful):
         return [[tokens[:width] for tokens, width in zip(slot, widths, strict=True)] for slot in levels]
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """Keep what the last kept node of each slot left; prompt chunks carry no streams."""
+        """Keep the streams, or the residual they start from, of each slot's last kept node; prompt chunks have none."""
         if verdict is None:
             return
         assert isinstance(passed, StreamPass), "streams ride on this drafter's own passes"
@@ -147,7 +152,7 @@ class StreamState(Forgetful):
 
 
 def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
-    """Below each root all paths through its levels of tokens."""
+    """Add all paths through its levels of tokens below each root."""
     tokens, slot, node, parent = (list(column) for column in draft.lists)
     for index, root, given in zip(draft.slots, draft.last_rows, draft.committed, strict=True):
         leaves, number = [root], given

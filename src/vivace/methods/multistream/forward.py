@@ -1,8 +1,8 @@
-"""One pass that verifies a draft and makes the next: streams ride on its nodes through the upper layers.
+"""One pass that verifies a draft and makes the next: streams accompany its nodes through the upper layers.
 
-To the layers a stream is one more branch of the tree: it is stored behind the draft, where only later streams of
-the same node find it, and is forgotten when the kept path is committed. So both kernels run it as they are, a
-row's bits do not depend on its streams, and no mask over streams is ever made.
+To the layers a stream is one more branch of the tree. It is stored behind the draft, where only later streams of the
+same node read it, and it is dropped when the kept path is committed. So kernels need no change and no attention mask
+for streams, and the bits of a row do not depend on its streams.
 """
 
 from __future__ import annotations
@@ -25,42 +25,44 @@ from vivace.methods.multistream.streams import Streams, known_at
 
 @dataclass(frozen=True)
 class StreamPass(TargetPass):
-    """What came out at the top, and what the next draft is made from."""
+    """A target pass, and the residuals from which the next draft is made."""
 
     streams: Tensor | None = None
-    """(n, streams, E) at the top; None where streams follow the kept node in a pass of their own."""
+    """(n, streams, E) after the last layer; None where streams follow the kept node in a pass of their own."""
     entering: Tensor | None = None
     """(n, E) residuals entering the insertion layer, for such a pass."""
 
 
 class Verified(NamedTuple):
-    """What verification left at the last committed position of each slot."""
+    """What verification computed at the last committed position of each slot."""
 
     final: Tensor
-    """(n, E) after all layers."""
+    """(n, E) residuals after the last layer."""
     tokens: Tensor
-    """(n,) the next root."""
+    """(n,) the next roots."""
 
 
 class StreamForwardPass:
-    """Fills ``Traversal``: main rows to the insertion layer, pruning there, main rows and streams to the top."""
+    """Implements ``Traversal``: main rows run to the insertion layer, are pruned there, and run on together with
+    streams.
+    """
 
     def __init__(self, streams: Streams, plan: StreamPlan) -> None:
         self.streams = streams
         self.plan = plan
         self._terms: dict[tuple[int, int], LowRankDeltas] = {}
         self._rough: Span | None = None
-        """The upper layers as streams read them, where the plan says so."""
+        """The upper layers with quantized weights, where the plan asks for them."""
 
     def prepare(self, model: Decoder) -> None:
-        """Make copies in few bits now, so that the first draft takes no longer than the next."""
+        """Make quantized copies now, so that the first draft takes no longer than the next."""
         if self.plan.weights != "bf16" and model.backend.span is not None:
             self._rough = model.backend.span.quantized(
                 self.streams.config.insertion, model.config.num_layers, self.plan.weights
             )
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
-        """One pass for all slots, whatever each of them drafted."""
+        """Run one pass for the rows of all slots together."""
         insertion, count = self.streams.config.insertion, len(self.plan.widths)
         step = Step.of(draft, cache, chunk=chunk)
         main = model.run(model.embed(draft.tokens, step), step, 0, insertion)
@@ -80,14 +82,14 @@ class StreamForwardPass:
     def follow(
         self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache, verified: Verified | None = None
     ) -> Tensor:
-        """Streams of the last committed position of each slot, (n, E) -> (n, streams, E) at the top.
+        """Run the streams of each slot's last committed position, (n, E) -> (n, streams, E) after the last layer.
 
         Args:
             model: the target.
-            slots: n of them.
-            entering: residuals of those positions entering the insertion layer.
-            cache: where main keys and values are.
-            verified: for streams with feedback.
+            slots: n slots.
+            entering: (n, E) residuals of those positions entering the insertion layer.
+            cache: holds the keys and values of the main stream.
+            verified: the input of streams with feedback.
         """
         count = len(self.plan.widths)
         positions = [cache.lengths[slot] + place for slot in slots for place in range(count)]
@@ -101,14 +103,16 @@ class StreamForwardPass:
         return self._upper(model, start, step).view(len(slots), count, -1)
 
     def _upper(self, model: Decoder, start: Tensor, step: Step) -> Tensor:
-        """Streams of their own through the layers above the insertion, by whichever weights drafts read."""
+        """Run streams without main rows through the layers above the insertion, with the weights that the
+        plan names.
+        """
         insertion = self.streams.config.insertion
         if self._rough is None or not self._rough.covers(step):
             return model.run(start, step, insertion)
         return self._rough.run(start, step, insertion, model.config.num_layers)
 
     def surviving(self, model: Decoder, draft: Draft, main: Tensor) -> list[int]:
-        """Rows whose every edge is likely enough: ``Z_parent[token] >= threshold``, roots always."""
+        """Return the rows whose path has only edges with ``Z_parent[token] >= threshold``; roots always survive."""
         assert self.streams.pruner is not None, "checked by the plan"
         distribution = self.streams.pruner.distribution(main, model)
         parents, tokens, depths = draft.lists.parent, draft.lists.tokens, draft.depths
@@ -120,7 +124,7 @@ class StreamForwardPass:
         return sorted(kept)
 
     def terms(self, num_main: int, num_streams: int) -> LowRankDeltas:
-        """Adapters of a call, the same object for calls of the same shape."""
+        """Return the adapters of a call; calls of the same shape share one object."""
         if (num_main, num_streams) not in self._terms:
             which = torch.full((num_main + num_streams,), -1, device=self.streams.device)
             which[num_main:] = 0

@@ -1,14 +1,14 @@
-"""Training streams on the frozen model: each shall say what the model itself will say that much later.
+"""Training streams on the frozen model: each learns what the model itself predicts that many tokens later.
 
     L = sum_j a_j mean_t CE(s_tj, (1 - m) p_{t+j} + m [x_{t+1+j}]) + CE of the pruner
 
-with p the frozen model's law, s_tj stream j's, [x] all mass on the token x, a_j = decay^(j-1). The paper trains on
-tokens (m = 1, equation 5) with a_j = 0.1 beside the main stream's loss; in the lossless mode there is no main loss,
-and the law of the model that will verify teaches more than the one token that was drawn from it.
+Here p is the frozen model's distribution, s_tj that of stream j, [x] has all mass on the token x, and a_j =
+decay^(j-1). The paper trains on tokens (m = 1, equation 5) with a_j = 0.1 beside the main stream's loss. In the
+lossless mode there is no main loss, and the distribution of the model that will verify teaches more than one token.
 
-One frozen pass gives what enters the insertion layer and the keys and values above it. Streams of different
-positions never meet, so they are trained in chunks of positions, each backed through at once: memory follows the
-chunk and not (1 + streams) times the text. Only positions whose next token is scored carry streams.
+One frozen pass gives the residuals entering the insertion layer and the keys and values above it. Streams of different
+positions do not interact, so they are trained in chunks of positions with one backward pass each: memory grows with the
+chunk, and not with (1 + streams) times the text. Only positions whose next token is scored have streams.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from vivace.train.objective import LossPart, LossParts
 
 @dataclass(frozen=True)
 class MultistreamLoss:
-    """Weights of the terms."""
+    """Weights of the loss terms."""
 
     hard: float = 0.1
-    """m: share of the loss on the token itself, the rest is on the model's law."""
+    """m: weight of the token itself in the target; the rest is the model's distribution."""
     decay: float = 0.9
-    """Weight of a stream relative to the one before it."""
+    """Weight of a stream relative to the stream before."""
     pruner: float = 0.1
-    """Weight of the early-exit layer's cross-entropy; its weights share nothing with the streams'."""
+    """Weight of the pruner's cross-entropy; it shares no weights with the streams."""
     rows: int = 1024
-    """Positions whose streams are held at once."""
+    """Number of positions whose streams are in memory at once."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.hard <= 1 or not 0 < self.decay <= 1 or self.pruner < 0 or self.rows < 1:
@@ -53,27 +53,27 @@ class MultistreamLoss:
 
 @dataclass(frozen=True)
 class MainStream:
-    """What the main stream left for streams to read."""
+    """What streams read of the main stream."""
 
     entering: Tensor
-    """(B, T, E) at the insertion layer."""
+    """(B, T, E) residuals at the insertion layer."""
     final: Tensor
-    """(B, T, E) at the top."""
+    """(B, T, E) residuals after the last layer."""
     memory: Step
-    """Keeps keys and values of every layer."""
+    """The dense call, which holds keys and values of every layer."""
     known: Tensor | None = None
-    """(B, T, 2, E) what ``known_at`` gives at every position, zeros for the token after the last."""
+    """(B, T, 2, E) the result of ``known_at`` at every position, with zeros for the token after the last."""
 
 
 class MultistreamObjective(DecoderObjective):
-    """Owns streams, leaves the decoder as it is."""
+    """Trains streams; the decoder is not changed."""
 
     def __init__(self, streams: Streams, loss: MultistreamLoss) -> None:
         self.streams = streams
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """Embeddings learn faster; no decay anywhere."""
+        """Return the weights without decay; embeddings have five times the learning rate."""
         embeddings = self.streams.embeddings
         others = [p for p in self.streams.parameters() if p is not embeddings]
         adapters = {"params": others, "name": "adapters", "weight_decay": 0.0}
@@ -82,7 +82,7 @@ class MultistreamObjective(DecoderObjective):
         return [{"params": [embeddings], "name": "embeddings", "rate": 5.0, "weight_decay": 0.0}, adapters]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """The loss in chunks of positions that add up to the mean, then the pruner's."""
+        """Yield the streams' loss in chunks of positions that add up to the mean, then the pruner's."""
         main = self._main_stream(model, batch.tokens)
         total = len(batch.predicting)
         for places in places_of(batch.scored, self.loss.rows):
@@ -105,7 +105,7 @@ class MultistreamObjective(DecoderObjective):
         return MainStream(entering, final, frozen.step, known)
 
     def _chunk(self, model: Decoder, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
-        """Loss of the streams of some positions, as their share of the batch's mean."""
+        """Return the loss of the streams of some positions, as their share of the batch's mean."""
         hidden = run_streams(model, self.streams, main.entering, main.memory, places, main.known)
         heard = Heard.of(places, hidden.shape[1], batch.scored)
         with torch.no_grad():
@@ -119,7 +119,7 @@ class MultistreamObjective(DecoderObjective):
 
 
 def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
-    """What feedback reads at every position, (B, T) and (B * T, E) -> (B, T, 2, E)."""
+    """Return what feedback reads at every position, (B, T) and (B * T, E) -> (B, T, 2, E)."""
     decided = model.embed(tokens.reshape(-1), Step.dense(*tokens.shape, device=tokens.device)).view(*tokens.shape, -1)
     decided = F.pad(decided[:, 1:], (0, 0, 0, 1)).flatten(0, 1)
     return known_at(model, final, decided).view(*tokens.shape, 2, -1)
@@ -128,15 +128,15 @@ def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
 def run_streams(
     model: Decoder, streams: Streams, entering: Tensor, step: Step, places: Places, known: Tensor | None = None
 ) -> Tensor:
-    """Streams of some positions through the layers from the insertion layer on.
+    """Run the streams of some positions from the insertion layer to the last layer.
 
     Args:
         model: the frozen decoder.
         streams: their weights.
         entering: (B, T, E) main stream at the insertion layer.
         step: the dense call that holds the main stream's keys and values.
-        places: where streams start, n of them real.
-        known: (B, T, 2, E) for streams with feedback.
+        places: positions at which streams start; n of them are real.
+        known: (B, T, 2, E) input of streams with feedback.
 
     Returns:
         (n, streams, E) before the final norm.

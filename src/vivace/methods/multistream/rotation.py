@@ -1,13 +1,12 @@
-"""Streams told apart by their values instead of by embeddings (arXiv:2402.11131, equation 7).
+"""Streams that differ by a rotation of their values instead of embeddings (arXiv:2402.11131, equation 7).
 
-Stream j starts as M_t; the values it stores are turned by an angle that grows with j, pair by pair of a head's
-components:
+Stream j starts as M_t. The values it stores are rotated by an angle that grows with j, in pairs of a head's components:
 
     v_j <- v_j e^{i epsilon j}
 
-The paper's variant without embeddings. Its angle is not known to us; ours spreads the streams over a quarter turn.
-A turned value is ``W x + (R - 1) W x``, so to the layers it is one more low-rank term, of as many rows as there are
-values: no kernel knows of it. Kept for comparison; the terms need a copy of W, and embeddings cost less.
+This is the paper's variant without embeddings. Its angle is not known to us; ours spreads the streams over a quarter
+turn. A rotated value is ``W x + (R - 1) W x``, so to the layers it is one more low-rank delta, whose rank is the width
+of the values: kernels need no change. It is kept for comparison; it needs a copy of W, and embeddings cost less.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from vivace.errors import UnsupportedError
 
 
 class ValueRotation(nn.Module):
-    """Copies of the value projections above the insertion layer, and what turns each stream's values."""
+    """Copies of the value projections above the insertion layer, and the rotations of each stream's values."""
 
     values: Tensor
     """(layers, K * D, E)"""
 
     def __init__(self, insertion: int, streams: int, model: ModelConfig) -> None:
-        """Make room for the copies; ``read`` fills it.
+        """Allocate the copies; ``read`` fills them.
 
         Raises:
-            UnsupportedError: values with a bias, which a term in x cannot turn.
+            UnsupportedError: the values have a bias, which a delta in x cannot rotate.
         """
         super().__init__()
         if model.qkv_bias:
@@ -47,7 +46,7 @@ class ValueRotation(nn.Module):
 
     @torch.no_grad()
     def read(self, model: Decoder) -> None:
-        """Copy the value projections of a model with plain weights."""
+        """Copy the value projections of a model with unquantized weights."""
         for layer, own in enumerate(self.values, self.insertion):
             found = model.layers[layer]
             assert isinstance(found, Layer), "layers of ours"
@@ -55,7 +54,7 @@ class ValueRotation(nn.Module):
             own.copy_(found.qkv.weight[-len(own) :])
 
     def turns(self) -> Tensor:
-        """R - 1 of every stream, (streams, K * D, K * D)."""
+        """Return R - 1 of every stream, (streams, K * D, K * D)."""
         heads, half = self.values.shape[1] // self.head_dim, self.head_dim // 2
         angle = torch.arange(1, self.streams + 1) * (math.pi / 2 / self.streams)
         cos, sin = (part[:, None, None] * torch.eye(half) for part in (angle.cos() - 1, angle.sin()))
@@ -63,11 +62,12 @@ class ValueRotation(nn.Module):
         return torch.stack([torch.block_diag(*[one] * heads) for one in turn])
 
     def over(self, deltas: LowRankDeltas, count: int) -> LowRankDeltas:
-        """Terms of the streams with their values turned.
+        """Return the deltas of the streams with the rotation of their values added.
 
         Args:
-            deltas: one adapter for all stream rows, which stand ``count`` by ``count`` in order of their number.
-            count: streams of a row.
+            deltas: one adapter for all stream rows, whose streams stand in the order of their number, ``count`` per
+                row.
+            count: number of streams of a row.
         """
         which = deltas.which.clone()
         rows = (which >= 0).nonzero()[:, 0]

@@ -1,13 +1,13 @@
-"""The shared mode: low-rank terms on the model itself, for its main stream and its streams alike.
+"""The shared mode: low-rank deltas on the model itself, used by its main stream and its streams alike.
 
     L = mean_t CE(M_t, x_{t+1}) + alpha sum_j decay^(j-1) mean_t CE(S_tj, x_{t+1+j})    (arXiv:2402.11131, equation 5)
 
-The next token and the tokens behind it are learnt together, so what comes of it is another model: the terms are added
-to its weights (``merge``), its own plain decoding is the reference from then on, and its streams carry nothing but
-their embeddings. The main stream does not read streams here either.
+The next token and the tokens after it are learnt together, so the result is another model: the deltas are added to its
+weights (``merge``), its own plain decoding is the reference from then on, and its streams have only their embeddings.
+The main stream does not read streams here either.
 
-The main pass is made once, with gradients. Streams and the head read copies of what it leaves that are cut from the
-graph, chunk by chunk as in the lossless mode; the last part sends what gathered there through the main pass.
+The main pass runs once, with gradients. Streams and the head read copies of its results that are detached from the
+graph, chunk by chunk as in the lossless mode; the last part sends the gradients collected there through the main pass.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from vivace.train.objective import LossParts
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """Weights of the terms beside the main stream's, which is 1."""
+    """Weights of the loss terms beside the main stream's, which is 1."""
 
     alpha: float = 0.1
-    """Of the first stream's loss."""
+    """Weight of the first stream's loss."""
     decay: float = 1.0
-    """Weight of a stream relative to the one before it."""
+    """Weight of a stream relative to the stream before."""
     pruner: float = 0.1
-    """Weight of the early-exit layer's cross-entropy; it does not reach the model."""
+    """Weight of the pruner's cross-entropy, whose gradient does not reach the model."""
     rows: int = 1024
-    """Positions whose streams, or logits, are held at once."""
+    """Number of positions whose streams, or logits, are in memory at once."""
 
     def __post_init__(self) -> None:
         if self.alpha < 0:
@@ -53,19 +53,21 @@ class SharedLoss:
         self.of_streams()
 
     def of_streams(self) -> MultistreamLoss:
-        """The streams' part: tokens, as the paper has them, and no law of a teacher."""
+        """Return the loss settings of the streams: tokens as targets, as in the paper, without a teacher's
+        distribution.
+        """
         return MultistreamLoss(hard=1.0, decay=self.decay, pruner=self.pruner, rows=self.rows)
 
 
 class SharedStreams(Streams):
-    """Streams without adapters of their own, and the low-rank terms that they share with the main stream."""
+    """Streams without adapters of their own, and the low-rank deltas that they share with the main stream."""
 
     def __init__(self, config: MultistreamConfig, model: ModelConfig, rank: int) -> None:
-        """Make them untrained: embeddings small, terms zero.
+        """Make untrained streams: small embeddings, and deltas of zero.
 
         Raises:
-            ConfigError: a rank below 1, or streams with adapters of their own.
-            UnsupportedError: a mixture of experts.
+            ConfigError: the rank is below 1, or the streams have adapters of their own.
+            UnsupportedError: the model is a mixture of experts.
         """
         if rank < 1:
             raise ConfigError(f"rank must be at least 1, found {rank}")
@@ -82,23 +84,23 @@ class SharedStreams(Streams):
         self.shared = LowRank(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, rank)))
 
     def deltas(self, which: Tensor, count: int | None = None) -> LowRankDeltas:
-        """What the model's rows carry; ``which`` (T,) is 0 on every row."""
+        """Return the deltas of the model's rows; ``which`` (T,) is 0 on every row."""
         return self.shared.deltas(which)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is left beside the merged model: embeddings, pruner, feedback."""
+        """Return the weights beside the merged model: embeddings, pruner, feedback."""
         return {name: value for name, value in super().tensors().items() if not name.startswith("shared.")}
 
     @torch.no_grad()
     def merge(self, model: Decoder) -> None:
-        """Add the terms to the model's weights, ``W += B A``, each sum rounded once."""
+        """Add the deltas to the model's weights, ``W += B A``; each sum is rounded once."""
         for (layer, name), down, up in self.shared.items():
             rows = _rows_of(model, layer, name)
             rows.copy_(rows.float() + up[0].float() @ down[0].float())
 
 
 def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
-    """The rows of a fused matrix that are this projection."""
+    """Return the rows of a fused matrix that belong to this projection."""
     config, layer = model.config, model.layers[index]
     assert isinstance(layer, Layer)
     fed = layer.feed_forward
@@ -118,14 +120,14 @@ def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
 
 
 class SharedObjective(MultistreamObjective):
-    """Low-rank terms on a model and streams that share them."""
+    """Trains low-rank deltas of a model together with streams that share them."""
 
     def __init__(self, streams: SharedStreams, loss: SharedLoss) -> None:
         super().__init__(streams, loss.of_streams())
         self.alpha = loss.alpha
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """The main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
+        """Yield the main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
         step, entering, final = self._main(model, batch.tokens)
         layers = range(self.streams.config.insertion, model.config.num_layers)
         stored = [step.memory.stored(layer) for layer in layers]
@@ -144,7 +146,9 @@ class SharedObjective(MultistreamObjective):
         yield from cut.rest()
 
     def _main(self, model: Decoder, tokens: Tensor) -> tuple[Step, Tensor, Tensor]:
-        """The main pass with the deltas on every row: its step, and (B, T, E) at the insertion layer and at the top."""
+        """Run the main pass with the deltas on every row; return its step, and (B, T, E) at the insertion layer and at
+        the top.
+        """
         step, insertion = Step.dense(*tokens.shape, device=tokens.device), self.streams.config.insertion
         step = replace(step, deltas=(self.streams.deltas(torch.zeros_like(step.slot)),))
         entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
@@ -164,15 +168,15 @@ class SharedObjective(MultistreamObjective):
 
 
 class _Copies:
-    """Fills ``Memory`` for streams: keys and values of the main stream, nothing is added."""
+    """Implements ``Memory`` for streams: they read keys and values of the main stream, and none are added."""
 
     def __init__(self, held: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         self.held = held
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Streams store nothing here."""
+        """Raise an error: streams store nothing here."""
         raise AssertionError("streams keep their own rows")
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each (B, K, T, D)."""
+        """Return the keys and values of a layer, each (B, K, T, D)."""
         return self.held[layer]

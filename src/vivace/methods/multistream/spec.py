@@ -35,7 +35,7 @@ def _plans(config: ConfigReader, longest: int) -> Sequence[Any]:
 
 
 def _widen(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
-    """One tensor of speculative streams; ranks stay."""
+    """Widen one tensor of speculative streams; ranks do not change."""
     if name == "embeddings":
         return value.repeat(1, k)
     if name == "pruner.down":

@@ -1,24 +1,24 @@
-"""The streams: guesses about later tokens that travel beside the main stream (arXiv:2402.11131, section 3.1).
+"""The streams: guesses about later tokens that run beside the main stream (arXiv:2402.11131, section 3.1).
 
-Stream j = 1..gamma of a row at position t starts at layer N - Ns, the insertion layer, and ends at the top:
+Stream j = 1..gamma of a row at position t starts at layer N - Ns, the insertion layer, and ends after the last layer:
 
-    S_tj = M_t + P_j                               P_j: stream-identifier embedding
+    S_tj = M_t + P_j                               P_j: stream embedding
     S_tj <- layer_n(S_tj; K, V of M_<=t and of S_t1..S_tj)
-    head(norm(S_tj)) = law of the token 1 + j behind t
+    head(norm(S_tj)) = distribution of the token 1 + j positions after t
 
-The main stream never sees a stream, so its numbers are those of the model without them. A stream's own keys
-and values are read by the later streams of its row and forgotten after the pass. Stream j stands at position t + j:
-to the layers, streams are tokens that have not been said yet.
+The main stream never reads a stream, so its numbers are those of the model without streams. A stream's own keys and
+values are read by the later streams of its row and dropped after the pass. Stream j has position t + j: to the layers,
+streams are the tokens that come next.
 
-The paper's lossless mode freezes the model and gives stream rows adapters; their form is not known to us. Ours:
-low-rank terms on q, k, v and o and a silu bottleneck beside the feed-forward, on stream rows alone, up factors
-zero at first. ``feedback`` is ours as well: where streams run after verification, the position's final residual and
-the token decided there are known, and
+The paper's lossless mode freezes the model and gives stream rows adapters, whose form is not known to us. Ours are
+low-rank deltas on q, k, v and o and a silu bottleneck beside the feed-forward, on stream rows only, with up factors of
+zero at first. ``feedback`` is ours as well: where streams run after verification, the position's final residual and the
+token decided there are known, and
 
     S_tj = M_t + P_j + |M_t| (A_j norm(final_t) + B_j rms(embed(x_{t+1})))      A, B zero at first
 
 with |M| the root mean square of M's components: residuals grow a hundredfold on their way to the insertion layer, and
-what is small beside them is not heard there.
+what is added there must be as large to have an effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vivace.methods.multistream.rotation import ValueRotation
 
 
 class Streams(LowRank):
-    """Trained weights: embeddings, adapters of stream rows, and the early-exit layer that prunes drafts."""
+    """Trained weights: embeddings, adapters of stream rows, and the layer that prunes drafts."""
 
     def __init__(self, config: MultistreamConfig, model: ModelConfig) -> None:
         """Make untrained streams.
@@ -54,24 +54,24 @@ class Streams(LowRank):
         super().__init__(site_shapes(model, range(config.insertion, model.num_layers), ranks))
         self.config = config
         self.embeddings = nn.Parameter(embeddings)
-        """P, (streams, E); none where values are rotated."""
+        """P, (streams, E); empty where values are rotated."""
         self.rotation = ValueRotation(config.insertion, config.streams, model) if turned else None
         fed = config.streams if config.feedback else 0
         self.final = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
         """A, (streams, E, E)."""
         self.decided = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
-        """B, as A."""
+        """B, (streams, E, E)."""
         self._projections: tuple[nn.Module, ...] = ()
-        """Feedback on the kernels of the model that is drafted for; no weights of ours."""
+        """The feedback projection on the kernels of the model that is drafted for; these are not trained weights."""
         self.pruner = Pruner(model.width, config.pruner_rank) if config.pruner_rank else None
 
     def start(self, main: Tensor, count: int, known: Tensor | None = None) -> Tensor:
-        """The first ``count`` streams of rows entering the insertion layer, (n, E) -> (n, count, E).
+        """Return the first ``count`` streams of rows entering the insertion layer, (n, E) -> (n, count, E).
 
         Args:
-            main: the rows.
-            count: streams of each.
-            known: (n, 2, E) what ``known_at`` gives for them, for streams with feedback.
+            main: (n, E) the rows.
+            count: number of streams of each.
+            known: (n, 2, E) the result of ``known_at`` for them, for streams with feedback.
         """
         start = main[:, None].expand(-1, count, -1) if self.rotation else main[:, None] + self.embeddings[:count]
         if known is not None:
@@ -87,15 +87,15 @@ class Streams(LowRank):
         return linear(known, self._feedback().to(known.dtype))
 
     def _feedback(self) -> Tensor:
-        """A beside B, (streams * E, 2 E)."""
+        """Return A beside B, (streams * E, 2 E)."""
         assert self.final is not None, "only streams with feedback are told"
         assert self.decided is not None, "only streams with feedback are told"
         return torch.cat((self.final, self.decided), -1).flatten(0, 1)
 
     def run_on(self, model: Decoder) -> None:
-        """Draft for this model from now on, on the kernels that its layers run on.
+        """Use the kernels that run the layers of ``model`` for drafts from now on.
 
-        Without native ones the factors are widened.
+        Without native kernels the factors are converted to float32.
         """
         if model.backend.span is None:
             self.widen()
@@ -103,17 +103,17 @@ class Streams(LowRank):
             self._projections = (model.backend.projection(self._feedback().detach().to(model.dtype)),)
 
     def deltas(self, which: Tensor, count: int | None = None) -> LowRankDeltas:
-        """The adapters as data for a call.
+        """Return the adapters as data for a call.
 
         Args:
             which: (T,) 0 on stream rows and -1 elsewhere.
-            count: streams of each row that has some; None is all.
+            count: number of streams of each row that has some; None is all.
         """
         deltas = super().deltas(which)
         return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
 
     def followers(self, count: int) -> StreamRows | None:
-        """The first ``count`` streams as data; None where values are rotated."""
+        """Return the first ``count`` streams as data for native code; None where values are rotated."""
         if self.rotation is not None:
             return None
         deltas = self.deltas(torch.zeros(count, dtype=torch.int64, device=self.device), count)
@@ -122,7 +122,9 @@ class Streams(LowRank):
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from ``other``, of a shape that precedes this one, with these weights; what it lacks stays as it is."""
+        """Continue from ``other``, whose config precedes this one, with these weights; what it lacks keeps its initial
+        value.
+        """
         other.load_state_dict({name: value.float() for name, value in tensors.items()})
         for mine, theirs in zip(self._by_site, other._by_site, strict=True):
             for site, weight in theirs.items():
@@ -134,18 +136,18 @@ class Streams(LowRank):
 
 
 def known_at(model: Decoder, final: Tensor, decided: Tensor) -> Tensor:
-    """What feedback reads, (n, 2, E).
+    """Return what feedback reads, (n, 2, E).
 
     Args:
         model: the target.
         final: (n, E) residuals after all layers.
-        decided: (n, E) embedded token that follows each.
+        decided: (n, E) embeddings of the tokens that follow.
     """
     return torch.stack((model.norm(final), F.rms_norm(decided, decided.shape[-1:])), 1)
 
 
 class Pruner(nn.Module):
-    """The early-exit layer: what comes after a row, guessed at the insertion layer (arXiv:2402.11131, section 3.2.3).
+    """Predicts the next token at the insertion layer, to prune branches there (arXiv:2402.11131, section 3.2.3).
 
     ``Z = softmax(head(norm(x + B A x)))`` with A (rank, E), B (E, rank).
     """
@@ -156,9 +158,9 @@ class Pruner(nn.Module):
         self.up = nn.Parameter(torch.zeros(width, rank))
 
     def forward(self, main: Tensor) -> Tensor:
-        """Rows entering the insertion layer, as the head shall read them, (n, E) -> (n, E)."""
+        """Return x + B A x for rows entering the insertion layer, (n, E) -> (n, E)."""
         return main + main @ self.down.to(main.dtype).mT @ self.up.to(main.dtype).mT
 
     def distribution(self, main: Tensor, model: Decoder) -> Tensor:
-        """Z, (n, E) -> (n, V) float32."""
+        """Return Z, (n, E) -> (n, V) float32."""
         return torch.softmax(model.head(self(main)), -1)

@@ -1,1 +1,1 @@
-"""Plain decoding: one token a pass."""
+"""Plain decoding: one token per pass."""

@@ -1,4 +1,4 @@
-"""Spec of plain decoding, which is part of the loop (``vivace.decode.plain``)."""
+"""Spec of plain decoding, whose code is part of the loop (``vivace.decode.plain``)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""SkipDecode (Del Corro et al. 2023, arXiv:2307.02628): middle layers are skipped by position."""
+"""SkipDecode (Del Corro et al. 2023, arXiv:2307.02628): the position of a token decides which middle
+layers it skips.
+"""

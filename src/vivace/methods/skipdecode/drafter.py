@@ -1,13 +1,14 @@
-"""SkipDecode: how many layers a token gets depends on its place alone (Del Corro et al. 2023, arXiv:2307.02628).
+"""SkipDecode: the position of a token alone decides how many layers it passes (Del Corro et al. 2023,
+arXiv:2307.02628).
 
-With t new tokens before it a token has a budget of
+With t new tokens before it, a token has a budget of
 
     b(t) = most - (most - fewest) min(1, t / horizon)
 
-layers, the first ``warmup`` ones and then the topmost: middle layers are skipped, more and more of them. Budgets never
-grow, so whatever layer a row passes, all rows before it have passed: nothing is missing and nothing is recomputed, and
-rows of a batch need not leave together. The prompt takes every layer. Only a model that was fine-tuned for its schedule
-(``SkipObjective``) still speaks; the method refuses nothing, and its answers say so.
+layers: the first ``warmup`` ones and the topmost, so that more and more middle layers are skipped. Budgets never grow,
+so every layer that a row passes, all rows before it have passed: no entry is missing, nothing is recomputed, and rows
+of a batch need not exit together. The prompt passes every layer. Only a model fine-tuned for its schedule
+(``SkipObjective``) writes sensible text; the method runs on any model, and its answers show it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class SkipPlan:
     """The schedule."""
 
     most: int = 18
-    """Layers of the first new token."""
+    """Number of layers of the first new token."""
     fewest: int = 8
-    """Layers from ``horizon`` new tokens on."""
+    """Number of layers from ``horizon`` new tokens on."""
     horizon: int = 48
     warmup: int = 1
-    """First layers that every token passes."""
+    """Number of first layers that every token passes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.warmup < self.fewest <= self.most or self.horizon < 1:
@@ -50,24 +51,24 @@ class SkipPlan:
             )
 
     def check_fits(self, num_layers: int) -> None:
-        """Refuse more layers than there are."""
+        """Raise an error for a schedule of more layers than the model has."""
         if self.most > num_layers:
             raise ConfigError(f"most is {self.most}, the model has {num_layers} layers")
 
     def first(self, place: int, num_layers: int) -> int:
-        """First layer after the warm-up of the token with ``place`` new tokens before it."""
+        """Return the first layer after the warm-up of the token with ``place`` new tokens before it."""
         budget = self.most - (self.most - self.fewest) * min(1.0, max(0, place) / self.horizon)
         return num_layers - (int(budget) - self.warmup)
 
 
 class SkipForwardPass:
-    """Fills ``Traversal``: rows join the topmost layers where their places say."""
+    """Implements ``Traversal``: rows skip to the topmost layers as their positions say."""
 
     def __init__(self, plan: SkipPlan) -> None:
         self.plan = plan
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """Take the rows up; those with larger budgets run ahead until the others join."""
+        """Run the rows; those with larger budgets begin at lower layers, and the others join them above."""
         if chunk:
             return ForwardPass().run(model, draft, cache, chunk=True)
         num_layers, step = model.config.num_layers, Step.of(draft, cache)
@@ -86,7 +87,7 @@ class SkipForwardPass:
 
 
 class SkipDecode(NoDrafts):
-    """Fills ``Drafter``: guesses nothing."""
+    """Implements ``Drafter``: drafts nothing and decodes with skipped layers."""
 
     name = "skipdecode"
 
@@ -98,15 +99,15 @@ class SkipDecode(NoDrafts):
 
 
 def _spread(num_layers: int) -> tuple[int, int]:
-    """Three quarters and a third of the layers."""
+    """Return three quarters and a third of the layers, the default schedule."""
     return max(2, num_layers * 3 // 4), max(2, num_layers // 3)
 
 
 class SkipObjective(NextToken):
-    """``NextToken`` with the layers that a schedule leaves each row."""
+    """``NextToken`` in which each row passes only the layers of its schedule."""
 
     def __init__(self, model: Decoder, plan: SkipPlan, *, rows: int = 1024) -> None:
-        """Prepare.
+        """Create the objective.
 
         Raises:
             ConfigError: the schedule is for a deeper model.
@@ -117,7 +118,7 @@ class SkipObjective(NextToken):
         self._first = torch.zeros(0, dtype=torch.int64)
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """As ``NextToken``, places counted from each answer's first token."""
+        """Yield the losses of ``NextToken``, with positions counted from each answer's first token."""
         length, count = batch.tokens.shape[1], model.config.num_layers
         begins = batch.scored.int().argmax(1)
         place = torch.arange(length, device=begins.device) - begins[:, None] + 1

@@ -1,1 +1,1 @@
-"""UNO: the model itself, with low-rank terms, drafts a block in one pass."""
+"""UNO: the model itself, with low-rank deltas, drafts a block of tokens in one pass."""

@@ -1,19 +1,20 @@
-"""UNO: low-rank terms that let the model itself draft a block in one pass (SGLang pull request 37667, 2026).
+"""UNO: low-rank deltas let the model itself draft a block in one pass (SGLang pull request 37667, 2026).
 
-A cycle is two passes of the whole model. In the first, noise rows follow the root, and carry the terms; the root's row
-has the model's own weights:
+A cycle is two passes of the whole model. In the first, noise rows with the deltas follow the root, whose row has the
+model's own weights:
 
-    row 0 = root           says x_1 as the model itself does
-    row j = noise, j >= 1  says x_{j+1}, with low-rank terms on every projection
+    row 0 = root           predicts x_1 as the model itself does
+    row j = noise, j >= 1  predicts x_{j+1}, with low-rank deltas on every projection
 
-In the second the model verifies x_1 .. x_K. Nothing else is stored: what noise rows wrote lies where the second pass
-writes, so its numbers are those of plain decoding.
+In the second pass the model verifies x_1 .. x_K. Nothing else is stored: the second pass overwrites the entries of the
+noise rows, so its numbers are those of plain decoding.
 
-What is known of the published system is how it serves: the two passes, the seed row, and a draft that is a chain or
-the likeliest nodes of a tree of the rows' marginal laws (``widths`` and ``nodes`` of the plan). Ours, because nothing
-is known to us: a noise row's input is the embedding of token 0 plus one learnt vector; a row reads the noise rows
-before it and not those after it, so that drafting is an ordinary chain to the kernels; terms are distilled from the
-frozen model as for every rival here. Where a request samples, guesses are the rows' likeliest tokens and are not drawn.
+What is known of the published system is how it serves: the two passes, the seed row, and a draft that is a chain or the
+likeliest nodes of a tree of the rows' marginal distributions (``widths`` and ``nodes`` of the plan). The rest is ours,
+because it is not known to us: the input of a noise row is the embedding of token 0 plus one learnt vector; a row reads
+the noise rows before it and not those after it, so that drafting is an ordinary chain to the kernels; deltas are
+distilled from the frozen model like all drafters here. Where a request samples, guesses are the rows' likeliest tokens
+and are not drawn.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from vivace.errors import ConfigError
 
 @dataclass(frozen=True)
 class UnoConfig:
-    """How long a block is, and how large its terms are."""
+    """Length of a block, and size of its deltas."""
 
     block: int = 6
-    """Guesses of a block: the seed row's and one of each noise row."""
+    """Number of guesses of a block: the root's and one of each noise row."""
     rank: int = 16
-    """Of the terms on every projection of every layer."""
+    """Rank of the deltas on every projection of every layer."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.block <= 16 or self.rank < 1:
@@ -51,10 +52,12 @@ class UnoConfig:
 
 
 class UnoTerms(LowRank):
-    """Trained weights: the noise and the low-rank deltas, which add nothing at first; experts get none."""
+    """Trained weights: the noise and the low-rank deltas, which start at zero; experts get none."""
 
     def __init__(self, config: UnoConfig, model: ModelConfig) -> None:
-        noise = torch.randn(model.width) * 0.02  # drawn before the factors, as it always was
+        noise = (
+            torch.randn(model.width) * 0.02
+        )  # drawn before the factors, so that seeds of older versions give the same weights
         super().__init__(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, config.rank)))
         self.config = config
         self.depth = model.num_layers
@@ -62,18 +65,18 @@ class UnoTerms(LowRank):
         """(E,) added to the embedding of token 0."""
 
     def disturbed(self, embedded: Tensor) -> Tensor:
-        """Noise rows from embeddings of token 0, (n, E) -> (n, E)."""
+        """Return noise rows from embeddings of token 0, (n, E) -> (n, E)."""
         return (embedded + self.noise).to(embedded.dtype)
 
 
 class Uno(NoDrafts):
-    """Fills ``Drafter``: remembers nothing, a block is made from what is stored."""
+    """Implements ``Drafter``: it keeps no state, since a block is made from the cache alone."""
 
     def __init__(self, model: Decoder, terms: UnoTerms, plan: TreePlan) -> None:
         """Draft for ``model``.
 
         Raises:
-            ConfigError: the plan goes deeper than the block.
+            ConfigError: the plan is deeper than the block.
         """
         super().__init__("uno", ForwardPass())
         if len(plan.widths) > terms.config.block:
@@ -86,7 +89,7 @@ class Uno(NoDrafts):
         self._deltas: dict[tuple[int, int], LowRankDeltas] = {}
 
     def propose(self, context: Context) -> Draft:
-        """The decided tokens, and a block below the root of every slot, all made in one pass."""
+        """Return the committed tokens, with a block below the root of every slot, all of them from one pass."""
         draft, deepest = context.committed(), len(self.plan.widths)
         room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
         guessing = {slot: count for slot, count in room.items() if count > 0}
@@ -98,12 +101,12 @@ class Uno(NoDrafts):
         return grown(draft, dict(zip(guessing, self._trees(hidden, list(guessing.values())), strict=True)))
 
     def block(self, given: Draft, counts: Sequence[int], cache: KVCache) -> Tensor:
-        """The draft pass: what the rows that guess say at the top, slot by slot, (sum of counts, E).
+        """Run the draft pass; return the final residuals of the guessing rows, slot by slot, (sum of counts, E).
 
         Args:
-            given: decided tokens of each slot.
-            counts: guesses of each, the root's included.
-            cache: holds the text before; what is written to it is written again when the draft is verified.
+            given: committed tokens of each slot.
+            counts: number of guesses of each slot, the root's included.
+            cache: holds the text before them; verification overwrites what this pass stores.
         """
         chains = [[Node(place - 1, 0) for place in range(count - 1)] for count in counts]
         rows = grown(given, dict(zip(given.slots, chains, strict=True)))
@@ -118,7 +121,7 @@ class Uno(NoDrafts):
         return top[torch.tensor(guessing, device=top.device)]
 
     def _terms_of(self, num_prompt: int, num_noise: int) -> LowRankDeltas:
-        """Terms of a call, the same object for calls of the same shape."""
+        """Return the deltas of a call; calls of the same shape share one object."""
         key = (num_prompt, num_noise)
         if key not in self._deltas:
             which = torch.zeros(num_prompt + num_noise, dtype=torch.int64, device=self.terms.device)
@@ -127,7 +130,7 @@ class Uno(NoDrafts):
         return self._deltas[key]
 
     def _trees(self, hidden: Tensor, counts: Sequence[int]) -> list[list[Node]]:
-        """Each slot's guesses from the rows that make them."""
+        """Return each slot's guesses from the rows that make them."""
         widths, nodes = self.plan.widths, self.plan.nodes
         if self.plan.is_chain and not nodes:
             levels = [[token] for token in self.model.greedy(hidden).tolist()]

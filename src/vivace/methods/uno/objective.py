@@ -1,4 +1,4 @@
-"""Training the terms with which the frozen model drafts a block."""
+"""Training the low-rank deltas with which the frozen model drafts a block."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vivace.train.objective import LossPart, LossParts
 
 @dataclass(frozen=True)
 class UnoLoss(DistillationLoss):
-    """Weights of the terms, and how much of a batch is drafted from."""
+    """Weights of the loss terms, and the number of blocks per batch."""
 
     decay: float = 0.8
-    """Weight of a guess relative to the one before."""
+    """Weight of a guess relative to the guess before."""
     blocks: int = 256
-    """Positions of a batch that carry a block, drawn at random."""
+    """Expected number of positions of a batch that carry a block, drawn at random."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,14 +35,14 @@ class UnoLoss(DistillationLoss):
 
 
 class UnoObjective(DecoderObjective):
-    """Terms with which a frozen model drafts a block."""
+    """Trains the deltas with which a frozen model drafts a block."""
 
     def __init__(self, terms: UnoTerms, loss: UnoLoss) -> None:
         self.terms = terms
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """The noise learns faster; no decay."""
+        """Return the weights without decay; the noise has five times the learning rate."""
         terms = [*self.terms.down.parameters(), *self.terms.up.parameters()]
         return [
             {"params": [self.terms.noise], "name": "noise", "rate": 5.0, "weight_decay": 0.0},
@@ -50,10 +50,16 @@ class UnoObjective(DecoderObjective):
         ]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """What noise rows below some positions say against what the model says there."""
+        """Yield the loss of noise rows below some positions: their distributions against the model's at the same
+        positions.
+        """
         frozen = FrozenPass.of(model, batch.tokens)
-        teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # a noise row there has something to learn
-        drawn = torch.rand(teaches.shape).to(teaches.device)  # the same numbers on every device
+        teaches = batch.scored & F.pad(
+            batch.scored[:, 1:], (0, 1)
+        )  # the token that a noise row predicts there is scored
+        drawn = torch.rand(teaches.shape).to(
+            teaches.device
+        )  # drawn on the CPU, so that every device has the same numbers
         carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
         total, count = int(carrying[:, 1:].sum()), self.terms.config.block - 1

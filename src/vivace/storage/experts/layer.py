@@ -15,7 +15,7 @@ from vivace.storage.experts.cache import ExpertCache
 
 
 class LayerExperts:
-    """Fills ``Experts`` for one layer."""
+    """Implements ``Experts`` for one layer."""
 
     def __init__(self, cache: ExpertCache, layer: int) -> None:
         self.cache = cache

@@ -41,7 +41,7 @@ class ExpertStore(Protocol):
 
 
 class StoredExperts:
-    """Fills ``ExpertStore`` for a store: experts are bundles of whole pages, so direct reads go straight into slots."""
+    """Implements ``ExpertStore``: experts are bundles of whole pages, so direct reads go straight into slots."""
 
     def __init__(self, store: Store, reader: Reader, body: NativeBody | None = None) -> None:
         """Look up where the experts lie.

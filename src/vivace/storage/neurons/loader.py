@@ -243,7 +243,7 @@ class NeuronLoader:
 
 
 class NeuronState:
-    """Fills ``SlotState`` for one session: knows which of its sequences have used the caches."""
+    """Implements ``SlotState`` for one session: knows which of its sequences have used the caches."""
 
     def __init__(self, loader: NeuronLoader, cache: KVCache) -> None:
         """Tell ``loader`` when no sequence is left in ``cache``."""

@@ -25,7 +25,7 @@ from vivace.storage.experts.foresight.weights import Foresight
 
 
 class ForesightDrafter(OwnsNoCache):
-    """Fills ``Drafter``: decodes plainly, and predicts experts on the way."""
+    """Implements ``Drafter``: decodes plainly, and predicts experts on the way."""
 
     def __init__(self, foresight: Foresight, plan: ForesightPlan, name: str = "foresight") -> None:
         """Set what predicts.
@@ -44,7 +44,7 @@ class ForesightDrafter(OwnsNoCache):
 
 
 class ForesightState(Forgetful):
-    """Fills ``DraftState``: remembers the last residual of the text of each slot, from which the forecast begins."""
+    """Implements ``DraftState``: keeps the last residual of each slot, from which the forecast begins."""
 
     def __init__(self, inner: ForesightForwardPass) -> None:
         """Run passes by ``inner``."""
@@ -74,7 +74,7 @@ class ForesightState(Forgetful):
 
 
 class ForesightForwardPass:
-    """Fills ``Traversal``: runs all rows through all layers, and prefetches experts for the layers to come."""
+    """Implements ``Traversal``: runs all rows through all layers, and prefetches experts for the layers to come."""
 
     def __init__(self, foresight: Foresight, plan: ForesightPlan) -> None:
         """Set what predicts.
