@@ -95,7 +95,7 @@ def trained(
     expected = {name: value.shape for name, value in weights.tensors().items()}
     if expected != {name: value.shape for name, value in tensors.items()}:
         raise MismatchError(f"the weights in {folder} do not fit its config.json; train the adapter again")
-    weights.load_state_dict(tensors, strict=False)  # modules may hold buffers that the file does not have
+    weights.load_state_dict(tensors, strict=False)  # a module may have unused tensors that the file lacks
     return weights.requires_grad_(False), build(stored.plan, written["plan"])
 
 

@@ -85,9 +85,7 @@ class MultirateObjective(DecoderObjective):
     def _last_verified(self, tokens: Tensor) -> Tensor:
         """Return a position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""
         batch, length = tokens.shape
-        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length)).to(
-            tokens.device
-        )  # drawn on the CPU for all devices
+        lag = torch.randint(1, self.loss.max_lag + 1, (batch, length)).to(tokens.device)  # the same on all devices
         return (torch.arange(length, device=tokens.device) - lag).clamp(min=-1)
 
     def _feedback(self, model: Decoder, final: Tensor, last: Tensor) -> Tensor | None:

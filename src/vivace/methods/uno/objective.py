@@ -54,12 +54,8 @@ class UnoObjective(DecoderObjective):
         positions.
         """
         frozen = FrozenPass.of(model, batch.tokens)
-        teaches = batch.scored & F.pad(
-            batch.scored[:, 1:], (0, 1)
-        )  # the token that a noise row predicts there is scored
-        drawn = torch.rand(teaches.shape).to(
-            teaches.device
-        )  # drawn on the CPU, so that every device has the same numbers
+        teaches = batch.scored & F.pad(batch.scored[:, 1:], (0, 1))  # where a noise row's target is scored
+        drawn = torch.rand(teaches.shape).to(teaches.device)  # the same numbers on all devices
         carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
         total, count = int(carrying[:, 1:].sum()), self.terms.config.block - 1
