@@ -55,9 +55,8 @@ class UnoTerms(LowRank):
     """Trained weights: the noise and the low-rank deltas, which start at zero; experts get none."""
 
     def __init__(self, config: UnoConfig, model: ModelConfig) -> None:
-        noise = (
-            torch.randn(model.width) * 0.02
-        )  # drawn before the factors, so that seeds of older versions give the same weights
+        # drawn before the factors, so that a seed gives the same weights as in older versions
+        noise = torch.randn(model.width) * 0.02
         super().__init__(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, config.rank)))
         self.config = config
         self.depth = model.num_layers
