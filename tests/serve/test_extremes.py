@@ -105,6 +105,7 @@ NOTHING_LEFT: tuple[dict[str, Any], ...] = (
 @example(("/v1/completions", {"prompt": "abc", **NOTHING_LEFT[2]}))
 @example(("/v1/completions", {"prompt": "abc", "temperature": 1e-40}))
 @example(("/v1/completions", {"prompt": "abc", "repetition_penalty": 1e-300, "temperature": 1}))
+@example(("/v1/completions", {"prompt": [], "return_token_ids": True}))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_no_request_harms_another(beside: Bystanders, body: tuple[str, dict[str, Any]]) -> None:
     check(beside, *body)

@@ -114,6 +114,27 @@ def test_a_bad_body_is_one_sentence(http: httpx2.Client, body: Any, param: str |
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": []}, "prompt is an empty list"),
+        ({"prompt": ["a"] * 65}, "prompt: list should have at most 64 items"),
+        ({"prompt": [[1]] * 65}, "prompt: list should have at most 64 items"),
+        ({"prompt": [1, "a"]}, "prompt.1: input should be a valid integer, found 'a'"),
+        ({"prompt": [[1], ["a"]]}, "prompt.1.0: input should be a valid integer, found 'a'"),
+        ({"prompt": "a", "stop": ["b", 7]}, "stop.1: input should be a valid string, found 7"),
+        ({"prompt": "a", "max_tokens": 0}, "nothing to answer"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"return_token_ids": True}])
+def test_a_bad_completion_is_one_sentence(
+    http: httpx2.Client, body: dict[str, Any], says: str, more: dict[str, Any]
+) -> None:
+    reply = http.post("/v1/completions", json={**body, **more})
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_fields_of_others_are_refused_by_name(http: httpx2.Client, name: str) -> None:
     reply = http.post("/v1/chat/completions", json={**CHAT, name: {"odd": 1}})

@@ -370,8 +370,8 @@ class CompletionBody(GenerationBody):
     def _completion_fits_together(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0 and echo is off: there is nothing to answer")
-        if len(self.prompts) > MAX_PROMPTS:
-            raise ValueError(f"prompt holds {len(self.prompts)} prompts; at most {MAX_PROMPTS}")
+        if not self.prompts:
+            raise ValueError("prompt is an empty list; give at least one prompt")
         return self
 
     @property

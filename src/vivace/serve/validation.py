@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from vivace.serve.bodies import Body, ChatBody, CompletionBody
 from vivace.serve.foreign import REFUSED
 
 _KNOWN = frozenset({*ChatBody.model_fields, *CompletionBody.model_fields})
+
+_ALTERNATIVE = re.compile(r"str|int|(list|dict)\[.*|constrained-.*")
+"""What pydantic adds to the place of an error for each type of a field that may have several."""
 
 B = TypeVar("B", bound=Body)
 
@@ -45,8 +49,8 @@ def fields_of(kind: type[B], raw: bytes) -> B:
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """The first of pydantic's errors as a refusal; fields that are not supported come first."""
-    error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
-    place = [str(step)[:100] for step in error["loc"]]
+    error = next((error for error in errors if error["type"] == "extra_forbidden"), _furthest(errors))
+    place = [str(step)[:100] for step in error["loc"] if not _ALTERNATIVE.fullmatch(str(step))]
     param = ".".join(place) or None
     if error["type"] == "extra_forbidden":
         return _unsupported(place, param)
@@ -58,6 +62,15 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     found = " ".join(reprlib.repr(error.get("input")).split())
     shown = "" if error["type"] == "value_error" else f", found {found[:80] + '...' if len(found) > 80 else found}"
     return APIError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}{shown}", param=param)
+
+
+def _furthest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the first error; if its field may have several types, that of the type which fits most of the value."""
+    first = errors[0]["loc"]
+    if len(first) < 2 or not _ALTERNATIVE.fullmatch(str(first[1])):
+        return errors[0]
+    of_field = [error for error in errors if error["loc"][:1] == first[:1]]
+    return max(of_field, key=lambda error: (error["type"] == "too_long", len(error["loc"]), str(error["loc"][2:])))
 
 
 def _unsupported(place: Sequence[str], param: str | None) -> APIError:
