@@ -175,42 +175,48 @@ class GenerationBody(Body):
 
     model: str | None = Field(None, description="The base model's name, or an adapter's; left out: the base model.")
     temperature: float | None = Field(
-        None, ge=0, le=100, description="0 takes the likeliest token; left out: as the checkpoint says, else greedy."
+        None, ge=0, le=100, description="0 takes the likeliest token; left out: the checkpoint's, else 0."
     )
-    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the smallest set of this probability.")
-    top_k: int | None = Field(None, ge=-1, description="Draw from the k likeliest; 0 and -1 mean all.")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Draw from the smallest set of tokens with this probability."
+    )
+    top_k: int | None = Field(None, ge=-1, description="Draw from the k likeliest tokens; 0 and -1 mean all.")
     min_p: float | None = Field(
         None, ge=0, le=1, description="Draw from tokens at least this fraction as likely as the likeliest."
     )
     repetition_penalty: float | None = Field(
-        None, gt=0, description="Divide the logits of tokens in prompt and answer."
+        None, gt=0, description="Divides positive logits of tokens in prompt and answer, multiplies negative ones."
     )
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken from the logits of tokens in the answer so far."
+        0.0, ge=-2, le=2, description="Subtracted from the logits of tokens in the answer so far."
     )
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="The same, times how often they occurred.")
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Subtracted as often as the token has occurred in the answer."
+    )
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_first_wrong)] = Field(
         {}, description="Added to the logits of token ids."
     )
-    min_tokens: int = Field(0, ge=0, description="No end token before so many.")
-    ignore_eos: bool = Field(False, description="Write on past the end of text, up to the limit.")
+    min_tokens: int = Field(0, ge=0, description="Smallest number of tokens before an end token.")
+    ignore_eos: bool = Field(False, description="Continue after the end of text, up to the limit.")
     stop: StopText | Annotated[list[StopText], FIRST] | None = Field(
-        None, description="Text, or up to 16 texts, at which the answer ends; not part of it."
+        None, description="Text, or up to 16 texts, before which the answer ends."
     )
     stop_token_ids: list[Token] = Field(
         [], max_length=256, fail_fast=True, description="Tokens at which the answer ends."
     )
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Choices; choice i is drawn with seed + i.")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Number of choices; choice i is drawn with seed + i.")
     seed: int | None = Field(
         None,
         ge=-(2**63),
         lt=2**63,
-        description="The same seed gives the same text; left out, or -1: another one every time.",
+        description="The same seed gives the same text; left out, or -1: a new one every time.",
     )
-    stream: bool = Field(False, description="Server-sent events; tokens that are accepted together come in one.")
+    stream: bool = Field(
+        False, description="Send server-sent events; tokens that are accepted together are in one event."
+    )
     stream_options: StreamOptions | None = Field(None, description="`include_usage`, `continuous_usage_stats`.")
     response_format: ResponseFormat | None = Field(
-        None, description="`json_object` or `json_schema`: the answer is bound to it, drafts included."
+        None, description="`json_object` or `json_schema`: the answer conforms to it, drafts included."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     return_token_ids: bool = Field(False, description="Adds `prompt_token_ids` and each choice's `token_ids`.")
@@ -218,16 +224,17 @@ class GenerationBody(Body):
         False, description="With `stream`: adds chunks with `prompt_progress` while the prompt is read."
     )
     return_trace: bool = Field(
-        False, description="Adds each token's step and what was drafted for its place (`trace`)."
+        False, description="Adds each token's step and what was drafted for its position (`trace`)."
     )
-    method: str | None = Field(
-        None, description="How to decode, by vivace's names; left out: as the server was started."
-    )
+    method: str | None = Field(None, description="Decoding method by its name in vivace; left out: the server's.")
     num_draft_tokens: int | None = Field(None, ge=1, le=16, description="Guesses per step, for methods that take it.")
     quality: float | None = Field(
-        None, gt=0, lt=1, description="Agreement of tokens that leave early, for method dynamic: one its adapter knows."
+        None,
+        gt=0,
+        lt=1,
+        description="Agreement of early exits with the whole model, for method dynamic: one of its adapter's.",
     )
-    priority: int = Field(0, ge=-1000, le=1000, description="Lower ones leave the queue first.")
+    priority: int = Field(0, ge=-1000, le=1000, description="Requests with lower values leave the queue first.")
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -280,25 +287,25 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longest answer; left out: as server or checkpoint say, else to the context's end.",
+        description="Longest answer; left out: the server's or checkpoint's limit, else the rest of the context.",
     )
     max_tokens: int | None = Field(None, ge=1, description="Older name of `max_completion_tokens`.")
     logprobs: bool = Field(False, description="log p of every token under the model, before penalties and temperature.")
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP, description="The likeliest tokens of each place, this many.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP, description="Number of likeliest tokens returned for each position.")
     tools: list[Tool] = Field(
         [],
         max_length=128,
         fail_fast=True,
-        description="Functions the model may call (`tool_calls`); refused where its template teaches no known way.",
+        description="Functions that the model may call (`tool_calls`); refused where its template shows no known format.",
     )
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
-        None, description="`required`, or a function: the answer is bound to calls whose arguments fit their schema."
+        None, description="`required`, or a function: the answer is calls whose arguments fit their schema."
     )
-    parallel_tool_calls: bool = Field(True, description="False: one call at most.")
+    parallel_tool_calls: bool = Field(True, description="With false, at most one call.")
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Given to the chat template; refused where it does not read them."
+        {}, description="Passed to the chat template; refused where it does not use them."
     )
-    continue_final_message: bool = Field(False, description="The answer goes on where the last message ends.")
+    continue_final_message: bool = Field(False, description="The answer continues the last message.")
 
     @model_validator(mode="after")
     def _chat_fits_together(self) -> ChatBody:
@@ -356,13 +363,13 @@ class CompletionBody(GenerationBody):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | PromptTexts | Tokens | PromptTokens = Field(
-        description="Text, texts, token ids, or lists of them; taken as it is, without the chat template."
+        description="Text, texts, token ids, or lists of them; used unchanged, without the chat template."
     )
     max_tokens: int | None = Field(
         None, ge=0, description="Longest answer; 0 needs `echo`; left out: as in chats (OpenAI stops after 16)."
     )
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP, description="log p of every token, and of this many likeliest ones."
+        None, ge=0, le=MAX_TOP, description="log p of every token, and of so many likeliest tokens."
     )
     echo: bool = Field(False, description="The answer begins with the prompt; with `logprobs` the prompt is scored.")
 

@@ -1,4 +1,4 @@
-"""What the operator of a server decides."""
+"""The settings of a server, which its operator chooses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vivace.serve.hosts import LOOPBACK, checked_host, checked_origin
 from vivace.serve.keys import check_keys
 
 LONGEST_DEFAULT = 8192
-"""Context of a sequence where neither the operator nor the model says less: entries are allocated at the start."""
+"""Largest context of a sequence where neither the operator nor the model sets a smaller one."""
 
 
 @dataclass(frozen=True)
@@ -18,48 +18,52 @@ class ServeConfig:
     """The settings of one server; times are in seconds, sizes in bytes."""
 
     host: str = "127.0.0.1"
+    """Address on which the server listens."""
     port: int = 8000
+    """Port on which the server listens."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Any of these opens the server; none asks for no key."""
+    """Keys of which each request must carry one; empty asks for no key."""
     allow_no_key: bool = False
-    """Be reached from beyond this machine without a key."""
+    """Whether the server may be reached from other machines without a key."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which the server is asked (`Host`), beside those of this machine; none: all, or only those of this
-    machine while it listens on the loopback address."""
+    """Names that the header `Host` of a request may have, besides those of this machine. Empty allows all, or only
+    those of this machine while the server listens on the loopback address."""
     cors: tuple[str, ...] = ()
-    """Sites whose pages may ask the server from a browser."""
+    """Sites whose pages may send requests from a browser."""
     served_model_name: str = "vivace"
+    """Name of the base model in requests and responses."""
     method: str = "auto"
-    """How requests are decoded that do not say."""
+    """Method of requests that name none."""
     num_slots: int = 16
-    """Sequences decoded at once."""
+    """Number of sequences decoded at once."""
     max_queue: int = 64
-    """Sequences that may wait; further ones are told 429."""
+    """Number of sequences that may wait; further ones are refused with 429."""
     max_model_len: int | None = None
-    """Prompt and answer together, in tokens."""
+    """Largest number of tokens of a prompt and its answer together; None is the model's context."""
     default_max_tokens: int | None = None
-    """Longest answer of requests that do not say; None is what the checkpoint says, else to the end of the context."""
+    """Longest answer of requests that set no limit; None is the checkpoint's limit, or else the rest of the context."""
     max_body_bytes: int = 1 << 20
+    """Largest body of a request."""
     max_connections: int = 512
-    """Open at once; beyond, the one that has kept the server waiting longest for a request makes room."""
+    """Number of open connections; for a further one, the one that has waited longest for its request is closed."""
     head_timeout_s: float = 10.0
-    """Within this time the head of a request must have come."""
+    """Longest time in which the head of a request must arrive."""
     body_timeout_s: float = 30.0
-    """And then its body."""
+    """Longest time in which its body must arrive after the head."""
     idle_timeout_s: float = 60.0
-    """How long a connection may stay open between two requests."""
+    """Longest time that a connection may stay open between two requests."""
     read_timeout_s: float = 60.0
-    """How long a client may read nothing of an answer that is ready for it."""
+    """Longest time that a client may read nothing of an answer that is ready for it."""
     prefill_budget: int = 256
-    """Prompt tokens read between two decoding steps, so that a long prompt does not hold up running answers."""
+    """Number of prompt tokens read between two decoding steps; a small one delays running answers less."""
     prefix_cache_bytes: int = 256 << 20
-    """Memory for entries of prompts seen before; 0 keeps none."""
+    """Memory for keys and values of earlier prompts; 0 keeps none."""
     grace_s: float = 10.0
-    """How long answers may still run after the server was told to stop."""
+    """Longest time that answers may still run after the server was told to stop."""
     stall_timeout_s: float = 120.0
-    """How long one step may take before `/health/live` calls for a new start."""
+    """Longest time of one step before `/health/live` asks for a restart."""
     metrics_compat: bool = False
-    """Also export the metrics under vLLM's names."""
+    """Whether metrics are exported under vLLM's names too."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -90,10 +94,10 @@ class ServeConfig:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine reaches the server."""
+        """Return whether only this machine can reach the server."""
         return self.host in LOOPBACK
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names under which the server may be asked; None is any name."""
+        """Return the names that the header `Host` may have; None is any name."""
         return (*LOOPBACK, *self.allowed_hosts) if self.is_local or self.allowed_hosts else None

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 REFUSED: Mapping[str, str] = {
-    "best_of": "ask for n choices and take the one you like best",
-    "suffix": "text is only written at the end of a prompt",
+    "best_of": "request n choices and choose one",
+    "suffix": "text is written only after a prompt",
     "draft_model": "models and adapters are named when the server starts; choose one with `model`",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
     "audio": "this server writes text",
     "modalities": "this server writes text",
-    "moderation": "this server judges no texts",
+    "moderation": "this server does not classify texts",
     "prediction": "drafts come from the server's own methods; see `method`",
     "reasoning_effort": "pass what the chat template understands in `chat_template_kwargs`",
     "length_penalty": "beam search is not served",
@@ -32,18 +32,18 @@ REFUSED: Mapping[str, str] = {
     "prompt_cache_key": "cached prompts are found by their content; `cache_salt` keeps them apart",
     "prompt_cache_options": "prompts are kept while there is room, for no stated time; `cache_salt` keeps them apart",
     "prompt_cache_retention": "prompts are kept in memory, while there is room",
-    "web_search_options": "this server asks nothing of other machines",
+    "web_search_options": "this server sends no requests to other machines",
     "verbosity": "say it in the prompt, or pass what the chat template understands in `chat_template_kwargs`",
-    "chat_template": "the checkpoint's template is used; a request brings no programs",
+    "chat_template": "the checkpoint's template is used; requests cannot contain programs",
     "add_generation_prompt": "use `continue_final_message`",
     "include_stop_str_in_output": "the text ends before its stop text; `return_token_ids` has all tokens",
     "truncate_prompt_tokens": "shorten the prompt; nothing is cut silently",
     "typical_p": "use `top_p` or `min_p`",
-    "logits_processors": "a request brings no programs",
+    "logits_processors": "requests cannot contain programs",
     "store": "nothing is stored",
     "metadata": "nothing is stored",
 }
-"""Fields known elsewhere, and what to do instead."""
+"""Fields of other servers, and what to use instead."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -70,7 +70,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "max_tokens": (-1,),
     "max_completion_tokens": (-1,),
 }
-"""Values that ask for nothing, by field; a type stands for all its values."""
+"""By field: values that change nothing. A type stands for all its values."""
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,43 +19,46 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
 
 HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From arrival to the first tokens.", _SECONDS),
-    "inter_token_latency_seconds": ("Between steps of an answer, shared by the tokens that came together.", _SECONDS),
-    "e2e_request_latency_seconds": ("From arrival to the last token.", _SECONDS),
-    "request_queue_time_seconds": ("Waiting for a slot.", _SECONDS),
-    "request_prefill_time_seconds": ("Reading the prompt.", _SECONDS),
-    "request_decode_time_seconds": ("From the first tokens to the last.", _SECONDS),
+    "time_to_first_token_seconds": ("Time from arrival to the first tokens.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between steps of an answer, divided among the tokens of a step.", _SECONDS),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token.", _SECONDS),
+    "request_queue_time_seconds": ("Time spent waiting for a slot.", _SECONDS),
+    "request_prefill_time_seconds": ("Time spent reading the prompt.", _SECONDS),
+    "request_decode_time_seconds": ("Time from the first tokens to the last.", _SECONDS),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("New tokens of an answer.", _TOKENS),
 }
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of finished answers.",
-    "generation_tokens": "New tokens.",
-    "spec_decode_num_drafts": "Steps that drafted or could have.",
+    "generation_tokens": "New tokens of all answers.",
+    "spec_decode_num_drafts": "Verified steps, those without a draft included.",
     "spec_decode_num_draft_tokens": "Tokens drafted.",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that were kept.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
 }
 BY_LABEL = {
     "request_success": ("finished_reason", "Finished answers."),
-    "spec_decode_num_accepted_tokens_per_pos": ("position", "Drafted tokens that were kept, by place in the draft."),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "position",
+        "Drafted tokens that were accepted, by position in the draft.",
+    ),
 }
 """(label, meaning)."""
 GAUGES = {
     "num_requests_running": "Sequences in a slot.",
     "num_requests_waiting": "Sequences in the queue.",
-    "kv_cache_usage_perc": "Entries stored, as a share of all.",
-    "kv_bytes": "Memory that keys and values of sequences in a slot may come to, drafters' own included.",
-    "kv_bytes_limit": "What `--memory` leaves for them beside weights and drafters; infinite without.",
+    "kv_cache_usage_perc": "Stored entries as a share of all.",
+    "kv_bytes": "Largest memory that keys and values of the sequences in slots can take, drafters' own included.",
+    "kv_bytes_limit": "Memory that `--memory` leaves for them beside weights and drafters; infinite without it.",
 }
 WORKER_COUNTERS = {
-    "target_passes": "Decoding passes of the model, whatever the number of sequences in each.",
+    "target_passes": "Decoding passes of the model; one over several sequences counts once.",
     "prefix_cache_queries": "Prompt tokens looked up among the entries of earlier prompts.",
-    "prefix_cache_hits": "Prompt tokens found there.",
+    "prefix_cache_hits": "Prompt tokens found among them.",
 }
 
 
 class WorkerFigures:
-    """A collector that reads the worker when it is asked."""
+    """A Prometheus collector that reads the worker on request."""
 
     def __init__(self, prefix: str, labels: Sequence[str], worker: Worker) -> None:
         self._prefix = prefix

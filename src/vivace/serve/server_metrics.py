@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from vivace.serve.worker import Worker
 
 SERVER_COUNTERS = {
-    "http_responses": ("route, status", "Responses by route and status; 499: the client was gone before its answer."),
-    "requests": ("state", "Sequences that were taken (`received`), and how they ended: `finished`, `failed` with an "
+    "http_responses": ("route, status", "Responses by route and status; 499: the client left before its answer."),
+    "requests": ("state", "Accepted sequences (`received`), and how they ended: `finished`, `failed` with an "
                           "error, or `cancelled` because their client left."),
-    "connections_cut": ("reason", "Connections that the server ended, by reason."),
+    "connections_cut": ("reason", "Connections that the server closed, by reason."),
 }  # fmt: skip
 """(labels, meaning)."""
 SERVER_GAUGES = {
-    "connections_open": "Connections now.",
-    "worker_busy_seconds": "How long the worker has been in its current step; 0 while it rests.",
-    "event_loop_lag_worst_seconds": "Latest that the event loop has been since the start.",
+    "connections_open": "Open connections.",
+    "worker_busy_seconds": "Time for which the worker has been in its current step; 0 while it is idle.",
+    "event_loop_lag_worst_seconds": "Longest delay of the event loop since the start.",
 }
 LAG = "event_loop_lag_seconds"
-LAG_MEANING = "How late things happen on the event loop; a block counts as long as it lasts."
+LAG_MEANING = "Delays of the event loop; one that blocks counts for as long as it lasts."
 
 
 @dataclass(eq=False)
 class ServerFigures:
-    """A collector that reads what it watches when it is asked."""
+    """A Prometheus collector that reads the current counts on request."""
 
     label: str
     """Name of the model."""
