@@ -296,7 +296,7 @@ class ChatBody(GenerationBody):
         [],
         max_length=128,
         fail_fast=True,
-        description="Functions that the model may call (`tool_calls`); refused where its template shows no known format.",
+        description="Functions that the model may call (`tool_calls`); refused if its template has no known format.",
     )
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
         None, description="`required`, or a function: the answer is calls whose arguments fit their schema."
