@@ -173,7 +173,7 @@ def weights() -> str:
     """Return the paper's number of weights for four streams and a pruner of rank eight, and Medusa's for as many
     heads.
     """
-    config = MultistreamConfig(streams=4, insertion=1, rank=0, bottleneck=0, pruner_rank=8)
+    config = MultistreamConfig(streams=4, insertion_layer=1, rank=0, bottleneck=0, pruner_rank=8)
     rows = []
     for model, width, vocab_size in SHAPES:
         own, heads = config.num_paper_parameters(width), config.num_medusa_parameters(width, vocab_size)

@@ -28,16 +28,16 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.tuning import planned
 
-COMMON = ("adapter.streams=3", "adapter.insertion=12", "adapter.feedback=true", "plan.attach=kept")
+COMMON = ("adapter.streams=3", "adapter.insertion_layer=12", "adapter.feedback=true", "plan.attach=kept")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "all parts": (),
-    "insertion 6": ("adapter.insertion=6",),
-    "insertion 18": ("adapter.insertion=18",),
+    "insertion 6": ("adapter.insertion_layer=6",),
+    "insertion 18": ("adapter.insertion_layer=18",),
     "no feedback": ("adapter.feedback=false",),
     "no low-rank terms": ("adapter.rank=0",),
     "no bottleneck": ("adapter.bottleneck=0",),
     "embeddings alone": ("adapter.rank=0", "adapter.bottleneck=0", "adapter.feedback=false"),
-    "values rotated, no embeddings": ("adapter.marks=rotation",),
+    "values rotated, no embeddings": ("adapter.identifier=rotation",),
     "tokens, no law": ("loss.hard=1.0",),
 }
 """Changes of the recipe in each variant."""

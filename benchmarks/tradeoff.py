@@ -60,11 +60,11 @@ class FixedExit:
     """An ``ExitPolicy`` by which every token exits at one layer with the ordinary residual, the simplest early exit."""
 
     def __init__(self, layer: int) -> None:
-        self.gates = (layer,)
+        self.exit_layers = (layer,)
 
     def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """Run the layers up to the exit, where all rows leave."""
-        h = model.run(h, step, 0, self.gates[0])
+        h = model.run(h, step, 0, self.exit_layers[0])
         return EarlyExit(h, torch.ones(len(asking), dtype=torch.bool), h[asking])
 
 
@@ -183,7 +183,7 @@ def guessing_of(player: Player) -> Guessing | None:
     drafter = player.engine.methods.drafter(name)
     if not isinstance(drafter, ShallowDrafter):
         return None
-    return Guessing(drafter.guess.gate, *READS[drafter.plan.weights])
+    return Guessing(drafter.guess.exit_layer, *READS[drafter.plan.weights])
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ class Reading:
 class Guessing:
     """What drafting a token runs and reads, for a method that drafts with the layers below an exit layer."""
 
-    gate: int
+    exit_layer: int
     """Number of layers below the exit layer."""
     read: float = 1.0
     """Share of the layers' bytes that drafting reads; less than 1 for a draft with quantized layers."""
@@ -58,7 +58,7 @@ class Guessing:
     """Share of the head's bytes that drafting reads."""
 
     @property
-    def is_rough(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether drafting uses quantized layers, so that verification runs the layers below the exit layer again."""
         return self.read < 1
 
@@ -161,8 +161,8 @@ def costs(record: Record, reading: Reading, guessing: Guessing | None) -> tuple[
     steps = steps or tokens
     passes, read = (steps + drafted) * reading.layers, steps * reading.pass_bytes
     if guessing is not None:
-        passes += drafted * guessing.gate * (2 if guessing.is_rough else 1)
-        below = guessing.gate * reading.layer_bytes * guessing.read
+        passes += drafted * guessing.exit_layer * (2 if guessing.is_quantized else 1)
+        below = guessing.exit_layer * reading.layer_bytes * guessing.read
         read += drafted * (below + reading.head_bytes * guessing.head_read)
     return passes / tokens, read / tokens
 

@@ -35,7 +35,7 @@ from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.streams import Streams
 from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
-from vivace.methods.uno.drafter import UnoConfig, UnoTerms
+from vivace.methods.uno.drafter import UnoConfig, UnoDeltas
 from vivace.storage.experts.foresight.config import ForesightConfig, ForesightPlan
 from vivace.storage.experts.foresight.weights import Foresight
 
@@ -43,7 +43,7 @@ LAYERS = 6
 OF_MIXTURES = ("foresight",)
 """Methods that need a mixture of experts."""
 
-_STREAMS = MultistreamConfig(streams=3, insertion=3, rank=4, bottleneck=8, feedback=True)
+_STREAMS = MultistreamConfig(streams=3, insertion_layer=3, rank=4, bottleneck=8, feedback=True)
 _GATES = DynamicConfig(GatesConfig((GateConfig(2), GateConfig(4)), rank=2, bottleneck=4), RouterConfig(latent=4))
 _LEAVING = ConfidenceConfig((2, 4))
 _SURE = ConfidencePlan((ConfidenceThresholds(0.98, (0.5, 0.5)),), "deferred")
@@ -54,7 +54,7 @@ ADAPTERS: Mapping[str, tuple[Any, Any, Any, float]] = {
     "medusa": (MedusaHeads, MedusaConfig(3), TreePlan((2, 1, 1)), 0.02),
     "eagle": (EagleLayer, EagleConfig(), DraftPlan.chain(3), 0.02),
     "deed": (Exit, ExitConfig(2, 8), DraftPlan.chain(3), 0.02),
-    "uno": (UnoTerms, UnoConfig(4, 4), TreePlan((1, 1, 1, 1)), 0.02),
+    "uno": (UnoDeltas, UnoConfig(4, 4), TreePlan((1, 1, 1, 1)), 0.02),
     "calm": (Confidence, _LEAVING, _SURE, 0.0),
     "lite": (Confidence, ConfidenceConfig((2, 4), "probability"), _SURE, 0.0),
     "mod": (DepthRouters, ModConfig(), ModPlan((0.0,) * (LAYERS // 2)), 0.3),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from vivace.configuration import build
 from vivace.errors import ConfigError
+from vivace.methods.table import METHODS
 
 
 @dataclass(frozen=True)
 class Inner:
+    RENAMED: ClassVar[Mapping[str, str]] = {"size": "width", "speed": "rate"}
     width: int = 3
     rate: float = 0.5
 
@@ -47,3 +51,28 @@ def test_values_become_dataclasses() -> None:
 def test_wrong_values_are_named_by_their_path(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(Outer, values)
+
+
+def test_old_names_are_read_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        assert build(Outer, {"kind": "a", "inner": {"size": 4}}).inner == Inner(4)
+    assert [record.message for record in caplog.records] == [
+        "inner.size is called inner.width now; the old name is read until version 0.3"
+    ]
+
+
+@pytest.mark.parametrize("values", [{"rate": 0.1, "speed": 0.2}, {"speed": 0.1, "rate": 0.2}])
+def test_of_an_old_and_a_new_name_the_later_counts(values: dict[str, float]) -> None:
+    assert build(Inner, values).rate == 0.2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_renamed_fields_exist(method: str) -> None:
+    """Configs and plans of methods, whose files may have old keys, map them to fields that they have."""
+    describe = METHODS[method].stored
+    kinds: list[Any] = [] if describe is None else [describe().config, describe().plan]
+    for kind in kinds:
+        renamed = getattr(kind, "RENAMED", {})
+        assert set(renamed.values()) <= set(getattr(kind, "__dataclass_fields__", ()))
+        assert not set(renamed) & set(getattr(kind, "__dataclass_fields__", ()))

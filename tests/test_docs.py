@@ -36,7 +36,7 @@ FENCE = re.compile(r"(?:<!-- no-run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LOOP = "{steps: 3, warmup_steps: 1}"
 SMALL = {
-    "multirate": (f"loop={LOOP}", "held_back=4", "tokens_per_batch=256", "adapter.gate=1"),
+    "multirate": (f"loop={LOOP}", "held_back=4", "tokens_per_batch=256", "adapter.exit_layer=1"),
     "dynamic": (
         f"loop={LOOP}",
         "held_back=4",

@@ -31,10 +31,10 @@ CHAIN_4 = {"widths": (1, 1, 1, 1), "min_confidence": 0.0}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with an untrained accelerator."""
     place = make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
-    config = MultirateConfig(gate=2, rank=0, bottleneck=8)
+    config = MultirateConfig(exit_layer=2, rank=0, bottleneck=8)
     accelerator = Accelerator(config, vivace.load(place).model.config)
     tensors = {name: value.to(torch.float32) for name, value in accelerator.tensors().items()}
-    written = {"gate": 2, "mode": "delta", "rank": 0, "bottleneck": 8, "feedback": False}
+    written = {"exit_layer": 2, "mode": "delta", "rank": 0, "bottleneck": 8, "feedback": False}
     save_adapter(place / "adapters" / "multirate", "multirate", base_hash(place), CHAIN_4, written, tensors)
     return place
 

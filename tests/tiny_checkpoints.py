@@ -75,7 +75,7 @@ def _made(seed: int, vocab_size: int, context: int, layers: int) -> Path:
 def make_adapter(folder: Path, checkpoint: Path, *, kind: str = "multirate", gate: int = 1) -> Path:
     """Write an untrained accelerator for a checkpoint."""
     torch.manual_seed(2)
-    config = MultirateConfig(gate=gate, rank=4, bottleneck=8)
+    config = MultirateConfig(exit_layer=gate, rank=4, bottleneck=8)
     tensors = Accelerator(config, load_config(checkpoint)).tensors()
     plan = asdict(DraftPlan.chain(3))
     save_adapter(folder, kind, base_hash(checkpoint), plan, asdict(config), tensors)

@@ -227,7 +227,7 @@ def wanted() -> dict[Path, str]:
         ROOT / "docs" / "techniques" / "dynamic_depth.md": {
             "gates": fields_table(GatesConfig),
             "router": fields_table(RouterConfig),
-            "lesson": fields_table(RouterTraining),
+            "training": fields_table(RouterTraining),
         },
     }
     files = {path: fill_file(path, blocks) for path, blocks in parts.items()}

@@ -5,12 +5,16 @@ match.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from vivace.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -19,13 +23,15 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Build a frozen dataclass from a mapping, strictly.
 
     Args:
-        kind: the dataclass; nested dataclasses and tuples are built too.
+        kind: the dataclass; nested dataclasses and tuples are built too. Its class variable ``RENAMED``, if there is
+            one, maps old names of fields, which recipes and saved files may still have, to the present ones.
         values: the mapping.
         where: path of keys leading to the mapping, for messages.
 
     Raises:
         ConfigError: a key is unknown (the message names the nearest) or missing, or a value has another type.
     """
+    values = _renamed(values, getattr(kind, "RENAMED", {}), where)
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
     for key in values:
@@ -39,6 +45,22 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     if missing:
         raise ConfigError(f"{where or 'the recipe '}needs {', '.join(missing)}")
     return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
+
+
+def _renamed(values: Mapping[str, Any], renamed: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return the mapping with present names of fields; where both names are given, the later one counts."""
+    present: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in renamed:
+            _warn_of(f"{where}{key}", f"{where}{renamed[key]}")
+        present[renamed.get(key, key)] = value
+    return present
+
+
+@cache
+def _warn_of(old: str, new: str) -> None:
+    """Log once that a key has a new name."""
+    log.warning("%s is called %s now; the old name is read until version 0.3", old, new)
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -31,7 +31,7 @@ FAILED = VivaceError.exit_code
 LONG = "oak " * 400
 RECIPE = {
     "kind": "multirate",
-    "adapter": {"gate": 1, "rank": 4, "bottleneck": 8},
+    "adapter": {"exit_layer": 1, "rank": 4, "bottleneck": 8},
     "loop": {"steps": 2, "warmup_steps": 1},
     "tokens_per_batch": 256,
     "held_back": 4,
@@ -248,7 +248,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         "no checkpoint directory nowhere",
     ),
     "a gate above the model": (
-        ("train", "recipe.yaml", "adapter.gate=9", "--model", "tiny", "--out", "out", "--data", "rows.jsonl"),
+        ("train", "recipe.yaml", "adapter.exit_layer=9", "--model", "tiny", "--out", "out", "--data", "rows.jsonl"),
         USAGE,
         "gate 9 must lie below the top of a model of 2 layers",
     ),

@@ -135,7 +135,7 @@ def test_training_within_a_budget(cli: Cli, model: Path, tmp_path: Path) -> None
     assert cli("convert", tmp_path / "store", "--store", "--model", model, "--kernels", "torch").status == 0
     rows = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
     save_prompts(tmp_path / "rows.jsonl", rows)
-    settings = ("adapter.gate=2", "adapter.rank=4", "adapter.bottleneck=8", "held_back=8", "tokens_per_batch=128")
+    settings = ("adapter.exit_layer=2", "adapter.rank=4", "adapter.bottleneck=8", "held_back=8", "tokens_per_batch=128")
     settings += ("loop.minutes=null", "loop.steps=2", "loop.warmup_steps=1")
     words = ("train", "multirate", "--data", tmp_path / "rows.jsonl", *settings)
     stored = ("--model", tmp_path / "store", "--memory", "430KiB", "--reader", "buffered")

@@ -42,7 +42,7 @@ def mixed(position: int, gate: int) -> bool:
 class Scripted:
     """Leaves by a rule; logits are read from the slow residual itself."""
 
-    gates = GATES
+    exit_layers = GATES
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -58,8 +58,8 @@ class Shallow(NoDrafts):
 
     name = "shallow"
 
-    def __init__(self, rule: Rule, missing: Missing = "deferred", max_late: int = 8) -> None:
-        self.traversal = Depth(Scripted(rule), missing=missing, max_late=max_late)
+    def __init__(self, rule: Rule, missing: Missing = "deferred", max_pending: int = 8) -> None:
+        self.traversal = Depth(Scripted(rule), missing=missing, max_pending=max_pending)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def model() -> Callable[[torch.dtype], Decoder]:
 
 
 @torch.inference_mode()
-def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_late: int = 8) -> tuple[list[int], list[int]]:
+def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_pending: int = 8) -> tuple[list[int], list[int]]:
     """Tokens and exit layers when every stored entry is exact: one row at a time through all layers."""
     cache = model.new_cache(1, 128)
     tokens, exits, owed = list(prompt), [], list[int]()
@@ -83,7 +83,7 @@ def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_late: int = 8)
         h, out, left = model.embed(torch.tensor(tokens[-1:]), step), None, LAYERS
         for gate, (low, high) in enumerate(pairwise((0, *GATES, LAYERS))):
             h = model.run(h, step, low, high)
-            may = high < LAYERS and out is None and len(owed) < max_late
+            may = high < LAYERS and out is None and len(owed) < max_pending
             if may and rule(len(tokens) - 1, gate):
                 out, left = h, high
         # what waits below the exit came along up to it
@@ -168,7 +168,7 @@ def test_what_is_owed_fills_the_cache(model) -> None:
 def test_always_leaving_stops_at_the_first_gate_until_too_much_is_owed(model) -> None:
     """A sequence may owe so many rows; then one goes to the top and takes them along."""
     session = Session(model(torch.bfloat16), num_slots=1, capacity=64)
-    drafter = Shallow(lambda position, gate: True, max_late=3)
+    drafter = Shallow(lambda position, gate: True, max_pending=3)
     [result] = finish(session, [Request((5, 6), COUNT, drafter)])
     assert result.stats.exit_layers == ([1, 1, 1, LAYERS] * COUNT)[:COUNT]
     whole, rest = divmod(COUNT, 4)
@@ -295,5 +295,5 @@ def test_what_is_cut_is_owed_no_more(model) -> None:
 def test_what_depth_is_told_is_checked() -> None:
     with pytest.raises(ConfigError, match="missing"):
         Depth(Scripted(never), missing="forget")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_late"):
-        Depth(Scripted(never), max_late=0)
+    with pytest.raises(ConfigError, match="max_pending"):
+        Depth(Scripted(never), max_pending=0)

@@ -39,15 +39,15 @@ class HeadAtGate:
     """The model's own head on the residual at the gate, as LayerSkip does."""
 
     def __init__(self, gate: int) -> None:
-        self.gate = gate
+        self.exit_layer = gate
 
-    companion = None
+    draft_rows = None
 
     def offsets(self, slots: Sequence[int]) -> None:
         """Nothing starts anywhere else."""
 
     def forward(self, model: Decoder, h: Tensor, step: Step, guessing: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        h = model.run(h, step, 0, self.gate)
+        h = model.run(h, step, 0, self.exit_layer)
         return h, h[guessing]
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:

@@ -20,7 +20,7 @@ PARTS = StepCosts(plain_s=1.0, draft_s=(0.25, 0.5), verify_s=(1.25, 1.5))
 @pytest.mark.parametrize(("alpha", "guesses", "gain"), [(0.7, 3, 1.8), (0.8, 5, 2.1), (0.9, 8, 2.8)])
 def test_the_notes_examples(alpha: float, guesses: int, gain: float) -> None:
     """Gate 4 of 32 layers, width 3072, 32 thousand tokens."""
-    phi = ModelShape(gate=4, layers=32, head_share=head_share(3072, 8192, 32, 32064))
+    phi = ModelShape(exit_layer=4, layers=32, head_share=head_share(3072, 8192, 32, 32064))
     assert phi.head_share == pytest.approx(0.026, abs=0.001)
     assert phi.speed_up(keeping(alpha, guesses)) == pytest.approx(gain, abs=0.05)
 

@@ -34,7 +34,7 @@ from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.methods.multistream.streams import Streams
-from vivace.methods.uno.drafter import Uno, UnoConfig, UnoTerms
+from vivace.methods.uno.drafter import Uno, UnoConfig, UnoDeltas
 from vivace.methods.uno.objective import UnoLoss, UnoObjective
 from vivace.train.distillation import DistillationLoss
 from vivace.train.supervised import SupervisedObjective, Supervision
@@ -71,7 +71,7 @@ def make(method: Method, target: Decoder, exact: Decoder, ears: Ears) -> tuple[D
 
 
 def multirate(plan: DraftPlan, *, lookup: bool = False, **fields: Any) -> Method:
-    config = MultirateConfig(**{"gate": 3, "rank": 4, "bottleneck": 8, **fields})
+    config = MultirateConfig(**{"exit_layer": 3, "rank": 4, "bottleneck": 8, **fields})
     oracle = OfVerified if config.feedback or config.reach else OfPaths
     return Method(
         lambda model: Accelerator(config, model.config),
@@ -82,7 +82,7 @@ def multirate(plan: DraftPlan, *, lookup: bool = False, **fields: Any) -> Method
 
 
 def multistream(plan: StreamPlan, **fields: Any) -> Method:
-    config = MultistreamConfig(**{"streams": 3, "insertion": 3, "rank": 4, "bottleneck": 8, **fields})
+    config = MultistreamConfig(**{"streams": 3, "insertion_layer": 3, "rank": 4, "bottleneck": 8, **fields})
     return Method(
         lambda model: Streams(config, model.config),
         lambda model, weights: StreamDrafter(model, weights, plan),
@@ -132,7 +132,7 @@ def layerskip(plan: DraftPlan, gate: int = 3) -> Method:
 
 def uno(plan: TreePlan, block: int = 4) -> Method:
     return Method(
-        lambda model: UnoTerms(UnoConfig(block, 4), model.config),
+        lambda model: UnoDeltas(UnoConfig(block, 4), model.config),
         lambda model, weights: Uno(model, weights, plan),
         lambda model, weights, ears: OfBlocks(model, UnoObjective(weights, UnoLoss(blocks=10_000)), ears),
         by_level=True,
@@ -165,7 +165,7 @@ METHODS: dict[str, Method] = {
     "multistream kept fewer": multistream(StreamPlan((1, 1), "kept")),
     "multistream feedback chain": multistream(StreamPlan((1, 1, 1), "kept"), feedback=True),
     "multistream feedback tree": multistream(StreamPlan((2, 2, 1), "kept"), feedback=True),
-    "multistream rotation": multistream(StreamPlan((2, 1, 1), "every"), marks="rotation"),
+    "multistream rotation": multistream(StreamPlan((2, 1, 1), "every"), identifier="rotation"),
     "medusa chain": medusa(TreePlan((1, 1, 1))),
     "medusa tree": medusa(TreePlan((3, 2, 1))),
     "medusa sparse": medusa(TreePlan((3, 3, 2), 9)),

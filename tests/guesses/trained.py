@@ -150,7 +150,7 @@ class OfBlocks(OfLevels):
     """The root, which says what the model itself says, and noise behind it."""
 
     def levels(self, text: Sequence[int]) -> Tensor:
-        noise = self.guesses([*text, *DUMMIES], len(text))[: self.objective.terms.config.block - 1]
+        noise = self.guesses([*text, *DUMMIES], len(text))[: self.objective.weights.config.block - 1]
         return torch.cat((self.final(text)[-1:], noise))
 
 

@@ -32,7 +32,7 @@ from vivace.storage.experts.foresight.weights import Foresight
 def multirate(**fields: object) -> Case:
     """One gate that shall say what the top says, and arrive where it arrives."""
     model = frozen()
-    config = MultirateConfig(gate=2, rank=4, bottleneck=8, **fields)  # type: ignore[arg-type]
+    config = MultirateConfig(exit_layer=2, rank=4, bottleneck=8, **fields)  # type: ignore[arg-type]
     fast = disturbed(Accelerator(config, model.config))
     loss = MultirateLoss(0.7, 0.2, 0.4, temperature=1.7, max_lag=1, rows=4)
 
@@ -46,7 +46,7 @@ def multirate(**fields: object) -> Case:
         for reach, start, stop in fast.stretches():
             p = p if reach is None else reach.over_text(p, model, step, torch.arange(len(tokens))[None] - 1)
             p = model.run(p, reading, start, stop)
-        return fast.at_gate(p)
+        return fast.at_exit(p)
 
     def oracle() -> float:
         total = 0.0

@@ -29,7 +29,7 @@ from vivace.methods.early_exit.drafter import Exit, ExitConfig, ExitGuess
 from vivace.methods.early_exit.objective import ExitObjective
 from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
 from vivace.methods.medusa.objective import MedusaLoss, MedusaObjective
-from vivace.methods.uno.drafter import Uno, UnoConfig, UnoTerms
+from vivace.methods.uno.drafter import Uno, UnoConfig, UnoDeltas
 from vivace.methods.uno.objective import UnoLoss, UnoObjective
 from vivace.train.distillation import DistillationLoss
 
@@ -119,7 +119,7 @@ def student() -> Case:
 def uno() -> Case:
     """Noise rows below a position."""
     model = frozen()
-    terms = disturbed(UnoTerms(UnoConfig(4, 4), model.config))
+    terms = disturbed(UnoDeltas(UnoConfig(4, 4), model.config))
 
     def block(tokens: Tensor) -> Tensor:
         """What three noise rows below a text's last token say."""

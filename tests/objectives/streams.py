@@ -55,7 +55,7 @@ def pruner_loss(model: Decoder, streams: Streams, insertion: int) -> float:
 def multistream(**fields: object) -> Case:
     """Streams on a frozen model."""
     model = frozen()
-    config = MultistreamConfig(streams=3, insertion=2, rank=4, bottleneck=8, pruner_rank=4, **fields)  # type: ignore[arg-type]
+    config = MultistreamConfig(streams=3, insertion_layer=2, rank=4, bottleneck=8, pruner_rank=4, **fields)  # type: ignore[arg-type]
     made = disturbed(Streams(config, model.config))
     loss = MultistreamLoss(hard=0.3, decay=0.8, pruner=0.4, rows=12)
 
@@ -68,7 +68,7 @@ def multistream(**fields: object) -> Case:
 def shared(*, pruner_rank: int = 4) -> Case:
     """Terms on the model itself: its next tokens, its streams, and a pruner whose loss does not reach it."""
     model = frozen()
-    config = MultistreamConfig(streams=3, insertion=2, rank=0, bottleneck=0, pruner_rank=pruner_rank)
+    config = MultistreamConfig(streams=3, insertion_layer=2, rank=0, bottleneck=0, pruner_rank=pruner_rank)
     made = disturbed(SharedStreams(config, model.config, rank=4), 0.05)
 
     def oracle() -> float:

@@ -71,7 +71,7 @@ def skipping() -> Case:
 def depths() -> Case:
     """Two fifths of an answer's rows pass every second layer, and routers tell which."""
     model = trained()
-    objective = ModObjective(model, ModConfig(2, 0.4), anneal_steps=0, telling=0.3, rows=5)
+    objective = ModObjective(model, ModConfig(2, 0.4), anneal_steps=0, router_weight=0.3, rows=5)
     objective.step = 1
     disturbed(objective.routers, 0.5)
 
@@ -94,7 +94,7 @@ def depths() -> Case:
         told = [each for text in range(3) for each in run(BATCH.tokens[text], text)[1]]
         return next_token(model, lambda tokens, text: run(tokens, text)[0]) + 0.3 * sum(told) / len(told)
 
-    return Case(model, objective, oracle, {"telling": 0.3})
+    return Case(model, objective, oracle, {"router_loss": 0.3})
 
 
 def balanced() -> Case:

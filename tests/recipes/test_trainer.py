@@ -30,7 +30,7 @@ WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klm
 RECIPE = MultirateRecipe(
     kind="multirate",
     loop=LoopConfig(steps=8, warmup_steps=2, report_steps=4),
-    adapter=MultirateConfig(gate=2, rank=4, bottleneck=8),
+    adapter=MultirateConfig(exit_layer=2, rank=4, bottleneck=8),
     plan=DraftPlan.chain(3),
     tokens_per_batch=128,
     held_back=8,
@@ -110,7 +110,7 @@ def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
 EXITS = DynamicRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=6, warmup_steps=2, report_steps=3),
-    lesson=RouterTraining(epochs=2, positions=64),
+    router_training=RouterTraining(epochs=2, positions=64),
     adapter=DynamicConfig(GatesConfig((GateConfig(1), GateConfig(2), GateConfig(3)), rank=4, bottleneck=8)),
     tokens_per_batch=128,
     held_back=20,

@@ -40,7 +40,7 @@ SHARED = {
 }
 MULTIRATE = MultirateRecipe(
     kind="multirate",
-    adapter=MultirateConfig(gate=2, rank=4, bottleneck=8),
+    adapter=MultirateConfig(exit_layer=2, rank=4, bottleneck=8),
     plan=DraftPlan.chain(2),
     **SHARED,  # type: ignore[arg-type]
 )

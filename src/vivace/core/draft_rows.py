@@ -62,7 +62,7 @@ class DeepRead:
 class DraftRows:
     """One draft row beside each row below an exit layer: it reads the same entries, stores none and guesses a token."""
 
-    gate: int
+    exit_layer: int
     """Number of layers below the exit layer, from whose residuals the draft rows guess."""
     deltas: LowRankDeltas
     """Low-rank deltas of the draft rows: one adapter, whose weights do not change."""
@@ -80,7 +80,7 @@ class DraftRows:
 class StreamRows:
     """Rows that start from the last kept row's residual at a layer, read its entries and one another, and guess."""
 
-    insertion: int
+    insertion_layer: int
     """Index of the first layer that the stream rows pass."""
     deltas: LowRankDeltas
     """Low-rank deltas of the stream rows: one adapter, whose weights do not change."""

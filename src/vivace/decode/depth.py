@@ -65,15 +65,15 @@ def at_quality(plans: Sequence[P], quality: float | None) -> P:
 class ExitPolicy(Protocol):
     """Decides which rows exit early."""
 
-    gates: tuple[int, ...]
+    exit_layers: tuple[int, ...]
     """Exit layers in ascending order: number of layers below each. An empty tuple lets no row exit early."""
 
-    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
+    def forward(self, model: Decoder, index: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """Run rows from the exit layer below (or the embedding) to this one and decide which exit.
 
         Args:
             model: the decoder.
-            gate: index of the exit layer, from 0.
+            index: index of the exit layer, from 0.
             h: (T, E) residuals at the exit layer below.
             step: their call; all rows write keys and values.
             asking: (n,) rows that may exit here.
@@ -89,7 +89,7 @@ class EarlyExit:
     """(T, E) residuals at the exit layer."""
     exits: Tensor
     """(n,) bool: which of the asking rows exit."""
-    says: Tensor
+    exit_hidden: Tensor
     """(n, E) residuals from which their logits are read."""
     draft_row_layers: int = 0
     """Number of layers that a draft row beside each asking row passed, for the statistics."""
@@ -117,23 +117,22 @@ class ActiveRows:
 class Depth:
     """Implements ``Traversal``: rows run from exit layer to exit layer, and those that the policy chooses exit."""
 
-    def __init__(self, policy: ExitPolicy, *, missing: Missing = "deferred", max_late: int = 8) -> None:
+    def __init__(self, policy: ExitPolicy, *, missing: Missing = "deferred", max_pending: int = 8) -> None:
         """Create the forward pass.
 
         Args:
             policy: decides which rows exit.
             missing: what replaces the entries above a row's exit.
-            max_late: largest number of rows of a sequence with pending entries. When it is reached, the next row passes
-                all
-                layers and fills them.
+            max_pending: largest number of rows of a sequence with pending entries. When it is reached, the next row
+                passes all layers and fills them.
         """
         if missing not in ("deferred", "propagate", "mask"):
             raise ConfigError(f"missing must be deferred, propagate or mask, found {missing!r}")
-        if max_late < 1:
-            raise ConfigError(f"max_late must be at least 1, found {max_late}")
+        if max_pending < 1:
+            raise ConfigError(f"max_pending must be at least 1, found {max_pending}")
         self.policy = policy
         self.missing: Missing = missing
-        self.max_late = max_late
+        self.max_pending = max_pending
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
         """Run the rows of a draft; every row comes out, after the last layer or at an exit layer."""
@@ -142,8 +141,8 @@ class Depth:
         assert draft.is_chain, "a tree's nodes have no place of their own to be late at"
         step = Step.of(draft, cache)
         forward = _GatedForward(self, model, draft, cache, step)
-        for gate in range(len(self.policy.gates)):
-            if not forward.pass_interval(gate):
+        for index in range(len(self.policy.exit_layers)):
+            if not forward.pass_interval(index):
                 break
         else:
             forward.finish()
@@ -153,62 +152,64 @@ class Depth:
 class _GatedForward:
     """One pass of ``Depth``."""
 
-    def __init__(self, way: Depth, model: Decoder, draft: Draft, cache: KVCache, step: Step) -> None:
-        self.way, self.model, self.cache = way, model, cache
+    def __init__(self, traversal: Depth, model: Decoder, draft: Draft, cache: KVCache, step: Step) -> None:
+        self.traversal, self.model, self.cache = traversal, model, cache
         count = len(draft.tokens)
         h = model.embed(draft.tokens, step)
-        self.walkers = ActiveRows(list(range(count)), draft.lists.slot, step.position.tolist(), h)
+        self.active = ActiveRows(list(range(count)), draft.lists.slot, step.position.tolist(), h)
         self.step: Step | None = step
         """The call of the active rows; None when it has to be made anew."""
-        full = {slot for slot in draft.slots if self._owed(slot) >= way.max_late}
+        full = {slot for slot in draft.slots if self._num_pending(slot) >= traversal.max_pending}
         self._root = dict(zip(draft.slots, draft.last_rows, strict=True))
-        self.may_leave = {root for slot, root in self._root.items() if slot not in full}
+        self.may_exit = {root for slot, root in self._root.items() if slot not in full}
         self.out = torch.empty_like(h)
         self.depth = torch.full((count,), model.config.num_layers)
         self.work = torch.zeros(count, dtype=torch.int64)
 
-    def _owed(self, slot: int) -> int:
-        return 0 if self.way.missing == "mask" else len(self.cache.pending[slot])
+    def _num_pending(self, slot: int) -> int:
+        return 0 if self.traversal.missing == "mask" else len(self.cache.pending[slot])
 
-    def pass_interval(self, gate: int) -> bool:
+    def pass_interval(self, index: int) -> bool:
         """Run the active rows to an exit layer and let rows exit there; return whether any row of the
         draft continues.
         """
-        low, high = self._span(gate)
+        low, high = self._span(index)
         self._join(low)
-        asking = [place for place, row in enumerate(self.walkers.row) if row in self.may_leave]
+        asking = [place for place, row in enumerate(self.active.row) if row in self.may_exit]
         step = self._step(low)
         places = torch.tensor(asking, dtype=torch.int64, device=step.device)
-        went = self.way.policy.forward(self.model, gate, self.walkers.h, step, places)
-        self._book(high - low, self.walkers.slot)
-        self._book(went.draft_row_layers, [self.walkers.slot[place] for place in asking])
-        self.walkers = ActiveRows(self.walkers.row, self.walkers.slot, self.walkers.position, went.h)
+        found = self.traversal.policy.forward(self.model, index, self.active.h, step, places)
+        self._count_passes(high - low, self.active.slot)
+        self._count_passes(found.draft_row_layers, [self.active.slot[place] for place in asking])
+        self.active = ActiveRows(self.active.row, self.active.slot, self.active.position, found.h)
         left = [
-            (place, says) for place, exits, says in zip(asking, went.exits.tolist(), went.says, strict=True) if exits
+            (place, exit_hidden)
+            for place, exits, exit_hidden in zip(asking, found.exits.tolist(), found.exit_hidden, strict=True)
+            if exits
         ]
         if left:
-            self._leave(high, left)
-        return any(row >= 0 for row in self.walkers.row)
+            self._exit(high, left)
+        return any(row >= 0 for row in self.active.row)
 
     def finish(self) -> None:
         """Run the rows that are left through the remaining layers."""
-        low = self.way.policy.gates[-1] if self.way.policy.gates else 0
+        low = self.traversal.policy.exit_layers[-1] if self.traversal.policy.exit_layers else 0
         self._join(low)
-        h = self.model.run(self.walkers.h, self._step(low), low)
-        self._book(self.model.config.num_layers - low, self.walkers.slot)
-        for row, top in zip(self.walkers.row, h, strict=True):
+        h = self.model.run(self.active.h, self._step(low), low)
+        self._count_passes(self.model.config.num_layers - low, self.active.slot)
+        for row, top in zip(self.active.row, h, strict=True):
             if row >= 0:
                 self.out[row] = top
 
-    def _span(self, gate: int) -> tuple[int, int]:
-        gates = self.way.policy.gates
-        return (gates[gate - 1] if gate else 0), gates[gate]
+    def _span(self, index: int) -> tuple[int, int]:
+        exit_layers = self.traversal.policy.exit_layers
+        return (exit_layers[index - 1] if index else 0), exit_layers[index]
 
     def _join(self, low: int) -> None:
         """Add the rows whose pending entries begin at this depth, if a row of their sequence continues."""
-        if self.way.missing != "deferred" or low == 0:
+        if self.traversal.missing != "deferred" or low == 0:
             return
-        w = self.walkers
+        w = self.active
         rows, slots, positions, hidden = list(w.row), list(w.slot), list(w.position), [w.h]
         for slot in dict.fromkeys(w.slot):
             for pending in [pending for pending in self.cache.pending[slot] if pending.layer == low]:
@@ -218,12 +219,12 @@ class _GatedForward:
                 positions.append(pending.position)
                 hidden.append(pending.hidden[None])
         if len(rows) > len(w.row):
-            self.walkers, self.step = ActiveRows(rows, slots, positions, torch.cat(hidden)), None
+            self.active, self.step = ActiveRows(rows, slots, positions, torch.cat(hidden)), None
 
     def _step(self, low: int) -> Step:
         """Return the call of the active rows in the interval that begins at layer ``low``."""
-        w = self.walkers
-        if self.way.missing == "mask":
+        w = self.active
+        if self.traversal.missing == "mask":
             holes = {
                 s: {pending.position for pending in self.cache.pending[s] if pending.layer <= low} for s in set(w.slot)
             }
@@ -232,29 +233,30 @@ class _GatedForward:
             self.step = Step.at(self.cache, w.slot, w.position)
         return self.step
 
-    def _leave(self, gate: int, left: Sequence[tuple[int, Tensor]]) -> None:
+    def _exit(self, exit_layer: int, left: Sequence[tuple[int, Tensor]]) -> None:
         """Remove the rows that exit, and rows with pending entries whose sequence does not continue."""
-        w, leaving = self.walkers, {place for place, _ in left}
-        for place, says in left:
-            self.out[w.row[place]] = says
-            self.depth[w.row[place]] = gate
-        going_on = {w.slot[p] for p, row in enumerate(w.row) if row >= 0 and p not in leaving}
-        stays = [p for p, slot in enumerate(w.slot) if p in leaving or (w.row[p] < 0 and slot not in going_on)]
-        if self.way.missing == "propagate":
-            self._propagate(gate, w.take(sorted(leaving)), torch.stack([says for _, says in sorted(left, key=_place)]))
+        w, exiting = self.active, {place for place, _ in left}
+        for place, hidden in left:
+            self.out[w.row[place]] = hidden
+            self.depth[w.row[place]] = exit_layer
+        going_on = {w.slot[p] for p, row in enumerate(w.row) if row >= 0 and p not in exiting}
+        stays = [p for p, slot in enumerate(w.slot) if p in exiting or (w.row[p] < 0 and slot not in going_on)]
+        if self.traversal.missing == "propagate":
+            exit_hidden = torch.stack([hidden for _, hidden in sorted(left, key=_place)])
+            self._propagate(exit_layer, w.take(sorted(exiting)), exit_hidden)
         else:
             for p in sorted(stays, key=lambda p: w.position[p]):
-                self.cache.pending[w.slot[p]].append(PendingKV(w.position[p], gate, w.h[p]))
+                self.cache.pending[w.slot[p]].append(PendingKV(w.position[p], exit_layer, w.h[p]))
         gone = set(stays)
-        self.walkers, self.step = w.take([p for p in range(len(w.row)) if p not in gone]), None
+        self.active, self.step = w.take([p for p in range(len(w.row)) if p not in gone]), None
 
-    def _propagate(self, gate: int, gone: ActiveRows, says: Tensor) -> None:
+    def _propagate(self, exit_layer: int, gone: ActiveRows, exit_hidden: Tensor) -> None:
         """Store keys and values above the exit, computed from the residuals at the exit."""
         step = Step.at(self.cache, gone.slot, gone.position)
-        for layer in range(gate, self.model.config.num_layers):
-            self.model.store(says, step, layer)
+        for layer in range(exit_layer, self.model.config.num_layers):
+            self.model.store(exit_hidden, step, layer)
 
-    def _book(self, layers: int, slots: Sequence[int]) -> None:
+    def _count_passes(self, layers: int, slots: Sequence[int]) -> None:
         """Add layer passes for a row of each of these slots to the count of the slot's last committed row."""
         for slot in slots:
             self.work[self._root[slot]] += layers

@@ -116,7 +116,7 @@ class _Chunks(NoMemory):
         self._model = model
         self._cache = cache
         self._chunk = chunk
-        self._climb = ForwardPass()
+        self._forward = ForwardPass()
 
     def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
         """Return the chunks after the ``known`` tokens."""
@@ -134,5 +134,5 @@ class _Chunks(NoMemory):
         draft = Draft.committed_only(tokens, is_prompt=True, device=self._cache.device)
         is_chunk = next(iter(pieces.values())).kind == "chunks"
         with nullcontext() if is_chunk else threads_of(self._model):
-            passed = self._climb.run(self._model, draft, self._cache, chunk=is_chunk)
+            passed = self._forward.run(self._model, draft, self._cache, chunk=is_chunk)
         return PrefillPass(draft, passed, {slot: len(chunk) for slot, chunk in tokens.items()})

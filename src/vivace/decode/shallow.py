@@ -97,17 +97,17 @@ def draft_plans(longest: int) -> list[DraftPlan]:
     lengths = range(1, longest + 1)
     chains = [DraftPlan.chain(length) for length in lengths]
     unsure = [DraftPlan((1,) * length, sure) for length in lengths if length in (4, 6, 8) for sure in (0.3, 0.5, 0.7)]
-    rough = [DraftPlan((1,) * length, weights=kind) for length in lengths if length >= 3 for kind in ("int8", "q4")]
-    return [*chains, *unsure, *rough, *(DraftPlan(widths) for widths in TREES if len(widths) <= longest)]
+    quantized = [DraftPlan((1,) * length, weights=kind) for length in lengths if length >= 3 for kind in ("int8", "q4")]
+    return [*chains, *unsure, *quantized, *(DraftPlan(widths) for widths in TREES if len(widths) <= longest)]
 
 
 class EarlyGuess(Protocol):
     """What guesses tokens at the exit layer."""
 
-    gate: int
+    exit_layer: int
     """Number of layers below the exit layer; only they run while drafting."""
 
-    companion: DraftRows | None
+    draft_rows: DraftRows | None
     """The same guesses as draft rows that native code can run, so that it drafts whole chains in one call; None if they
     cannot be described so."""
 
@@ -160,9 +160,9 @@ class ShallowDrafter(OwnsNoCache):
         self.plan = plan
         self.name = name
         self.budget = StepBudget()
-        chain, companion = model.backend.chain, guess.companion
-        if plan.is_chain and chain is not None and companion is not None and chain.covers(companion):
-            chain.prepare(companion, plan.weights)
+        chain, draft_rows = model.backend.chain, guess.draft_rows
+        if plan.is_chain and chain is not None and draft_rows is not None and chain.covers(draft_rows):
+            chain.prepare(draft_rows, plan.weights)
 
     def open(self, cache: KVCache) -> ShallowState:
         """Return the state of a session that has verified nothing yet."""
@@ -191,11 +191,11 @@ class ShallowState(Forgetful):
         """Draft and verify several steps in one native call, where one greedy sequence has room for them; else return
         None.
         """
-        companion = self.guess.companion
-        if len(context.slots) > 1 or self.first is not None or companion is None or not self.plan.is_chain:
+        draft_rows = self.guess.draft_rows
+        if len(context.slots) > 1 or self.first is not None or draft_rows is None or not self.plan.is_chain:
             return None
         found = deciding(self.model, context)
-        if found is None or not found.chain.covers(companion):
+        if found is None or not found.chain.covers(draft_rows):
             return None
         [(slot, token)] = found.pending.items()
         drafts = self._budget.drafts(context, slot, len(self.plan.widths), self.plan.weights, self.plan.min_confidence)
@@ -204,7 +204,7 @@ class ShallowState(Forgetful):
         limit, plan = drafts
         root, offsets = ChainRoot(slot, token, limit), self._offsets_of(context.slots)
         return self._budget.timed(
-            context, lambda: found.chain.speculate(root, companion, offsets, context.cache, plan, context.ends)
+            context, lambda: found.chain.speculate(root, draft_rows, offsets, context.cache, plan, context.ends)
         )
 
     def _at_once(self, context: Context) -> Draft | None:
@@ -223,17 +223,17 @@ class ShallowState(Forgetful):
                 return None
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
             roots.append(ChainRoot(slot, tokens[-1], limit))
-        plan, (chain, companion) = ChainPlan(self.plan.min_confidence, self.plan.weights), native
-        return chain.draft(roots, companion, self._offsets_of(context.slots), cache, plan)
+        plan, (chain, draft_rows) = ChainPlan(self.plan.min_confidence, self.plan.weights), native
+        return chain.draft(roots, draft_rows, self._offsets_of(context.slots), cache, plan)
 
     def _native(self, context: Context) -> tuple[Chain, DraftRows] | None:
         """Return what drafts chains in one native call, whatever this batch needs; None for trees and without native
         code.
         """
-        chain, companion = native_chain(self.model, context), self.guess.companion
-        if chain is None or companion is None or not self.plan.is_chain or not chain.covers(companion):
+        chain, draft_rows = native_chain(self.model, context), self.guess.draft_rows
+        if chain is None or draft_rows is None or not self.plan.is_chain or not chain.covers(draft_rows):
             return None
-        return chain, companion
+        return chain, draft_rows
 
     def _in_steps(self, context: Context) -> Draft:
         """Draft depth by depth. Guesses of a chain are drawn only where no native call could ever draft it.
@@ -253,12 +253,12 @@ class ShallowState(Forgetful):
             fresh = torch.arange(sum(len(h) for h in done), len(draft.tokens), device=draft.device)
             width = self._width(depth)
             leaves = self._with_room(draft, leaves, context, width)
-            hidden, at_gate = self._lower(draft, context, fresh, leaves, depth)
+            hidden, at_exit = self._lower(draft, context, fresh, leaves, depth)
             done.append(hidden)
             if len(leaves) == 0:
                 break
-            draft, leaves = guess_below(self.model, self.plan, context, draft, leaves, at_gate, width, draws=draws)
-        return replace(draft, hidden=torch.cat(done), entry_layer=self.guess.gate)
+            draft, leaves = guess_below(self.model, self.plan, context, draft, leaves, at_exit, width, draws=draws)
+        return replace(draft, hidden=torch.cat(done), entry_layer=self.guess.exit_layer)
 
     def _width(self, depth: int) -> int:
         return self.plan.widths[depth] if depth < len(self.plan.widths) else 0
@@ -324,7 +324,7 @@ def guess_below(
     context: Context,
     draft: Draft,
     leaves: Tensor,
-    at_gate: Tensor,
+    at_exit: Tensor,
     width: int,
     *,
     draws: bool,
@@ -337,7 +337,7 @@ def guess_below(
         context: of the step.
         draft: the draft so far.
         leaves: (n,) rows of the draft.
-        at_gate: (n, E) what the head reads for each.
+        at_exit: (n, E) what the head reads for each.
         width: number of guesses below each.
         draws: whether guesses of a chain are drawn from their distribution where a request samples; else they are the
             likeliest tokens.
@@ -348,9 +348,9 @@ def guess_below(
     sure: Tensor | None = None
     probs: Tensor | None = None
     if context.distribution.is_greedy(context.slots) and not plan.min_confidence:
-        tokens = model.greedy(at_gate)[:, None] if width == 1 else model.head(at_gate).topk(width).indices
+        tokens = model.greedy(at_exit)[:, None] if width == 1 else model.head(at_exit).topk(width).indices
     else:
-        logits = model.head(at_gate)
+        logits = model.head(at_exit)
         bare, distribution = torch.softmax(logits, -1), context.distribution(logits, draft, leaves)
         if draws:
             distribution = drawable(distribution)

@@ -87,12 +87,12 @@ def passes_over(model: Decoder, num_rows: Sequence[int], *, context: int) -> lis
         context: number of tokens in the cache, the same in every call.
     """
     cache = model.new_cache(1, context + max(num_rows) + 1)
-    climb = ForwardPass()
+    forward = ForwardPass()
     prompt = Draft.committed_only({0: [1] * context}, device=cache.device)
-    climb.run(model, prompt, cache, chunk=True)
+    forward.run(model, prompt, cache, chunk=True)
     cache.commit([0], [range(context)])
     drafts = [Draft.committed_only({0: [1] * rows}, device=cache.device) for rows in num_rows]
-    return [partial(run_pass, model, climb, draft, cache) for draft in drafts]
+    return [partial(run_pass, model, forward, draft, cache) for draft in drafts]
 
 
 def pass_bytes(model: Decoder) -> int:
@@ -106,9 +106,9 @@ def pass_bytes(model: Decoder) -> int:
     return sum(weights.values()) - looked_up
 
 
-def run_pass(model: Decoder, climb: ForwardPass, draft: Draft, cache: KVCache) -> None:
+def run_pass(model: Decoder, forward: ForwardPass, draft: Draft, cache: KVCache) -> None:
     """Run a target pass over a draft and take its greedy choices."""
-    model.greedy(climb.run(model, draft, cache).hidden)
+    model.greedy(forward.run(model, draft, cache).hidden)
 
 
 def timed(work: Callable[[], object], device: torch.device, count: int = 1) -> list[float]:

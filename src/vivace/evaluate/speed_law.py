@@ -62,7 +62,7 @@ class StepCosts:
 class ModelShape:
     """The share of a whole pass that drafting one token reads."""
 
-    gate: int
+    exit_layer: int
     """k: number of layers below the exit layer."""
     layers: int
     """N: number of layers."""
@@ -77,7 +77,7 @@ class ModelShape:
 
     def speed_up(self, kept: Sequence[float]) -> float:
         """Return S if the draft token at each depth is accepted with these probabilities."""
-        layers = self.read * (1 - self.head_share) * (1 + self.adapters) * self.gate / self.layers
+        layers = self.read * (1 - self.head_share) * (1 + self.adapters) * self.exit_layer / self.layers
         return (1 + sum(kept)) / (1 + len(kept) * (layers + self.head_read * self.head_share))
 
     def best(self, kept: Sequence[float]) -> tuple[int, float]:

@@ -37,10 +37,10 @@ def layers_of_step(drafter: Drafter, num_layers: int) -> StepLayers:
     """
     if isinstance(drafter, StreamDrafter):
         follows = drafter.plan.attach == "kept"
-        return StepLayers(num_layers, num_layers - drafter.forward.streams.config.insertion if follows else 0)
+        return StepLayers(num_layers, num_layers - drafter.forward.streams.config.insertion_layer if follows else 0)
     if isinstance(drafter, ShallowDrafter):
-        gate, depth = drafter.guess.gate, len(drafter.plan.widths)
+        exit_layer, depth = drafter.guess.exit_layer, len(drafter.plan.widths)
         if drafter.plan.weights != "bf16":  # verification cannot reuse residuals computed by quantized copies of layers
-            return StepLayers(num_layers, depth * gate)
-        return StepLayers(num_layers - gate, (depth + 1) * gate)
+            return StepLayers(num_layers, depth * exit_layer)
+        return StepLayers(num_layers - exit_layer, (depth + 1) * exit_layer)
     return StepLayers(num_layers, 0)

@@ -48,8 +48,8 @@ class ConfidenceTraining(Trainable):
         """Return the weights with thresholds that were calibrated on the held-back rows."""
         model = self.context.engine.model
         self.weights.to(model.dtype)  # thresholds belong to the weights as they are stored
-        told = confidence_scores(model, self.weights, self.context.batches(self.context.held_back))
-        plans = tuple(calibrated(told, quality) for quality in QUALITIES)
+        scores = confidence_scores(model, self.weights, self.context.batches(self.context.held_back))
+        plans = tuple(calibrated(scores, quality) for quality in QUALITIES)
         for plan in plans:
             shown = ", ".join("shut" if at is None else f"{at:.3f}" for at in plan.thresholds)
             self.context.report.note(f"at agreement {plan.quality:g} the gates open above {shown}")

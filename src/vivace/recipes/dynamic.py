@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vivace.decode.depth import Missing
 from vivace.errors import ConfigError
@@ -19,14 +19,15 @@ from vivace.train.variation import Pair
 class DynamicRecipe(FrozenRecipe):
     """How to train exit layers, then their router, on a frozen base; loop and optimiser are the exit layers'."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"lesson": "router_training", "max_late": "max_pending"}
     kind: Literal["dynamic"] = "dynamic"
-    lesson: RouterTraining = field(default_factory=RouterTraining)
+    router_training: RouterTraining = field(default_factory=RouterTraining)
     """Settings of the router's training, which follows that of the exit layers."""
     adapter: DynamicConfig = field(default_factory=DynamicConfig)
     loss: GatesLoss = field(default_factory=GatesLoss)
     missing: Missing = "deferred"
     """What later tokens read where an early exit left no keys and values: ``deferred``, ``propagate`` or ``mask``."""
-    max_late: int = 8
+    max_pending: int = 8
     """Largest number of tokens of a sequence whose keys and values of the upper layers are pending (``deferred``)."""
     router_rows: int = 2000
     """Number of rows that only the router is trained on."""
@@ -62,7 +63,7 @@ class ExitTraining(Trainable):
         weights.gates.to(model.dtype)  # the router is trained on the exits in the precision they decode in
         trails = self._trails(self.context.calibration)
         self.context.report.note(f"the router learns from {trails.num_positions} positions")
-        fit_router(model, weights.router, trails, recipe.lesson, seed=recipe.seed)
+        fit_router(model, weights.router, trails, recipe.router_training, seed=recipe.seed)
         tensors = {name: value.to(model.dtype) for name, value in weights.tensors().items()}
         weights.load_state_dict(tensors)  # thresholds belong to the weights as they are stored
         return TrainedAdapter(self._calibrated(), recipe.adapter, tensors)
@@ -82,4 +83,4 @@ class ExitTraining(Trainable):
         for plan in plans:
             shares = ", ".join(f"{share:.0%}" for share in exit_shares(scores, plan))
             self.context.report.note(f"at agreement {plan.quality:g}: {shares} of the tokens leave at the gates")
-        return DynamicPlan(plans, self.recipe.missing, self.recipe.max_late)
+        return DynamicPlan(plans, self.recipe.missing, self.recipe.max_pending)

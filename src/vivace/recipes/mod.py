@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.core.model import Decoder
@@ -25,19 +25,21 @@ from vivace.train.report import Report
 class ModRecipe(WholeRecipe):
     """How to fine-tune a base as a Mixture-of-Depths."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"telling": "router_weight"}
     kind: Literal["mod"]
     decoder: DecoderRecipe
     """How the weights are fine-tuned, in one stage."""
     adapter: ModConfig = field(default_factory=ModConfig)
     anneal_steps: int = 100
     """Number of steps over which the share of tokens that pass a routed layer falls to ``adapter.capacity``."""
-    telling: float = 0.1
+    router_weight: float = 0.1
     """Weight of the loss that trains routers to decide for each token alone whether it is among the chosen."""
 
     def __post_init__(self) -> None:
-        if self.anneal_steps < 0 or self.telling <= 0:
+        if self.anneal_steps < 0 or self.router_weight <= 0:
             raise ConfigError(
-                f"anneal_steps must be >= 0 and telling above 0, found {self.anneal_steps} and {self.telling:g}"
+                f"anneal_steps must be >= 0 and router_weight above 0, found {self.anneal_steps} and "
+                f"{self.router_weight:g}"
             )
         if len(self.decoder.stages) != 1:
             raise ConfigError(f"mod trains in one stage, found {len(self.decoder.stages)}")
@@ -48,7 +50,7 @@ class ModRecipe(WholeRecipe):
 
     def objective(self, model: Decoder) -> ModObjective:
         """Make the objective with untrained routers."""
-        return ModObjective(model, self.adapter, anneal_steps=self.anneal_steps, telling=self.telling)
+        return ModObjective(model, self.adapter, anneal_steps=self.anneal_steps, router_weight=self.router_weight)
 
     def finish(self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report) -> None:
         """Calibrate the routers' thresholds on the held-back rows and save both to ``<out>/adapters/mod``."""

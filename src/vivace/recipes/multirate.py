@@ -33,7 +33,10 @@ class MultirateRecipe(FrozenRecipe):
         model, config = context.engine.model, self.adapter
         if self.find_reach and not config.reach:
             found = copying_layers(
-                model, context.batches(context.held_back)[:PROBED], config.gate, min(self.find_reach, config.gate)
+                model,
+                context.batches(context.held_back)[:PROBED],
+                config.exit_layer,
+                min(self.find_reach, config.exit_layer),
             )
             context.report.note(f"layers that copy, and that will be read while drafting: {', '.join(map(str, found))}")
             config = replace(config, reach=found)
@@ -51,7 +54,7 @@ class AcceleratorTraining(Trainable):
         self.recipe = recipe
         self.accelerator = accelerator
         self.objective = MultirateObjective(accelerator, recipe.loss)
-        self.depth = accelerator.config.gate
+        self.depth = accelerator.config.exit_layer
 
     def finish(self) -> TrainedAdapter:
         """Return the trained weights with the recipe's plan."""

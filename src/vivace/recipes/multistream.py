@@ -65,7 +65,7 @@ class StreamTraining(Trainable):
         self.objective = objective
         self.streams = objective.streams
         config = self.streams.config
-        self.depth = (context.engine.model.config.num_layers - config.insertion) * config.streams
+        self.depth = (context.engine.model.config.num_layers - config.insertion_layer) * config.streams
 
     def finish(self) -> TrainedAdapter:
         """Return the trained weights with the recipe's plan, and the pruner's threshold in the note if there is one."""

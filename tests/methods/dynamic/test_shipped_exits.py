@@ -26,7 +26,7 @@ RECIPE = DynamicRecipe(
     kind="dynamic",
     loop=LoopConfig(steps=40, warmup_steps=5, hold=0.1, autocast=True, report_steps=10),
     optimiser=OptimiserConfig(adamw_rate=0.004),
-    lesson=RouterTraining(epochs=4, positions=256),
+    router_training=RouterTraining(epochs=4, positions=256),
     tokens_per_batch=512,
     held_back=12,
     router_rows=12,

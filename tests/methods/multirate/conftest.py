@@ -18,7 +18,9 @@ def accelerator(deep: Callable[[torch.dtype], Decoder]) -> Callable[..., Acceler
 
     def get(dtype: torch.dtype, noise: float = 0.0, **fields: object) -> Accelerator:
         torch.manual_seed(5)
-        made = Accelerator(MultirateConfig(**{"gate": 3, "rank": 4, "bottleneck": 8, **fields}), deep(dtype).config)
+        made = Accelerator(
+            MultirateConfig(**{"exit_layer": 3, "rank": 4, "bottleneck": 8, **fields}), deep(dtype).config
+        )
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(torch.randn_like(parameter) * noise)

@@ -99,7 +99,7 @@ def test_chain_and_steps_are_one_to_the_bit(
 ) -> None:
     """Ragged sequences with limits of their own; offsets that differ by slot and depth, one slot without any."""
     torch.set_num_threads(threads)
-    fast = accelerator(torch.bfloat16, noise=0.3, mode=mode, feedback=feedback, gate=GATE)
+    fast = accelerator(torch.bfloat16, noise=0.3, mode=mode, feedback=feedback, exit_layer=GATE)
     drafter = self_speculation(model, fast, DraftPlan.chain(5))
     offsets = {slot: torch.randn(3, 48).bfloat16() for slot in (2, 3)} if feedback else {}
     steps = drafted(model, drafter, at_once=False, offsets=offsets)
@@ -111,18 +111,18 @@ def test_chain_and_steps_are_one_to_the_bit(
 @torch.inference_mode()
 def test_chains_read_deep_layers_as_steps_do(model: Decoder, accelerator: Accelerators, reach: tuple[int, ...]) -> None:
     """A root with nothing verified before it among them; projections of the reach may differ in the last bit."""
-    fast = accelerator(torch.bfloat16, noise=0.3, gate=GATE, reach=reach)
+    fast = accelerator(torch.bfloat16, noise=0.3, exit_layer=GATE, reach=reach)
     drafter = self_speculation(model, fast, DraftPlan.chain(5))
     steps = drafted(model, drafter, at_once=False)
     assert_same(drafted(model, drafter, at_once=True), steps)
-    without = self_speculation(model, accelerator(torch.bfloat16, noise=0.3, gate=GATE), DraftPlan.chain(5))
+    without = self_speculation(model, accelerator(torch.bfloat16, noise=0.3, exit_layer=GATE), DraftPlan.chain(5))
     assert not torch.equal(drafted(model, without, at_once=True)[0].tokens, steps[0].tokens)
 
 
 @torch.inference_mode()
 def test_unsure_guesses_end_their_chains_alike(model: Decoder, accelerator: Accelerators) -> None:
     """For a range of thresholds, both ways of drafting stop every chain at the same guess."""
-    fast = accelerator(torch.bfloat16, noise=0.1, gate=GATE)
+    fast = accelerator(torch.bfloat16, noise=0.1, exit_layer=GATE)
     counts = set()
     for percent in range(2, 60, 6):
         plan = DraftPlan((1,) * 4, min_confidence=percent / 100)
@@ -156,7 +156,7 @@ def test_text_of_plain_decoding(
     plain = run(model, NoDrafts(), slots=1, logprobs=True)
     accepted = drafts = 0
     for gate, noise in ((3, 0.3), (5, 0.0)):
-        fast = accelerator(torch.bfloat16, noise=noise, gate=gate, feedback=feedback)
+        fast = accelerator(torch.bfloat16, noise=noise, exit_layer=gate, feedback=feedback)
         drafter = Noting(self_speculation(model, fast, DraftPlan((1,) * 4, min_confidence=min_confidence)))
         for slots, every in ((1, 0), (2, 0), (6, 2)):
             found = run(model, drafter, slots, every, logprobs=True)
@@ -178,7 +178,7 @@ def test_rough_drafts_leave_no_trace(
     plain = run(model, NoDrafts(), slots=1, logprobs=True)
     kept = {}
     for kind in ("bf16", weights):
-        fast = accelerator(torch.bfloat16, gate=5, feedback=True, reach=reach)
+        fast = accelerator(torch.bfloat16, exit_layer=5, feedback=True, reach=reach)
         plan = DraftPlan((1,) * 4, weights=kind)
         assert (drafted(model, self_speculation(model, fast, plan), at_once=True)[0].hidden is None) == (kind != "bf16")
         chains.clear()
@@ -196,7 +196,7 @@ def test_a_stop_inside_a_chain_cuts_like_plain_decoding(
     model: Decoder, accelerator: Accelerators, chains: list[Draft]
 ) -> None:
     prompt = prompts(6, seed=2)[1]
-    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(4)))
+    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, exit_layer=5), DraftPlan.chain(4)))
     session = Session(model, num_slots=1, capacity=64, chunk=8, steps_per_call=0)
     [plain] = finish(session, [Request(prompt, 21, NoDrafts())])
     inside = 0
@@ -231,7 +231,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 ) -> None:
     """Text, log p and what was drafted and kept where; who wants to see guesses is answered step by step."""
     plan, fields = PLANS[name]
-    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=5, **fields), plan))
+    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, noise=noise, exit_layer=5, **fields), plan))
     found = run(model, drafter, slots=1, steps_per_call=4, logprobs=logprobs)
     assert max(drafter.steps) > 1
     drafter.proposed.clear()
@@ -246,12 +246,12 @@ def test_steps_in_one_call_are_the_steps_one_by_one(
 
 
 def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators) -> None:
-    fast = accelerator(torch.bfloat16, gate=5, feedback=True)
+    fast = accelerator(torch.bfloat16, exit_layer=5, feedback=True)
     stops_at_every_end(model, Noting(self_speculation(model, fast, DraftPlan.chain(3))))
 
 
 def test_who_wants_to_see_guesses_goes_step_by_step(model: Decoder, accelerator: Accelerators) -> None:
-    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, gate=5), DraftPlan.chain(3)))
+    drafter = Noting(self_speculation(model, accelerator(torch.bfloat16, exit_layer=5), DraftPlan.chain(3)))
     session = Session(model, num_slots=1, capacity=64, chunk=8)
     session.admit(Request(prompts(6, seed=2)[1], 21, drafter, shows_guesses=True))
     assert any(guesses for emitted in session.drain() for guesses in emitted.guesses)
@@ -272,7 +272,7 @@ def test_sampled_text_is_that_of_the_same_seed_without_drafts(
     model: Decoder, accelerator: Accelerators, chains: list[Draft], sampling: Sampling
 ) -> None:
     """Guesses are not drawn, so every token takes one number of its generator, drafted or not."""
-    fast = accelerator(torch.bfloat16, gate=5)
+    fast = accelerator(torch.bfloat16, exit_layer=5)
     plain = run(model, NoDrafts(), 1, sampling=sampling, seed=7, logprobs=True)
     accepted = 0
     for slots, every in ((1, 0), (6, 2)):
@@ -289,7 +289,7 @@ def test_sampled_text_is_that_of_the_same_seed_without_drafts(
 
 def test_who_goes_step_by_step(model: Decoder, accelerator: Accelerators, chains: list[Draft]) -> None:
     """Trees and padded calls; a text that repeats itself is looked up."""
-    fast = accelerator(torch.bfloat16, gate=GATE)
+    fast = accelerator(torch.bfloat16, exit_layer=GATE)
     chain = self_speculation(model, fast, DraftPlan.chain(3))
     run(model, self_speculation(model, fast, DraftPlan((2, 1))), 2)
     run(model, chain, 2, row_count=8)

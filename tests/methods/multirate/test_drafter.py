@@ -41,7 +41,7 @@ def test_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts,
     model = deep(dtype)
     accepted = 0
     for noise, mode, feedback in ((0.0, "delta", False), (0.3, "lite", False), (0.05, "delta", True)):
-        fast = accelerator(dtype, noise=noise, mode=mode, feedback=feedback, gate=gate)
+        fast = accelerator(dtype, noise=noise, mode=mode, feedback=feedback, exit_layer=gate)
         drafter = self_speculation(model, fast, DraftPlan(widths))
         session = Session(model, num_slots=5, capacity=64, chunk=8)
         found = finish(session, [Request(t.prompt, COUNT, drafter) for t in texts[dtype]])
@@ -68,7 +68,7 @@ def draft_behind(model: Decoder, drafter: Drafter, text: tuple[int, ...]) -> tup
 def test_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, accelerator) -> None:
     """What comes out at the top of a row is what a chain of its own path gives behind the same text."""
     model, text = deep(torch.float32), (3, 1, 4, 1, 5)
-    drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
+    drafter = self_speculation(model, accelerator(torch.float32, exit_layer=5), DraftPlan((3, 2, 1)))
     tree, cache = draft_behind(model, drafter, text)
     assert Step.of(tree, cache).position.tolist() == [len(text) - 1 + depth for depth in tree.depths]
     top = ForwardPass().run(model, tree, cache).hidden
@@ -78,7 +78,7 @@ def test_a_row_of_a_tree_sees_its_ancestors_and_stands_at_its_depth(deep, accele
 
 
 def test_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -> None:
-    model, fast = deep(torch.float32), accelerator(torch.float32, gate=5)
+    model, fast = deep(torch.float32), accelerator(torch.float32, exit_layer=5)
     chain, _ = draft_behind(model, self_speculation(model, fast, DraftPlan.chain(4)), (3, 1, 4))
     monkeypatch.setattr(DraftPlan, "is_chain", False)
     tree, _ = draft_behind(model, self_speculation(model, fast, DraftPlan((1,) * 4, 1e-9)), (3, 1, 4))
@@ -90,7 +90,7 @@ def test_a_tree_of_one_child_a_node_is_a_chain(deep, accelerator, monkeypatch) -
 def test_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> None:
     """The cache is that of plain decoding in every layer, also for a tree that keeps nodes out of order."""
     model = deep(torch.float32)
-    drafter = self_speculation(model, accelerator(torch.float32, gate=5), DraftPlan((3, 2, 1)))
+    drafter = self_speculation(model, accelerator(torch.float32, exit_layer=5), DraftPlan((3, 2, 1)))
     prompt = prompts(1, seed=8)[0] + (4, 8, 15)
     session = Session(model, num_slots=1, capacity=64)
     session.admit(Request(prompt, COUNT, drafter))

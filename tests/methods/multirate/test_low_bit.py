@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
 def test_text_and_probabilities_of_plain_decoding(model: Decoder, accelerator, chains: list[bool]) -> None:  # noqa: F811
     plain = run(model, NoDrafts(), slots=1, logprobs=True)
     for gate, noise in ((3, 0.3), (5, 0.0)):
-        drafter = self_speculation(model, accelerator(torch.bfloat16, noise=noise, gate=gate), DraftPlan.chain(4))
+        drafter = self_speculation(model, accelerator(torch.bfloat16, noise=noise, exit_layer=gate), DraftPlan.chain(4))
         for slots in (6, 1):
             found = run(model, drafter, slots=slots, logprobs=True)
             assert [r.tokens for r in found] == [r.tokens for r in plain]

@@ -22,7 +22,7 @@ def batch(seed: int) -> TokenBatch:
 
 def objective(deep, **fields: object) -> MultirateObjective:
     torch.manual_seed(0)
-    config = MultirateConfig(gate=2, rank=8, bottleneck=64, **fields)
+    config = MultirateConfig(exit_layer=2, rank=8, bottleneck=64, **fields)
     return MultirateObjective(Accelerator(config, deep(torch.float32).config), MultirateLoss())
 
 

@@ -36,7 +36,7 @@ def test_text_and_probabilities_of_plain_decoding(model: Decoder, accelerator, w
     plain = run(model, NoDrafts(), slots=1, logprobs=True)
     accepted = 0
     for gate, noise in ((3, 0.3), (5, 0.0)):
-        fast = accelerator(torch.bfloat16, noise=noise, mode=mode, gate=gate)
+        fast = accelerator(torch.bfloat16, noise=noise, mode=mode, exit_layer=gate)
         drafter = self_speculation(model, fast, DraftPlan(widths))
         for slots, logprobs in ((6, True), (2, False), (1, True)):
             found = run(model, drafter, slots=slots, logprobs=logprobs)

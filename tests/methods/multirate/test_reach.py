@@ -133,10 +133,10 @@ def test_layers_that_copy_are_found() -> None:
     asked = [str(prompt.request) for prompt in packaged_prompts("sql")[:12]]
     said = engine.generate(asked, method="plain", do_sample=False, max_new_tokens=32, logprobs=False)
     batches = Rows(engine.tokenizer, 256).batches([(q, a.text) for q, a in zip(asked, said, strict=True)], 1024)
-    found = copying_layers(engine.model, batches, gate=3, count=3)
+    found = copying_layers(engine.model, batches, exit_layer=3, count=3)
     assert found == tuple(sorted(found))
     assert {13, 18} <= set(found)
-    assert len(copying_layers(engine.model, batches[:1], gate=20, count=9)) == 4
+    assert len(copying_layers(engine.model, batches[:1], exit_layer=20, count=9)) == 4
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_layers_that_copy_are_found() -> None:
 )
 def test_layers_that_are_not_there_are_refused(deep: Models, reach: tuple[int, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Accelerator(MultirateConfig(gate=3, rank=0, bottleneck=4, reach=reach), deep(torch.float32).config)
+        Accelerator(MultirateConfig(exit_layer=3, rank=0, bottleneck=4, reach=reach), deep(torch.float32).config)
 
 
 def test_the_wide_twin_reaches_as_far(tmp_path: Path) -> None:
     """Same answers, same acceptance: a widened accelerator reads the widened layers."""
     place = make_checkpoint(tmp_path / "small", layers=4)
     engine = vivace.load(place)
-    config = MultirateConfig(gate=2, rank=4, bottleneck=8, feedback=True, reach=(3, 2))
+    config = MultirateConfig(exit_layer=2, rank=4, bottleneck=8, feedback=True, reach=(3, 2))
     torch.manual_seed(1)
     fast = Accelerator(config, engine.model.config)
     tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in fast.tensors().items()}

@@ -34,7 +34,7 @@ def full_text(model: Decoder, accelerator: Accelerator, tokens: Tensor) -> tuple
 def test_untrained_delta_is_the_slow_residual_at_every_layer(deep, accelerator) -> None:
     model = deep(FP32)
     for gate in range(1, 6):
-        slow, fast = full_text(model, accelerator(FP32, gate=gate), TOKENS)
+        slow, fast = full_text(model, accelerator(FP32, exit_layer=gate), TOKENS)
         assert (slow - fast).abs().max() <= 1e-6
         torch.testing.assert_close(model.head(slow), model.head(fast), atol=1e-5, rtol=0)
 
@@ -118,8 +118,8 @@ def test_feedback_moves_the_start_only(deep, accelerator) -> None:
 
 
 def test_config_refuses_what_cannot_be(deep: Callable[[torch.dtype], Decoder]) -> None:
-    for fields in ({"gate": 0}, {"mode": "fast"}, {"rank": -1}, {"bottleneck": 0}):
+    for fields in ({"exit_layer": 0}, {"mode": "fast"}, {"rank": -1}, {"bottleneck": 0}):
         with pytest.raises(ConfigError):
             MultirateConfig(**fields)
     with pytest.raises(ConfigError, match="gate 6 must lie below the top of a model of 6 layers"):
-        Accelerator(MultirateConfig(gate=6), deep(FP32).config)
+        Accelerator(MultirateConfig(exit_layer=6), deep(FP32).config)

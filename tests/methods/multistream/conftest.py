@@ -18,7 +18,9 @@ def streams(deep: Callable[[torch.dtype], Decoder]) -> Callable[..., Streams]:
 
     def get(dtype: torch.dtype, noise: float = 0.1, **fields: object) -> Streams:
         torch.manual_seed(5)
-        made = Streams(MultistreamConfig(**{"insertion": 3, "rank": 4, "bottleneck": 8, **fields}), deep(dtype).config)
+        made = Streams(
+            MultistreamConfig(**{"insertion_layer": 3, "rank": 4, "bottleneck": 8, **fields}), deep(dtype).config
+        )
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(torch.randn_like(parameter) * noise)

@@ -49,7 +49,7 @@ def test_main_rows_have_the_bits_they_have_without_streams(deep, streams, dtype)
 def test_after_every_pass_the_cache_is_a_fresh_prefill(deep, streams, plan) -> None:
     """In every layer, for trees that keep nodes out of order and lose some on the way."""
     model = deep(torch.float32)
-    drafter = StreamDrafter(model, streams(torch.float32, insertion=5, noise=0.02), plan)
+    drafter = StreamDrafter(model, streams(torch.float32, insertion_layer=5, noise=0.02), plan)
     session = Session(model, num_slots=1, capacity=64)
     text = [*prompts(1, seed=8)[0], 4, 8, 15]
     session.admit(Request(tuple(text), 24, drafter))
@@ -74,7 +74,9 @@ def test_sampled_text_has_the_targets_law(attach) -> None:
     """Likeliest tokens as guesses, a draw from the target decides."""
     model = build(torch.bfloat16, vocab=V, num_layers=2, **TINY).requires_grad_(False)
     torch.manual_seed(0)
-    made = Streams(MultistreamConfig(streams=2, insertion=1, rank=2, bottleneck=4), model.config).requires_grad_(False)
+    made = Streams(MultistreamConfig(streams=2, insertion_layer=1, rank=2, bottleneck=4), model.config).requires_grad_(
+        False
+    )
     drafter = StreamDrafter(model, made.to(torch.bfloat16), StreamPlan((3, 2), attach))
     counts, kept = sampled_texts(model, SAMPLINGS["truncated"], drafter)
     assert chi_square(counts, exact(model, SAMPLINGS["truncated"])) > LIKELY
@@ -87,7 +89,7 @@ def test_sampled_text_has_the_targets_law(attach) -> None:
 def test_a_batch_says_what_each_says_alone(deep, streams, plan, fields) -> None:
     """With requests that join while others run, and slots used again."""
     model = deep(torch.bfloat16)
-    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=5, noise=0.02, **fields), plan)
+    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion_layer=5, noise=0.02, **fields), plan)
     asked = prompts(5, seed=9)
     alone = [finish(Session(model, num_slots=1, capacity=64), [Request(p, COUNT, drafter)])[0] for p in asked]
     session = Session(model, num_slots=3, capacity=64)
@@ -118,7 +120,7 @@ def test_native_spans_give_text_and_probabilities_of_plain_decoding(body: Native
         return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests)
 
     plain = run(NoDrafts(), 1)
-    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02, **fields), plan)
+    drafter = StreamDrafter(model, streams(torch.bfloat16, insertion_layer=4, noise=0.02, **fields), plan)
     for slots in (4, 1):
         found = run(drafter, slots)
         assert [r.tokens for r in found] == [r.tokens for r in plain]

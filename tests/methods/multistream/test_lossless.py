@@ -45,7 +45,7 @@ def texts(deep):
 @pytest.mark.parametrize("plan", [PLANS[1], PLANS[6], PLANS[8]], ids=lambda p: f"{'-'.join(map(str, p.widths))}")
 def test_a_pass_says_what_was_accepted_and_one_token_more(deep, streams, texts, plan) -> None:
     """At least one token, at most one for every stream and the one that corrects or follows them."""
-    drafter = StreamDrafter(deep(torch.bfloat16), streams(torch.bfloat16, insertion=5, noise=0.02), plan)
+    drafter = StreamDrafter(deep(torch.bfloat16), streams(torch.bfloat16, insertion_layer=5, noise=0.02), plan)
     session = Session(deep(torch.bfloat16), num_slots=1, capacity=64)
     session.admit(Request(texts[torch.bfloat16][0].prompt, COUNT, drafter))
     accepted, passes, counts = 0, 0, []
@@ -68,7 +68,7 @@ def test_a_pass_says_what_was_accepted_and_one_token_more(deep, streams, texts, 
 def test_greedy_text_is_plain_decoding_token_for_token(deep, streams, texts, dtype, plan) -> None:
     model = deep(dtype)
     for insertion in (1, 4):
-        drafter = StreamDrafter(model, streams(dtype, insertion=insertion), plan)
+        drafter = StreamDrafter(model, streams(dtype, insertion_layer=insertion), plan)
         session = Session(model, num_slots=2, capacity=64, chunk=8)
         found = finish(session, [Request(t.prompt, COUNT, drafter) for t in texts[dtype]])
         for result, text in zip(found, texts[dtype], strict=True):

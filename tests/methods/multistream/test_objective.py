@@ -43,8 +43,8 @@ def teacher_forced(model, streams, tokens: torch.Tensor) -> torch.Tensor:
     """Streams of every position in training's form, (B, T, streams, E)."""
     has_feedback = streams.config.feedback
     step = Step.dense(*tokens.shape)
-    entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, streams.config.insertion)
-    final = model.run(entering, step, streams.config.insertion)
+    entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, streams.config.insertion_layer)
+    final = model.run(entering, step, streams.config.insertion_layer)
     known = known_in_text(model, tokens, final) if has_feedback else None
     position = torch.arange(tokens.shape[1]).expand(tokens.shape)
     places = Places(position, torch.ones_like(position, dtype=torch.bool))
@@ -129,7 +129,7 @@ def teach(model, **fields: object) -> tuple[Streams, list[dict[str, float]]]:
     """Streams that learnt by heart what the model says, and what was seen while they did."""
     text = own_words(model)
     torch.manual_seed(0)
-    config = MultistreamConfig(streams=3, insertion=2, rank=16, bottleneck=64, **fields)
+    config = MultistreamConfig(streams=3, insertion_layer=2, rank=16, bottleneck=64, **fields)
     task = MultistreamObjective(Streams(config, model.config), MultistreamLoss())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimiser = torch.optim.AdamW([{"params": g["params"]} for g in task.groups()], lr=4e-3)

@@ -23,7 +23,7 @@ from vivace.train.data import TokenBatch
 @pytest.mark.parametrize(("width", "count"), [(2048, 40_960), (4096, 81_920), (256, 5_120)])
 def test_the_papers_count_of_parameters(width: int, count: int) -> None:
     """Gamma E + 2 r E; 20 E with four streams and rank eight, as the paper's table has it."""
-    config = MultistreamConfig(streams=4, insertion=1, rank=0, bottleneck=0, pruner_rank=8)
+    config = MultistreamConfig(streams=4, insertion_layer=1, rank=0, bottleneck=0, pruner_rank=8)
     assert config.num_paper_parameters(width) == count
     model = ModelConfig(
         vocab_size=8, width=width, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=8, ffn_width=8, max_positions=8
@@ -32,8 +32,8 @@ def test_the_papers_count_of_parameters(width: int, count: int) -> None:
 
 
 def test_streams_inserted_lower_go_on_from_those_above_them(deep, streams) -> None:
-    model, above = deep(torch.float32), streams(torch.float32, insertion=4)
-    wanted = replace(above.config, insertion=2, feedback=True)
+    model, above = deep(torch.float32), streams(torch.float32, insertion_layer=4)
+    wanted = replace(above.config, insertion_layer=2, feedback=True)
     assert above.config.precedes(wanted)
     assert not wanted.precedes(above.config)
     assert not replace(above.config, rank=8).precedes(wanted)
@@ -116,9 +116,9 @@ def test_a_higher_threshold_keeps_a_part_of_what_a_lower_one_keeps(deep, streams
         (lambda: StreamPlan((4, 4)), "104 rows|rows with streams"),
         (lambda: StreamPlan((1,), threshold=1.0), "threshold must be"),
         (lambda: MultistreamConfig(streams=9), "between 1 and 8"),
-        (lambda: MultistreamConfig(insertion=0), "at least 1"),
+        (lambda: MultistreamConfig(insertion_layer=0), "at least 1"),
         (lambda: MultistreamConfig(rank=-1), "must be >= 0"),
-        (lambda: MultistreamConfig(insertion=6).check_fits(6), "below the top"),
+        (lambda: MultistreamConfig(insertion_layer=6).check_fits(6), "below the top"),
         (lambda: StreamPlan((1, 1)).check_fits(MultistreamConfig(streams=1)), "deeper than the 1 streams"),
         (lambda: StreamPlan((1,), threshold=0.1).check_fits(MultistreamConfig(pruner_rank=0)), "without a pruner"),
     ],

@@ -32,7 +32,7 @@ def model() -> Decoder:
 
 @pytest.fixture
 def turned(model, streams) -> Streams:
-    made = streams(torch.float32, streams=3, marks="rotation")
+    made = streams(torch.float32, streams=3, identifier="rotation")
     made.rotation.read(model)
     return made
 
@@ -81,8 +81,8 @@ def test_text_is_plain_decodings_and_streams_learn(model, turned) -> None:
 
 
 def test_what_cannot_be_turned_is_refused() -> None:
-    with pytest.raises(ConfigError, match="marks must be"):
-        MultistreamConfig(marks="colour")
+    with pytest.raises(ConfigError, match="identifier must be"):
+        MultistreamConfig(identifier="colour")
     biased = build(torch.float32, num_layers=2, qkv_bias=True).config
     with pytest.raises(UnsupportedError, match="bias"):
         ValueRotation(1, 2, biased)

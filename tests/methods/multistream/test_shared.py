@@ -22,7 +22,7 @@ from vivace.methods.multistream.drafter import StreamDrafter
 from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.methods.multistream.streams import Streams
 
-CONFIG = MultistreamConfig(streams=4, insertion=2, rank=0, bottleneck=0, pruner_rank=4)
+CONFIG = MultistreamConfig(streams=4, insertion_layer=2, rank=0, bottleneck=0, pruner_rank=4)
 
 
 def base(dtype: torch.dtype = torch.float32) -> Decoder:

@@ -40,7 +40,7 @@ def run(model: Decoder, drafter: Drafter, steps_per_call: int = 4, **fields: obj
 def test_steps_in_one_call_are_the_steps_one_by_one(model: Decoder, streams, name: str, logprobs: bool) -> None:
     """Guesses too, but for the last bits of where streams start."""
     plan, fields = CHAINS[name]
-    drafter = Noting(StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02, **fields), plan))
+    drafter = Noting(StreamDrafter(model, streams(torch.bfloat16, insertion_layer=4, noise=0.02, **fields), plan))
     found = run(model, drafter, logprobs=logprobs)
     assert max(drafter.steps) > 1
     drafter.proposed.clear()
@@ -56,7 +56,7 @@ def test_steps_in_one_call_are_the_steps_one_by_one(model: Decoder, streams, nam
 
 
 def test_every_end_stops_the_steps(model: Decoder, streams) -> None:
-    made = streams(torch.bfloat16, insertion=4, noise=0.02, feedback=True)
+    made = streams(torch.bfloat16, insertion_layer=4, noise=0.02, feedback=True)
     stops_at_every_end(model, Noting(StreamDrafter(model, made, StreamPlan((1, 1), "kept"))))
 
 
@@ -64,6 +64,6 @@ def test_every_end_stops_the_steps(model: Decoder, streams) -> None:
     "plan", [StreamPlan((2, 1), "kept"), StreamPlan((1, 1)), StreamPlan((1, 1), "kept", threshold=0.01)], ids=str
 )
 def test_trees_and_pruned_drafts_go_step_by_step(model: Decoder, streams, plan: StreamPlan) -> None:
-    drafter = Noting(StreamDrafter(model, streams(torch.bfloat16, insertion=4, noise=0.02), plan))
+    drafter = Noting(StreamDrafter(model, streams(torch.bfloat16, insertion_layer=4, noise=0.02), plan))
     assert [r.tokens for r in run(model, drafter)] == [r.tokens for r in run(model, NoDrafts())]
     assert not drafter.steps

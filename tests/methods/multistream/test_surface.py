@@ -30,7 +30,7 @@ from vivace.train.report import Lines
 from vivace.tuning import candidates_of
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
-CONFIG = MultistreamConfig(streams=2, insertion=2, rank=4, bottleneck=8)
+CONFIG = MultistreamConfig(streams=2, insertion_layer=2, rank=4, bottleneck=8)
 PLAN = StreamPlan((2, 1))
 
 
@@ -90,7 +90,7 @@ def test_tune_tries_what_the_streams_can_fill(place) -> None:
     assert all(len(plan.widths) == 1 for plan in candidates_of(engine, "multistream", longest=1))
 
 
-@pytest.mark.parametrize("fields", [{}, {"feedback": True}, {"marks": "rotation"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"feedback": True}, {"identifier": "rotation"}], ids=str)
 def test_the_wide_twin_drafts_the_same(place, tmp_path, fields) -> None:
     base, config, plan = tmp_path / "base", replace(CONFIG, **fields), replace(PLAN, attach="kept")
     shutil.copytree(place, base)

@@ -17,7 +17,7 @@ from vivace.methods.eagle.drafter import Eagle, EagleConfig, EagleLayer
 from vivace.methods.early_exit.drafter import Exit, ExitConfig, exit_drafter
 from vivace.methods.lookahead.drafter import Lookahead, LookaheadPlan
 from vivace.methods.medusa.drafter import Medusa, MedusaConfig, MedusaHeads
-from vivace.methods.uno.drafter import Uno, UnoConfig, UnoTerms
+from vivace.methods.uno.drafter import Uno, UnoConfig, UnoDeltas
 
 RIVALS: dict[str, tuple[object, object]] = {
     "medusa chain": (MedusaConfig(3), TreePlan((1, 1, 1))),
@@ -75,6 +75,6 @@ def rival(name: str, model: Decoder, *, on: Decoder | None = None) -> Drafter:
         case ExitConfig():
             return exit_drafter(target, noisy(Exit(config, model.config), model.dtype), plan)
         case UnoConfig():
-            return Uno(target, noisy(UnoTerms(config, model.config), model.dtype), plan)
+            return Uno(target, noisy(UnoDeltas(config, model.config), model.dtype), plan)
         case _:
             return Lookahead(target, plan)

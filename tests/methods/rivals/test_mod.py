@@ -204,19 +204,19 @@ def test_steps_lower_the_loss_and_teach_the_routers(checkpoint: Path) -> None:  
     objective = RECIPE.objective(model)
     params = [p for group in objective.groups() for p in group["params"]]
     optimiser = torch.optim.Adam(params, lr=0.003)
-    losses, telling = [], []
+    losses, router_losses = [], []
     for _ in range(8):
         optimiser.zero_grad()
         losses.append(0.0)
         for loss, seen in objective.losses(model, batch(engine)):
             loss.backward()
             losses[-1] += seen.get("loss", 0.0)
-            telling += [seen["telling"]] if "telling" in seen else []
+            router_losses += [seen["router_loss"]] if "router_loss" in seen else []
         assert all(p.grad is not None for p in params)
         optimiser.step()
         objective.updated()
     assert losses[-1] < losses[0]
-    assert min(telling[4:]) < 0.7
+    assert min(router_losses[4:]) < 0.7
 
 
 def test_what_cannot_be_is_refused(base) -> None:
@@ -229,5 +229,5 @@ def test_what_cannot_be_is_refused(base) -> None:
         ModConfig(1)
     with pytest.raises(ConfigError, match="mod trains in one stage"):
         replace(RECIPE, decoder=replace(RECIPE.decoder, stages=(STAGE, STAGE)))
-    with pytest.raises(ConfigError, match="telling above 0"):
-        replace(RECIPE, telling=0.0)
+    with pytest.raises(ConfigError, match="router_weight above 0"):
+        replace(RECIPE, router_weight=0.0)

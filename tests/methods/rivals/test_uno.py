@@ -17,7 +17,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.decode.tree import TreePlan
 from vivace.errors import ConfigError
-from vivace.methods.uno.drafter import Uno, UnoConfig, UnoTerms
+from vivace.methods.uno.drafter import Uno, UnoConfig, UnoDeltas
 from vivace.methods.uno.objective import UnoLoss, UnoObjective
 from vivace.train.data import TokenBatch
 
@@ -41,7 +41,7 @@ def blocks(model: Decoder, uno: Uno, count: int) -> list[torch.Tensor]:
 def test_training_form_is_decoding_form(kind) -> None:
     model = build(torch.float32, seed=3, **kind).requires_grad_(False)
     torch.manual_seed(2)
-    terms = noisy(UnoTerms(UnoConfig(4, 4), model.config), torch.float32, 0.2)
+    terms = noisy(UnoDeltas(UnoConfig(4, 4), model.config), torch.float32, 0.2)
     text, tokens = Step.dense(1, len(TEXT)), torch.tensor([TEXT])
     final = model.run(model.embed(tokens[0], text), text)
     position = torch.arange(len(TEXT))[None]
@@ -57,7 +57,7 @@ def test_training_form_is_decoding_form(kind) -> None:
 @torch.no_grad()
 def test_terms_that_learnt_nothing_leave_the_model_as_it_is() -> None:
     model = build(torch.float32, seed=3).requires_grad_(False)
-    terms = UnoTerms(UnoConfig(4, 4), model.config)
+    terms = UnoDeltas(UnoConfig(4, 4), model.config)
     terms.noise.zero_()
     uno = Uno(model, terms, TreePlan((1,) * 4))
     assert {name for name, value in terms.tensors().items() if value.any()} == {
@@ -90,7 +90,7 @@ def test_rows_are_taught_what_the_model_says_behind_them() -> None:
 
 def test_a_batch_without_a_drawn_position_still_teaches() -> None:
     model = build(torch.float32, seed=3).requires_grad_(False)
-    objective = UnoObjective(UnoTerms(UnoConfig(3, 4), model.config), UnoLoss(blocks=1))
+    objective = UnoObjective(UnoDeltas(UnoConfig(3, 4), model.config), UnoLoss(blocks=1))
     torch.manual_seed(0)
     batch = TokenBatch(torch.randint(0, 97, (1, 12)), torch.arange(12)[None] >= 4)
     for _ in range(12):
@@ -100,6 +100,6 @@ def test_a_batch_without_a_drawn_position_still_teaches() -> None:
 def test_a_plan_deeper_than_the_block_is_refused() -> None:
     model = build(torch.float32, seed=3)
     with pytest.raises(ConfigError, match="deeper than a block of 3"):
-        Uno(model, UnoTerms(UnoConfig(3, 4), model.config), TreePlan((1,) * 4))
+        Uno(model, UnoDeltas(UnoConfig(3, 4), model.config), TreePlan((1,) * 4))
     with pytest.raises(ConfigError, match="block must be between 2 and 16"):
         UnoConfig(1)

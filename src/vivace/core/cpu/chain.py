@@ -113,7 +113,7 @@ class NativeChain:
         slots, given = tuple(root.slot for root in roots), (1,) * len(roots)
         if hidden is None:
             return Draft(slots, given, tokens, slot, node, parent)
-        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=draft_rows.gate)
+        return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=draft_rows.exit_layer)
 
     def decide(self, roots: Sequence[ChainRoot], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
         """Decode the next tokens below each root greedily with the whole model: several steps of plain decoding.
@@ -228,24 +228,24 @@ class NativeChain:
         kinds = self._stream_calls.setdefault(stream_rows, {})
         if weights not in kinds:
             depth = self._decoder.config.num_layers
-            plan, copies = self._span.quantized_copy(stream_rows.insertion, depth, weights)
-            terms, tensors = self._span.terms((stream_rows.deltas,), stream_rows.insertion, depth)
-            marks = stream_rows.embeddings.detach().to(torch.bfloat16).contiguous()
+            plan, copies = self._span.quantized_copy(stream_rows.insertion_layer, depth, weights)
+            terms, tensors = self._span.terms((stream_rows.deltas,), stream_rows.insertion_layer, depth)
+            embeddings = stream_rows.embeddings.detach().to(torch.bfloat16).contiguous()
             ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
             feedback = None if stream_rows.feedback is None else _packed(stream_rows.feedback)
             call = CStreams(
                 plan=pointer(plan),
-                marks=marks.data_ptr(),
+                marks=embeddings.data_ptr(),
                 ones=ones.data_ptr(),
                 feedback=_struct(feedback),
                 terms=terms,
                 num_terms=len(terms),
-                insertion=stream_rows.insertion,
-                count=len(marks),
+                insertion=stream_rows.insertion_layer,
+                count=len(embeddings),
                 has_feedback=feedback is not None,
                 mark_eps=torch.finfo(torch.float32).eps,
             )
-            kinds[weights] = _StreamCall(call, (plan, copies, terms, tensors, marks, ones, feedback))
+            kinds[weights] = _StreamCall(call, (plan, copies, terms, tensors, embeddings, ones, feedback))
         return kinds[weights]
 
     @cached_property
@@ -287,13 +287,13 @@ class NativeChain:
         """Return the part of a call that is the same for every chain with these draft rows, made once."""
         kinds = self._chain_calls.setdefault(draft_rows, {})
         if weights not in kinds:
-            kinds[weights] = self._call(draft_rows.gate, draft_rows, weights)
+            kinds[weights] = self._call(draft_rows.exit_layer, draft_rows, weights)
         return kinds[weights]
 
-    def _call(self, gate: int, draft_rows: DraftRows | None, weights: Weights) -> _ChainCall:
+    def _call(self, exit_layer: int, draft_rows: DraftRows | None, weights: Weights) -> _ChainCall:
         """Make the constant part of a call of chains below an exit layer; None lets the rows guess themselves."""
         decoder = self._decoder
-        plan, copies = self._span.quantized_copy(0, gate, weights)
+        plan, copies = self._span.quantized_copy(0, exit_layer, weights)
         head_weights: Weights = "bf16" if weights == "bf16" else "int8"  # with four bits a head guesses other tokens
         head = quantized_copy(decoder.lm_head, head_weights)
         call = CChain(
@@ -301,14 +301,14 @@ class NativeChain:
             rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),
             embedding=decoder.embedding.data_ptr() if decoder.embedding_rows is None else None,
             final_norm=norm_of(decoder.final_norm),
-            gate=gate,
+            gate=exit_layer,
             num_ropes=len(self._span.rotating),
             embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
         )
         kept: list[object] = [copies, head]
         feedback = None
         if draft_rows is not None:
-            terms, tensors = self._span.terms((draft_rows.deltas,), 0, gate)
+            terms, tensors = self._span.terms((draft_rows.deltas,), 0, exit_layer)
             reads = [(read, *_matrices(read, weights)) for read in draft_rows.reads]
             kept += [tensors, reads]
             if draft_rows.feedback is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +45,14 @@ _FEWEST = 20
 class ConfidenceConfig:
     """Where a token may exit, and which measure of confidence decides."""
 
-    gates: tuple[int, ...] = (6, 12, 18)
+    RENAMED: ClassVar[Mapping[str, str]] = {"gates": "exit_layers"}
+    exit_layers: tuple[int, ...] = (6, 12, 18)
     """Exit layers in ascending order: number of layers below each."""
     measure: Measure = "softmax"
 
     def __post_init__(self) -> None:
-        if not self.gates or self.gates[0] < 1 or list(self.gates) != sorted(set(self.gates)):
-            raise ConfigError(f"gates must rise from 1, found {list(self.gates)}")
+        if not self.exit_layers or self.exit_layers[0] < 1 or list(self.exit_layers) != sorted(set(self.exit_layers)):
+            raise ConfigError(f"exit_layers must rise from 1, found {list(self.exit_layers)}")
         if self.measure not in ("softmax", "cosine", "learned", "probability"):
             raise ConfigError(f"measure must be softmax, cosine, learned or probability, found {self.measure!r}")
 
@@ -69,9 +70,10 @@ class ConfidenceThresholds:
 class ConfidencePlan:
     """How to decode, saved next to the weights."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"max_late": "max_pending"}
     qualities: tuple[ConfidenceThresholds, ...]
     missing: Missing = "propagate"
-    max_late: int = 8
+    max_pending: int = 8
     """With ``deferred``: largest number of tokens of a sequence whose upper layers are pending."""
 
     def at(self, quality: float | None) -> ConfidenceThresholds:
@@ -93,8 +95,10 @@ class Confidence(Trained):
             ConfigError: an exit layer is not inside the model.
         """
         super().__init__()
-        if config.gates[-1] >= model.num_layers:
-            raise ConfigError(f"gates {list(config.gates)} must lie below the top of a model of {model.num_layers}")
+        if config.exit_layers[-1] >= model.num_layers:
+            raise ConfigError(
+                f"exit_layers {list(config.exit_layers)} must lie below the top of a model of {model.num_layers}"
+            )
         self.config = config
         self.classifier = nn.Linear(model.width, 1) if config.measure == "learned" else None
 
@@ -132,15 +136,16 @@ class ConfidentExit:
         Raises:
             ConfigError: there are thresholds for another number of exit layers.
         """
-        if len(thresholds) != len(confidence.config.gates):
-            raise ConfigError(f"{len(thresholds)} thresholds for {len(confidence.config.gates)} gates")
-        self.gates = confidence.config.gates
+        if len(thresholds) != len(confidence.config.exit_layers):
+            raise ConfigError(f"{len(thresholds)} thresholds for {len(confidence.config.exit_layers)} exit layers")
+        self.exit_layers = confidence.config.exit_layers
         self.confidence = confidence
         self.thresholds = tuple(thresholds)
 
-    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
+    def forward(self, model: Decoder, index: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """Run rows to an exit layer; where its threshold is None no confidence is computed."""
-        start, stop, threshold = self.gates[gate - 1] if gate else 0, self.gates[gate], self.thresholds[gate]
+        start, stop = self.exit_layers[index - 1] if index else 0, self.exit_layers[index]
+        threshold = self.thresholds[index]
         if threshold is None or len(asking) == 0:
             h = model.run(h, step, start, stop)
             return EarlyExit(h, torch.zeros(len(asking), dtype=torch.bool, device=h.device), h[asking])
@@ -149,9 +154,9 @@ class ConfidentExit:
             h = model.run(h, step, start, stop - 1)
             before, start = h[asking], stop - 1
         h = model.run(h, step, start, stop)
-        says = h[asking]
-        score = self.confidence.score(model, says, before, row_count=step.row_count)
-        return EarlyExit(h, score > threshold, says)
+        exit_hidden = h[asking]
+        score = self.confidence.score(model, exit_hidden, before, row_count=step.row_count)
+        return EarlyExit(h, score > threshold, exit_hidden)
 
 
 class ConfidentDepth(NoDrafts):
@@ -168,7 +173,7 @@ class ConfidentDepth(NoDrafts):
         chosen = plan.at(quality)
         self.quality = chosen.quality
         policy = ConfidentExit(weights, chosen.thresholds)
-        self.traversal: Traversal = Depth(policy, missing=plan.missing, max_late=plan.max_late)
+        self.traversal: Traversal = Depth(policy, missing=plan.missing, max_pending=plan.max_pending)
 
 
 @dataclass(frozen=True)
@@ -185,22 +190,22 @@ class ConfidenceScores:
 def confidence_scores(model: Decoder, confidence: Confidence, batches: Sequence[TokenBatch]) -> ConfidenceScores:
     """Return confidence and agreement at answer positions, computed after all layers below each exit."""
     scores, agrees = [], []
-    gates = confidence.config.gates
+    exit_layers = confidence.config.exit_layers
     for batch in batches:
         rows = batch.predicting
-        frozen = FrozenPass.of(model, batch.tokens, {*gates, *(gate - 1 for gate in gates)})
+        frozen = FrozenPass.of(model, batch.tokens, {*exit_layers, *(layer - 1 for layer in exit_layers)})
         truth = model.greedy(frozen.final[rows])
         at = {depth: h[rows] for depth, h in frozen.residuals.items()}
-        scores.append(torch.stack([confidence.score(model, at[gate], at[gate - 1]) for gate in gates], 1))
-        agrees.append(torch.stack([model.greedy(at[gate]) == truth for gate in gates], 1))
+        scores.append(torch.stack([confidence.score(model, at[layer], at[layer - 1]) for layer in exit_layers], 1))
+        agrees.append(torch.stack([model.greedy(at[layer]) == truth for layer in exit_layers], 1))
     return ConfidenceScores(torch.cat(scores), torch.cat(agrees))
 
 
-def calibrated(told: ConfidenceScores, quality: float) -> ConfidenceThresholds:
+def calibrated(measured: ConfidenceScores, quality: float) -> ConfidenceThresholds:
     """Return, exit by exit, the lowest threshold above which a share ``quality`` of the exiting tokens agree."""
-    left = torch.ones(len(told.scores), dtype=torch.bool, device=told.scores.device)
+    left = torch.ones(len(measured.scores), dtype=torch.bool, device=measured.scores.device)
     thresholds: list[float | None] = []
-    for scores, agrees in zip(told.scores.T, told.agrees.T, strict=True):
+    for scores, agrees in zip(measured.scores.T, measured.agrees.T, strict=True):
         order = scores[left].argsort(descending=True)
         right = agrees[left][order].float().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
         enough = (right >= quality).nonzero()[:, 0]
@@ -227,13 +232,13 @@ class ConfidenceObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the binary cross-entropy of each exit layer, divided by their number."""
-        gates, rows = self.confidence.config.gates, batch.predicting
-        frozen = FrozenPass.of(model, batch.tokens, gates)
+        exit_layers, rows = self.confidence.config.exit_layers, batch.predicting
+        frozen = FrozenPass.of(model, batch.tokens, exit_layers)
         with torch.no_grad():
             truth = model.greedy(frozen.final[rows])
-        for gate in gates:
-            h = frozen.residuals[gate][rows]
+        for layer in exit_layers:
+            h = frozen.residuals[layer][rows]
             with torch.no_grad():
                 label = (model.greedy(h) == truth).float()
             loss = F.binary_cross_entropy_with_logits(self.confidence.logit(model, h), label)
-            yield loss / len(gates), {f"gate {gate}": float(label.mean())}
+            yield loss / len(exit_layers), {f"exit {layer}": float(label.mean())}

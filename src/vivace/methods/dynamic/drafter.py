@@ -8,7 +8,9 @@ with the whole model, are always reported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,11 +40,12 @@ class DynamicConfig:
 class DynamicPlan:
     """How to decode with the weights, saved next to them."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"max_late": "max_pending"}
     qualities: tuple[QualityPlan, ...]
     """Thresholds by stated agreement, calibrated on held-back text."""
     missing: Missing = "deferred"
     """What replaces the keys and values above an exit: ``deferred``, ``propagate`` or ``mask``."""
-    max_late: int = 8
+    max_pending: int = 8
     """Largest number of tokens of a sequence whose upper layers are pending."""
 
     def at(self, quality: float | None) -> QualityPlan:
@@ -85,22 +88,22 @@ class AcceleratedExit:
         self.router = weights.router
         self._open = [(gate, at) for gate, at in enumerate(plan.thresholds) if at is not None]
         """Index and threshold of each exit layer that has one; at the others no row exits."""
-        self.gates = tuple(config.gates.layers[gate] for gate, _ in self._open)
+        self.exit_layers = tuple(config.gates.layers[gate] for gate, _ in self._open)
         self._depths = [config.router.depths(config.gates, gate) for gate, _ in self._open]
 
-    def forward(self, model: Decoder, gate: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
+    def forward(self, model: Decoder, index: int, h: Tensor, step: Step, asking: Tensor) -> EarlyExit:
         """Run the model's rows to the exit layer, in its own interval with accelerated rows beside the asking ones."""
-        number, threshold = self._open[gate]
-        low = self.gates[gate - 1] if gate else 0
+        number, threshold = self._open[index]
+        low = self.exit_layers[index - 1] if index else 0
         start, stop = self.accelerator.config.interval(number)
         if len(asking) == 0:
             h = model.run(h, step, low, stop)
             return EarlyExit(h, torch.zeros(0, dtype=torch.bool, device=h.device), h[asking])
         h = h if low == start else model.run(h, step, low, start)
-        h, trail = self.accelerator.forward(model, number, h, step, asking, self._depths[gate])
-        says = self.accelerator.at_gate(number, trail[:, -1])
-        score = self.router.score(number, trail, lambda: model.head(says, row_count=step.row_count))
-        return EarlyExit(h, score > threshold, says, stop - start)
+        h, trail = self.accelerator.forward(model, number, h, step, asking, self._depths[index])
+        exit_hidden = self.accelerator.at_gate(number, trail[:, -1])
+        score = self.router.score(number, trail, lambda: model.head(exit_hidden, row_count=step.row_count))
+        return EarlyExit(h, score > threshold, exit_hidden, stop - start)
 
 
 class DynamicDepth(NoDrafts):
@@ -123,4 +126,4 @@ class DynamicDepth(NoDrafts):
         self.quality = chosen.quality
         self.weights = weights
         self.policy = AcceleratedExit(weights, chosen)
-        self.traversal: Traversal = Depth(self.policy, missing=plan.missing, max_late=plan.max_late)
+        self.traversal: Traversal = Depth(self.policy, missing=plan.missing, max_pending=plan.max_pending)

@@ -99,7 +99,7 @@ class Trails:
 
     states: tuple[Tensor, ...]
     """By gate: (n, depths, E) accelerated residuals."""
-    says: tuple[Tensor, ...]
+    exit_hidden: tuple[Tensor, ...]
     """By gate: (n, E) what the head reads there."""
     agrees: Tensor
     """(n, J) bool: whether the gate's likeliest token is the whole model's."""
@@ -111,15 +111,15 @@ class Trails:
 
     def take(self, rows: Tensor) -> Trails:
         """Return some of the positions."""
-        return Trails(tuple(s[rows] for s in self.states), tuple(p[rows] for p in self.says), self.agrees[rows])
+        return Trails(tuple(s[rows] for s in self.states), tuple(p[rows] for p in self.exit_hidden), self.agrees[rows])
 
     @staticmethod
     def join(parts: Sequence[Trails]) -> Trails:
         """Return the positions of several batches as one."""
         states = zip(*(part.states for part in parts), strict=True)
-        says = zip(*(part.says for part in parts), strict=True)
+        exit_hidden = zip(*(part.exit_hidden for part in parts), strict=True)
         agrees = torch.cat([part.agrees for part in parts])
-        return Trails(tuple(map(_joined, states)), tuple(map(_joined, says)), agrees)
+        return Trails(tuple(map(_joined, states)), tuple(map(_joined, exit_hidden)), agrees)
 
 
 @torch.no_grad()
@@ -135,14 +135,14 @@ def trails_of(model: Decoder, accelerator: GatedAccelerator, config: RouterConfi
     gates, rows = accelerator.config, batch.predicting
     slow = slow_pass(model, accelerator, batch.tokens)
     truth = model.greedy(slow.final[rows])
-    states, says = [], []
+    states, exit_hidden = [], []
     for gate in range(len(gates.gates)):
         start = slow.residuals[gates.interval(gate)[0]]
         trail = accelerator.accelerate(model, gate, start, slow.step, config.depths(gates, gate))
         states.append(trail[rows])
-        says.append(accelerator.at_gate(gate, trail[rows, -1]))
-    agrees = torch.stack([model.greedy(p) == truth for p in says], 1)
-    return Trails(tuple(states), tuple(says), agrees)
+        exit_hidden.append(accelerator.at_gate(gate, trail[rows, -1]))
+    agrees = torch.stack([model.greedy(p) == truth for p in exit_hidden], 1)
+    return Trails(tuple(states), tuple(exit_hidden), agrees)
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ class RouterTraining:
             )
 
 
-def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterTraining, *, seed: int = 0) -> None:
+def fit_router(model: Decoder, router: Router, trails: Trails, training: RouterTraining, *, seed: int = 0) -> None:
     """Train a router in place to predict when its gates are right; a router without weights is left alone.
 
     Args:
         model: the frozen decoder.
         router: of the gates that made the trails.
         trails: of rows on which the gates were not trained.
-        lesson: how long and how fast to train.
+        training: how long and how fast to train.
         seed: seed of the order of the positions.
     """
     weights = list(router.parameters())
@@ -180,14 +180,14 @@ def fit_router(model: Decoder, router: Router, trails: Trails, lesson: RouterTra
     def loss(rows: Tensor) -> Tensor:
         return router_loss(model, router, trails.take(rows))
 
-    how = RowsConfig(epochs=lesson.epochs, batch_rows=lesson.positions, rate=lesson.rate, falls=True, seed=seed)
+    how = RowsConfig(epochs=training.epochs, batch_rows=training.positions, rate=training.rate, falls=True, seed=seed)
     fit_rows(weights, loss, trails.num_positions, how)
 
 
 def router_loss(model: Decoder, router: Router, trails: Trails) -> Tensor:
     """Mean binary cross-entropy over gates; the rarer answer counts up to ``MAX_WEIGHT`` times."""
     losses = []
-    for gate, (states, p) in enumerate(zip(trails.states, trails.says, strict=True)):
+    for gate, (states, p) in enumerate(zip(trails.states, trails.exit_hidden, strict=True)):
         labels = trails.agrees[:, gate].float()
         share = labels.mean().clamp(1e-6, 1 - 1e-6)
         weight = (1 / share - 1).clamp(1 / MAX_WEIGHT, MAX_WEIGHT)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatesConfig
 
-Say = Callable[[], Tensor]
+ExitLogits = Callable[[], Tensor]
 """Returns the gate's logits (n, V), which are computed only when a router asks for them."""
 
 RouterKind = Literal["arla", "linear", "mlp", "gap", "cosine"]
@@ -61,19 +61,19 @@ class RouterConfig:
 class Router(nn.Module):
     """Scores trails: the higher the score, the more likely the gate is right."""
 
-    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def forward(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return the score (n,) float32, before the sigmoid for routers that are trained with one.
 
         Args:
             gate: index of the gate, from 0.
             trail: (n, depths, E) accelerated residuals, the last one at the gate.
-            say: returns the gate's logits.
+            exit_logits: returns the gate's logits.
         """
         raise NotImplementedError
 
-    def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def score(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return how confident the router is, (n,) float32: a probability for routers that are trained."""
-        score: Tensor = self(gate, trail, say)
+        score: Tensor = self(gate, trail, exit_logits)
         return score.sigmoid()
 
 
@@ -95,7 +95,7 @@ class ArlaRouter(Router):
         self.read = nn.ParameterList(_noise(2 * latent, fan_in=2 * latent) for _ in depths)
         self.bias = nn.Parameter(torch.zeros(len(depths)))
 
-    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def forward(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return logits, (n, depths, E) -> (n,)."""
         latent = torch.einsum("nde,del->ndl", rms(trail), self.down[gate]) + self.depth[gate]
         queries, keys, values = (latent @ self.mix[gate]).chunk(3, -1)
@@ -117,7 +117,7 @@ class LastStateRouter(Router):
         self.read = nn.Parameter(torch.zeros(num_gates, inner) if hidden is None else _draw(num_gates, inner))
         self.bias = nn.Parameter(torch.zeros(num_gates))
 
-    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def forward(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return logits, (n, depths, E) -> (n,)."""
         x = rms(trail[:, -1])
         if self.inner_bias is not None:
@@ -129,26 +129,26 @@ class LastStateRouter(Router):
 class SoftmaxGap(Router):
     """The largest probability minus the second; it runs the head at every gate."""
 
-    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def forward(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return gaps, (n, depths, E) -> (n,)."""
-        first, second = torch.softmax(say().float(), -1).topk(2).values.unbind(-1)
+        first, second = torch.softmax(exit_logits().float(), -1).topk(2).values.unbind(-1)
         return first - second
 
-    def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def score(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return the gap itself."""
-        return self.forward(gate, trail, say)
+        return self.forward(gate, trail, exit_logits)
 
 
 class Saturation(Router):
     """The cosine of the last two states: near one where the residual no longer changes its direction."""
 
-    def forward(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def forward(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return cosines, (n, depths, E) -> (n,)."""
         return F.cosine_similarity(trail[:, -1].float(), trail[:, -2].float(), dim=-1)
 
-    def score(self, gate: int, trail: Tensor, say: Say) -> Tensor:
+    def score(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
         """Return the cosine itself."""
-        return self.forward(gate, trail, say)
+        return self.forward(gate, trail, exit_logits)
 
 
 def make_router(config: RouterConfig, gates: GatesConfig, width: int) -> Router:

@@ -51,7 +51,7 @@ class Scores:
 @torch.no_grad()
 def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
     """Return a router's scores of all positions of some trails."""
-    pairs = enumerate(zip(trails.states, trails.says, strict=True))
+    pairs = enumerate(zip(trails.states, trails.exit_hidden, strict=True))
     judged = [router.score(gate, states, partial(model.head, p)) for gate, (states, p) in pairs]
     return Scores(torch.stack(judged, 1).float(), trails.agrees)
 

@@ -14,7 +14,9 @@ feed-forward instead of its output, so that it is data (``LowRankDeltas``) and o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +35,17 @@ from vivace.errors import ConfigError
 class ExitConfig:
     """The exit layer, and the adaptation module there."""
 
-    gate: int = 6
+    RENAMED: ClassVar[Mapping[str, str]] = {"gate": "exit_layer"}
+    exit_layer: int = 6
     """Number of layers below the exit."""
     bottleneck: int = 0
     """Width of the adaptation module; 0 has none (LayerSkip)."""
 
     def __post_init__(self) -> None:
-        if self.gate < 1 or self.bottleneck < 0:
-            raise ConfigError(f"gate must be >= 1 and bottleneck >= 0, found {self.gate} and {self.bottleneck}")
+        if self.exit_layer < 1 or self.bottleneck < 0:
+            raise ConfigError(
+                f"exit_layer must be >= 1 and bottleneck >= 0, found {self.exit_layer} and {self.bottleneck}"
+            )
 
 
 class Exit(Trained):
@@ -53,8 +58,10 @@ class Exit(Trained):
             ConfigError: the exit layer is not inside the model.
         """
         super().__init__()
-        if config.gate >= model.num_layers:
-            raise ConfigError(f"gate {config.gate} must lie below the top of a model of {model.num_layers} layers")
+        if config.exit_layer >= model.num_layers:
+            raise ConfigError(
+                f"exit_layer {config.exit_layer} must lie below the top of a model of {model.num_layers} layers"
+            )
         self.config = config
         self.down = self.up = self.scale = None
         if config.bottleneck:
@@ -64,12 +71,12 @@ class Exit(Trained):
 
     def deltas(self, which: Tensor) -> LowRankDeltas:
         """Return the module as data for a call; ``which`` (T,) is 0 on guessing rows and -1 elsewhere."""
-        site: Site = (self.config.gate - 1, "mlp")
+        site: Site = (self.config.exit_layer - 1, "mlp")
         if self.down is None or self.up is None:
             return LowRankDeltas(which, {}, {})
         return LowRankDeltas(which, {site: self.down}, {site: self.up})
 
-    def at_gate(self, p: Tensor) -> Tensor:
+    def at_exit(self, p: Tensor) -> Tensor:
         """Return what the shared head reads, (n, E)."""
         return p if self.scale is None else p * self.scale
 
@@ -81,11 +88,11 @@ class ExitGuess:
 
     def __init__(self, model: Decoder, exit_: Exit) -> None:
         self.exit = exit_
-        self.gate = exit_.config.gate
+        self.exit_layer = exit_.config.exit_layer
         bare = torch.ones(model.config.width, dtype=model.dtype, device=model.device)
         scale = bare if exit_.scale is None else exit_.scale
-        self.companion: DraftRows | None = DraftRows(
-            self.gate, exit_.deltas(torch.zeros(1, dtype=torch.int64, device=model.device)), True, scale
+        self.draft_rows: DraftRows | None = DraftRows(
+            self.exit_layer, exit_.deltas(torch.zeros(1, dtype=torch.int64, device=model.device)), True, scale
         )
 
     def offsets(self, final: Tensor) -> Tensor | None:
@@ -97,14 +104,14 @@ class ExitGuess:
     ) -> tuple[Tensor, Tensor]:
         """Run rows to the exit layer; return their residuals, and what the head reads for the guessing ones."""
         if self.exit.down is None or len(guessing) == 0:
-            h = model.run(h, step, 0, self.gate)
+            h = model.run(h, step, 0, self.exit_layer)
             return h, h[guessing]
-        h = model.run(h, step, 0, self.gate - 1)
+        h = model.run(h, step, 0, self.exit_layer - 1)
         which = torch.full((step.num_rows + len(guessing),), -1, dtype=torch.int64, device=step.device)
         which[step.num_rows :] = 0
         both = step.readers(guessing, self.exit.deltas(which))
-        h = model.run(torch.cat((h, h[guessing])), both, self.gate - 1, self.gate)
-        return h[: step.num_rows], self.exit.at_gate(h[step.num_rows :])
+        h = model.run(torch.cat((h, h[guessing])), both, self.exit_layer - 1, self.exit_layer)
+        return h[: step.num_rows], self.exit.at_exit(h[step.num_rows :])
 
 
 def exit_drafter(model: Decoder, exit_: Exit, plan: DraftPlan) -> ShallowDrafter:

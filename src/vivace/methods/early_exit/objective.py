@@ -30,9 +30,9 @@ class ExitObjective(DecoderObjective):
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the loss of the exit's distribution against the whole model's."""
-        gate = self.exit.config.gate
-        frozen = FrozenPass.of(model, batch.tokens, (gate - 1,))
+        exit_layer = self.exit.config.exit_layer
+        frozen = FrozenPass.of(model, batch.tokens, (exit_layer - 1,))
         deltas = self.exit.deltas(torch.zeros_like(frozen.step.slot))
         reading = replace(frozen.step, num_write=0, num_feed=frozen.step.num_rows, deltas=(deltas,))
-        top = self.exit.at_gate(model.run(frozen.residuals[gate - 1], reading, gate - 1, gate))
+        top = self.exit.at_exit(model.run(frozen.residuals[exit_layer - 1], reading, exit_layer - 1, exit_layer))
         yield from guess_losses(self.loss, model, model, frozen, batch, top)

@@ -29,7 +29,13 @@ class ModObjective(NextToken):
     """``NextToken`` for a model whose routers let only some rows of an answer pass."""
 
     def __init__(
-        self, model: Decoder, config: ModConfig, *, anneal_steps: int = 100, telling: float = 0.1, rows: int = 1024
+        self,
+        model: Decoder,
+        config: ModConfig,
+        *,
+        anneal_steps: int = 100,
+        router_weight: float = 0.1,
+        rows: int = 1024,
     ) -> None:
         """Create the objective and its routers.
 
@@ -37,7 +43,7 @@ class ModObjective(NextToken):
             model: the model, which is trained beside its routers.
             config: which layers have a router.
             anneal_steps: number of steps until the share of tokens has fallen to ``config.capacity``.
-            telling: weight of the loss by which routers learn to predict which tokens are among the largest.
+            router_weight: weight of the loss by which routers learn to predict which tokens are among the largest.
             rows: number of positions whose logits are in memory at once.
 
         Raises:
@@ -45,11 +51,11 @@ class ModObjective(NextToken):
         """
         super().__init__(model, rows=rows)
         self.anneal_steps = anneal_steps
-        self.telling = telling
+        self.router_weight = router_weight
         self.routers = DepthRouters(config, model.config)
         self.step = 0
         self._answers = torch.zeros(0, 0, dtype=torch.bool)
-        self._told: list[Tensor] = []
+        self._router_losses: list[Tensor] = []
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return the parameter groups of the decoder, and the routers with ten times its learning rate."""
@@ -71,8 +77,9 @@ class ModObjective(NextToken):
             if seen:
                 yield loss, seen
             else:
-                told = torch.stack(self._told).mean()
-                yield loss + self.telling * told, {"telling": float(told.detach()), "capacity": self.capacity}
+                router_loss = torch.stack(self._router_losses).mean()
+                seen = {"router_loss": float(router_loss.detach()), "capacity": self.capacity}
+                yield loss + self.router_weight * router_loss, seen
 
     def updated(self) -> None:
         """Count the step, which lowers the share of rows that pass."""
@@ -87,14 +94,14 @@ class ModObjective(NextToken):
         self.step = int(state["step"])
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
-        self._told, below = [], 0
+        self._router_losses, below = [], 0
         answers = self._answers.reshape(-1)
         for place, layer in enumerate(self.routers.layers):
             h = model.run(h, step, below, layer)
             r = self.routers.logit(place, h)
             passes = largest(r.detach(), self._answers, self.capacity)
             cut = self.routers.logit(place, h.detach())[answers]
-            self._told.append(F.binary_cross_entropy_with_logits(cut, passes[answers].float()))
+            self._router_losses.append(F.binary_cross_entropy_with_logits(cut, passes[answers].float()))
             h = routed(model, layer, h, step, passes, r, answers)
             below = layer + 1
         return model.run(h, step, below)
@@ -144,13 +151,13 @@ def thresholds_on(model: Decoder, routers: DepthRouters, batches: Sequence[Token
     found, below = list[float](), 0
     for place, layer in enumerate(routers.layers):
         rows = [model.run(h, step, below, layer) for h, step in zip(rows, steps, strict=True)]
-        told = [routers.logit(place, h) for h in rows]
-        known = torch.cat([r[own] for r, own in zip(told, answers, strict=True)]).sort().values
+        logits = [routers.logit(place, h) for h in rows]
+        known = torch.cat([r[own] for r, own in zip(logits, answers, strict=True)]).sort().values
         last = round((1 - routers.config.capacity) * len(known)) - 1
         found.append(float(known[last]) if last >= 0 else float(known[0]) - 1.0)
         rows = [
             routed(model, layer, h, step, (r > found[-1]) | ~own, r, own)
-            for h, step, r, own in zip(rows, steps, told, answers, strict=True)
+            for h, step, r, own in zip(rows, steps, logits, answers, strict=True)
         ]
         below = layer + 1
     return ModPlan(tuple(found))

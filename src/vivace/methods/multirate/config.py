@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vivace.errors import ConfigError
 
@@ -12,7 +13,8 @@ from vivace.errors import ConfigError
 class MultirateConfig:
     """The exit layer and the adapters below it."""
 
-    gate: int = 3
+    RENAMED: ClassVar[Mapping[str, str]] = {"gate": "exit_layer"}
+    exit_layer: int = 3
     """Number of layers that the accelerated residual passes; it should then be where the slow one is
     after all of them."""
     mode: Literal["delta", "lite"] = "delta"
@@ -30,22 +32,22 @@ class MultirateConfig:
     ours: it lets a shallow stream copy from the prompt."""
 
     def __post_init__(self) -> None:
-        if self.gate < 1:
-            raise ConfigError(f"gate must be at least 1, found {self.gate}")
+        if self.exit_layer < 1:
+            raise ConfigError(f"exit_layer must be at least 1, found {self.exit_layer}")
         if self.mode not in ("delta", "lite"):
             raise ConfigError(f"mode must be delta or lite, found {self.mode!r}")
         if self.rank < 0 or self.bottleneck < 1:
             raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
 
-        if len(self.reach) > self.gate or min(self.reach, default=0) < 0:
+        if len(self.reach) > self.exit_layer or min(self.reach, default=0) < 0:
             raise ConfigError(
-                f"reach names at most one layer of the model for each of the {self.gate} layers below the gate, found "
-                f"{list(self.reach)}"
+                f"reach names at most one layer of the model for each of the {self.exit_layer} layers below the exit "
+                f"layer, found {list(self.reach)}"
             )
 
     def check_fits(self, num_layers: int) -> None:
         """Raise an error for an exit layer, or a deep layer to read, that is not inside the model."""
-        if self.gate >= num_layers:
-            raise ConfigError(f"gate {self.gate} must lie below the top of a model of {num_layers} layers")
+        if self.exit_layer >= num_layers:
+            raise ConfigError(f"exit_layer {self.exit_layer} must lie below the top of a model of {num_layers} layers")
         if max(self.reach, default=0) >= num_layers:
             raise ConfigError(f"reach {list(self.reach)} names a layer beyond the model's {num_layers}")

@@ -18,9 +18,9 @@ class AcceleratedGuess:
     def __init__(self, model: Decoder, accelerator: Accelerator) -> None:
         self.model = model
         self.accelerator = accelerator
-        self.gate = accelerator.config.gate
+        self.exit_layer = accelerator.config.exit_layer
         accelerator.run_on(model)
-        self.companion: DraftRows | None = accelerator.companion()
+        self.draft_rows: DraftRows | None = accelerator.draft_rows()
 
     def offsets(self, final: Tensor) -> Tensor | None:
         """Return the feedback (n, lags, E) from final residuals (n, E) of verified positions; None for weights without

@@ -80,7 +80,7 @@ class MultirateObjective(DecoderObjective):
         for reach, start, stop in accelerator.stretches():
             p = p if reach is None else reach.over_text(p, model, step, last)
             p = model.run(p, reading, start, stop)
-        return accelerator.at_gate(p)
+        return accelerator.at_exit(p)
 
     def _last_verified(self, tokens: Tensor) -> Tensor:
         """Return a position 1..max_lag tokens before each, drawn at random, -1 before the text, (B, T)."""

@@ -106,7 +106,7 @@ class Reach(nn.Module):
 
 
 @torch.no_grad()
-def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, count: int) -> tuple[int, ...]:
+def copying_layers(model: Decoder, batches: Iterable[TokenBatch], exit_layer: int, count: int) -> tuple[int, ...]:
     """Return the layers above the exit layer whose heads attend most to what followed the same token before.
 
     Copying shows in attention weights (induction heads, Olsson et al. 2022, arXiv:2209.11895): at a token that occurred
@@ -116,7 +116,7 @@ def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, cou
         model: the frozen decoder.
         batches: texts. Only positions that predict are counted, and of those the ones whose next token did follow the
             same token before.
-        gate: layers below it are not considered.
+        exit_layer: layers below it are not considered.
         count: number of layers to return; fewer where the model has fewer.
 
     Returns:
@@ -139,8 +139,8 @@ def copying_layers(model: Decoder, batches: Iterable[TokenBatch], gate: int, cou
             q = layer.project(h, step)
             weight[index] += (_weights(q, layer, step) * following[:, None]).sum()
             h = layer.feed(layer.output(h, layer.read(q, step), step), step)
-    weight[:gate] = -1
-    chosen = weight.topk(min(count, len(weight) - gate)).indices
+    weight[:exit_layer] = -1
+    chosen = weight.topk(min(count, len(weight) - exit_layer)).indices
     return tuple(sorted(chosen.tolist()))
 
 

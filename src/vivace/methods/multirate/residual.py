@@ -41,7 +41,7 @@ class Accelerator(LowRank):
         """
         config.check_fits(model.num_layers)
         ranks = {"q": config.rank, "o": config.rank, "mlp": config.bottleneck}
-        super().__init__(site_shapes(model, range(config.gate), ranks))
+        super().__init__(site_shapes(model, range(config.exit_layer), ranks))
         self.config = config
         self.scale = nn.Parameter(torch.ones(model.width))
         """(E,) factor before the shared head."""
@@ -85,11 +85,11 @@ class Accelerator(LowRank):
             return offsets.view(len(final), -1, final.shape[1])
         return None
 
-    def companion(self) -> DraftRows:
+    def draft_rows(self) -> DraftRows:
         """Return the accelerated rows as data for native code."""
         deltas = self.deltas(torch.zeros(1, dtype=torch.int64, device=self.device))
         reads = tuple(reach.data() for reach in self.reaches())
-        return DraftRows(self.config.gate, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
+        return DraftRows(self.config.exit_layer, deltas, self.config.mode == "delta", self.scale, reads, self.feedback)
 
     def reaches(self) -> Iterator[Reach]:
         """Yield the deep layers that are read, lowest first."""
@@ -101,11 +101,11 @@ class Accelerator(LowRank):
         """Yield the way to the exit layer: a deep layer to read (or None), then layers start..stop-1 to run."""
         for layer, reach in enumerate(self.reaches()):
             is_last = layer + 1 == len(self.reach)
-            yield reach, layer, self.config.gate if is_last else layer + 1
+            yield reach, layer, self.config.exit_layer if is_last else layer + 1
         if len(self.reach) == 0:
-            yield None, 0, self.config.gate
+            yield None, 0, self.config.exit_layer
 
-    def at_gate(self, p: Tensor) -> Tensor:
+    def at_exit(self, p: Tensor) -> Tensor:
         """Return what the shared head reads, (n, E)."""
         return p * self.scale
 
@@ -129,7 +129,7 @@ def dual_forward(
     config = accelerator.config
     count = len(leading)
     if count == 0:
-        return model.run(h, step, 0, config.gate), h[:0]
+        return model.run(h, step, 0, config.exit_layer), h[:0]
     which = torch.full((step.num_rows + count,), -1, dtype=torch.int64, device=step.device)
     which[step.num_rows :] = 0
     both = step.readers(leading, accelerator.deltas(which), fed=config.mode == "delta")
@@ -140,4 +140,4 @@ def dual_forward(
             p = reach.over_cache(p, model, *far)
         rows = model.run(torch.cat((slow, p)), both, start, stop)
         slow, p = rows[: step.num_rows], rows[step.num_rows :]
-    return slow, accelerator.at_gate(p)
+    return slow, accelerator.at_exit(p)

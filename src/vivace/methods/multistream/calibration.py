@@ -30,9 +30,9 @@ def kept_edges(model: Decoder, streams: Streams, batch: TokenBatch) -> Tensor:
     """
     if streams.pruner is None:
         raise ConfigError("these streams were trained without a pruner; set adapter.pruner_rank and train again")
-    insertion, rows = streams.config.insertion, batch.predicting
-    frozen = FrozenPass.of(model, batch.tokens, (insertion,))
-    distribution = streams.pruner.distribution(frozen.residuals[insertion][rows], model)
+    insertion_layer, rows = streams.config.insertion_layer, batch.predicting
+    frozen = FrozenPass.of(model, batch.tokens, (insertion_layer,))
+    distribution = streams.pruner.distribution(frozen.residuals[insertion_layer][rows], model)
     return distribution.gather(1, model.greedy(frozen.final[rows])[:, None])[:, 0]
 
 

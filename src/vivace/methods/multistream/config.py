@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
 MAX_ROWS = 48
 """Largest number of draft nodes and streams of one slot in one pass, without the root."""
-ROUGH: tuple[Weights, ...] = ("int8", "q4")
+QUANTIZED: tuple[Weights, ...] = ("int8", "q4")
 """Quantized formats that ``vivace tune`` tries for streams."""
 
 
@@ -20,9 +21,10 @@ ROUGH: tuple[Weights, ...] = ("int8", "q4")
 class MultistreamConfig:
     """The streams, the layer at which they start, and their adapters."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"insertion": "insertion_layer", "marks": "identifier"}
     streams: int = 4
     """gamma: stream j of a row guesses the token 1 + j positions after it."""
-    insertion: int = 12
+    insertion_layer: int = 12
     """Number of layers that only the main stream passes; streams start at the layer with this index."""
     rank: int = 16
     """Rank of the query, key, value and output deltas of stream rows; 0 has none."""
@@ -30,7 +32,7 @@ class MultistreamConfig:
     """Width of a silu bottleneck beside the feed-forward of stream rows; 0 has none. It is ours, not the paper's."""
     pruner_rank: int = 8
     """Rank of the layer that prunes unlikely branches; 0 trains none."""
-    marks: Literal["embedding", "rotation"] = "embedding"
+    identifier: Literal["embedding", "rotation"] = "embedding"
     """How streams differ: by an ``embedding`` of each, added at the start, or by a ``rotation`` of their values."""
     feedback: bool = False
     """Whether streams also start from the kept position's final residual and from the token decided there. This is
@@ -38,12 +40,12 @@ class MultistreamConfig:
     decided."""
 
     def __post_init__(self) -> None:
-        if self.marks not in ("embedding", "rotation"):
-            raise ConfigError(f"marks must be embedding or rotation, found {self.marks!r}")
+        if self.identifier not in ("embedding", "rotation"):
+            raise ConfigError(f"identifier must be embedding or rotation, found {self.identifier!r}")
         if not 1 <= self.streams <= 8:
             raise ConfigError(f"streams must be between 1 and 8, found {self.streams}")
-        if self.insertion < 1:
-            raise ConfigError(f"insertion must be at least 1, found {self.insertion}")
+        if self.insertion_layer < 1:
+            raise ConfigError(f"insertion_layer must be at least 1, found {self.insertion_layer}")
         if min(self.rank, self.bottleneck, self.pruner_rank) < 0:
             raise ConfigError(
                 f"rank, bottleneck and pruner_rank must be >= 0, found {self.rank}, {self.bottleneck} "
@@ -54,17 +56,19 @@ class MultistreamConfig:
         """Return whether training can go on from streams of this config as ``other``: inserted no lower, feedback only
         added.
         """
-        as_other = replace(self, insertion=other.insertion, feedback=other.feedback)
-        return as_other == other and self.insertion >= other.insertion and other.feedback >= self.feedback
+        as_other = replace(self, insertion_layer=other.insertion_layer, feedback=other.feedback)
+        return as_other == other and self.insertion_layer >= other.insertion_layer and other.feedback >= self.feedback
 
     def check_fits(self, num_layers: int) -> None:
         """Raise an error for an insertion layer that is not inside the model."""
-        if self.insertion >= num_layers:
-            raise ConfigError(f"insertion {self.insertion} must lie below the top of a model of {num_layers} layers")
+        if self.insertion_layer >= num_layers:
+            raise ConfigError(
+                f"insertion_layer {self.insertion_layer} must lie below the top of a model of {num_layers} layers"
+            )
 
     def num_paper_parameters(self, width: int) -> int:
         """Return the paper's count of parameters, ``gamma E + 2 r E``: embeddings and pruner, without adapters."""
-        return (self.streams * (self.marks == "embedding") + 2 * self.pruner_rank) * width
+        return (self.streams * (self.identifier == "embedding") + 2 * self.pruner_rank) * width
 
     def num_medusa_parameters(self, width: int, vocab_size: int) -> int:
         """Return the parameters of as many Medusa heads, each with one block and one output: ``gamma (E^2 + E V)``."""
@@ -141,7 +145,7 @@ def plans_to_try(config: MultistreamConfig) -> list[StreamPlan]:
     plans = [StreamPlan(widths, "kept") for widths in shapes]
     if not config.feedback:
         plans += [StreamPlan(widths) for widths in shapes if _fits(widths)]
-    plans += [StreamPlan((1,) * depth, "kept", weights=kind) for depth in deep for kind in ROUGH]
+    plans += [StreamPlan((1,) * depth, "kept", weights=kind) for depth in deep for kind in QUANTIZED]
     if config.pruner_rank:
         plans += [StreamPlan(widths, "kept", sure) for widths in shapes if max(widths) > 1 for sure in (0.01, 0.05)]
     return plans

@@ -47,10 +47,10 @@ class StreamDrafter(OwnsNoCache):
         self.forward.prepare(model)
         self.has_feedback = streams.config.feedback
         is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
-        self.followers = streams.followers(len(plan.widths)) if is_chain else None
+        self.stream_rows = streams.stream_rows(len(plan.widths)) if is_chain else None
         """The streams as data for native code, where it can make whole steps; else None."""
-        if self.followers is not None and model.backend.chain is not None:
-            model.backend.chain.prepare(self.followers, plan.weights)
+        if self.stream_rows is not None and model.backend.chain is not None:
+            model.backend.chain.prepare(self.stream_rows, plan.weights)
         self.budget = StepBudget()
 
     def open(self, cache: KVCache) -> StreamState:
@@ -96,9 +96,9 @@ class StreamState(Forgetful):
         """Draft and verify several steps in one native call, where one greedy sequence has room for them; else return
         None.
         """
-        followers, budget = self.drafter.followers, self.drafter.budget
+        stream_rows, budget = self.drafter.stream_rows, self.drafter.budget
         slot, *others = context.slots
-        if followers is None or others or slot not in self._kept:
+        if stream_rows is None or others or slot not in self._kept:
             return None
         found = deciding(self.model, context)
         drafts = budget.drafts(context, slot, len(self.plan.widths), self.plan.weights)
@@ -108,7 +108,7 @@ class StreamState(Forgetful):
         root, left = ChainRoot(slot, found.pending[slot], limit), (self._kept[slot], self._final.get(slot))
 
         def decide() -> Decided:
-            decided, entering = found.chain.follow(root, followers, left, context.cache, plan, context.ends)
+            decided, entering = found.chain.follow(root, stream_rows, left, context.cache, plan, context.ends)
             hidden, rows = decided.passed.hidden, decided.passed.rows
             # of what entered the insertion layer only the last row is known, and no other is asked for
             passed = StreamPass(hidden, rows, entering=entering.expand(len(rows), -1))

@@ -50,33 +50,33 @@ class StreamForwardPass:
     def __init__(self, streams: Streams, plan: StreamPlan) -> None:
         self.streams = streams
         self.plan = plan
-        self._terms: dict[tuple[int, int], LowRankDeltas] = {}
-        self._rough: Span | None = None
+        self._deltas: dict[tuple[int, int], LowRankDeltas] = {}
+        self._quantized: Span | None = None
         """The upper layers with quantized weights, where the plan asks for them."""
 
     def prepare(self, model: Decoder) -> None:
         """Make quantized copies now, so that the first draft takes no longer than the next."""
         if self.plan.weights != "bf16" and model.backend.span is not None:
-            self._rough = model.backend.span.quantized(
-                self.streams.config.insertion, model.config.num_layers, self.plan.weights
+            self._quantized = model.backend.span.quantized(
+                self.streams.config.insertion_layer, model.config.num_layers, self.plan.weights
             )
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
         """Run one pass for the rows of all slots together."""
-        insertion, count = self.streams.config.insertion, len(self.plan.widths)
+        insertion_layer, count = self.streams.config.insertion_layer, len(self.plan.widths)
         step = Step.of(draft, cache, chunk=chunk)
-        main = model.run(model.embed(draft.tokens, step), step, 0, insertion)
+        main = model.run(model.embed(draft.tokens, step), step, 0, insertion_layer)
         rows = torch.arange(len(draft.tokens), device=draft.device)
         if self.plan.threshold and len(rows) > len(draft.slots):
             rows = torch.tensor(self.surviving(model, draft, main), device=draft.device)
             if len(rows) < len(main):
                 step, main = step.take(rows), main[rows]
         if self.plan.attach == "kept":
-            return StreamPass(model.run(main, step, insertion), rows, entering=main)
+            return StreamPass(model.run(main, step, insertion_layer), rows, entering=main)
         num_main = len(rows)
         start = self.streams.start(main, count).flatten(0, 1)
-        both = step.branched(count, self.terms(num_main, len(start)))
-        top = model.run(torch.cat((main, start)), both, insertion)
+        both = step.branched(count, self.deltas(num_main, len(start)))
+        top = model.run(torch.cat((main, start)), both, insertion_layer)
         return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
 
     def follow(
@@ -99,17 +99,17 @@ class StreamForwardPass:
             first = step.take(torch.arange(0, len(positions), count, device=step.device))
             known = known_at(model, verified.final, model.embed(verified.tokens, first))
         start = self.streams.start(entering, count, known).flatten(0, 1)
-        step = replace(step, deltas=(self.terms(0, len(start)),))
+        step = replace(step, deltas=(self.deltas(0, len(start)),))
         return self._upper(model, start, step).view(len(slots), count, -1)
 
     def _upper(self, model: Decoder, start: Tensor, step: Step) -> Tensor:
         """Run streams without main rows through the layers above the insertion, with the weights that the
         plan names.
         """
-        insertion = self.streams.config.insertion
-        if self._rough is None or not self._rough.covers(step):
-            return model.run(start, step, insertion)
-        return self._rough.run(start, step, insertion, model.config.num_layers)
+        insertion_layer = self.streams.config.insertion_layer
+        if self._quantized is None or not self._quantized.covers(step):
+            return model.run(start, step, insertion_layer)
+        return self._quantized.run(start, step, insertion_layer, model.config.num_layers)
 
     def surviving(self, model: Decoder, draft: Draft, main: Tensor) -> list[int]:
         """Return the rows whose path has only edges with ``Z_parent[token] >= threshold``; roots always survive."""
@@ -123,10 +123,10 @@ class StreamForwardPass:
                 kept.add(row)
         return sorted(kept)
 
-    def terms(self, num_main: int, num_streams: int) -> LowRankDeltas:
+    def deltas(self, num_main: int, num_streams: int) -> LowRankDeltas:
         """Return the adapters of a call; calls of the same shape share one object."""
-        if (num_main, num_streams) not in self._terms:
+        if (num_main, num_streams) not in self._deltas:
             which = torch.full((num_main + num_streams,), -1, device=self.streams.device)
             which[num_main:] = 0
-            self._terms[num_main, num_streams] = self.streams.deltas(which, len(self.plan.widths))
-        return self._terms[num_main, num_streams]
+            self._deltas[num_main, num_streams] = self.streams.deltas(which, len(self.plan.widths))
+        return self._deltas[num_main, num_streams]

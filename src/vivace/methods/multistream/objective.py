@@ -98,9 +98,9 @@ class MultistreamObjective(DecoderObjective):
 
     @torch.no_grad()
     def _main_stream(self, model: Decoder, tokens: Tensor) -> MainStream:
-        insertion = self.streams.config.insertion
-        frozen = FrozenPass.of(model, tokens, (insertion,))
-        entering, final = (h.view(*tokens.shape, -1) for h in (frozen.residuals[insertion], frozen.final))
+        insertion_layer = self.streams.config.insertion_layer
+        frozen = FrozenPass.of(model, tokens, (insertion_layer,))
+        entering, final = (h.view(*tokens.shape, -1) for h in (frozen.residuals[insertion_layer], frozen.final))
         known = known_in_text(model, tokens, frozen.final) if self.streams.config.feedback else None
         return MainStream(entering, final, frozen.step, known)
 
@@ -146,4 +146,4 @@ def run_streams(
     carrying = None if known is None else known[at][places.real]
     h = streams.start(entering[at][places.real], count, carrying).flatten(0, 1)
     call = branch_call(places, count, streams.deltas)
-    return run_branches(model, h, call, step, places, streams.config.insertion)
+    return run_branches(model, h, call, step, places, streams.config.insertion_layer)

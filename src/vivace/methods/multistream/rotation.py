@@ -29,7 +29,7 @@ class ValueRotation(nn.Module):
     values: Tensor
     """(layers, K * D, E)"""
 
-    def __init__(self, insertion: int, streams: int, model: ModelConfig) -> None:
+    def __init__(self, insertion_layer: int, streams: int, model: ModelConfig) -> None:
         """Allocate the copies; ``read`` fills them.
 
         Raises:
@@ -37,17 +37,17 @@ class ValueRotation(nn.Module):
         """
         super().__init__()
         if model.qkv_bias:
-            raise UnsupportedError("values with a bias cannot be rotated; set adapter.marks to embedding")
-        self.insertion = insertion
+            raise UnsupportedError("values with a bias cannot be rotated; set adapter.identifier to embedding")
+        self.insertion_layer = insertion_layer
         self.streams = streams
         self.head_dim = model.head_dim
         width = model.num_kv_heads * model.head_dim
-        self.register_buffer("values", torch.zeros(model.num_layers - insertion, width, model.width))
+        self.register_buffer("values", torch.zeros(model.num_layers - insertion_layer, width, model.width))
 
     @torch.no_grad()
     def read(self, model: Decoder) -> None:
         """Copy the value projections of a model with unquantized weights."""
-        for layer, own in enumerate(self.values, self.insertion):
+        for layer, own in enumerate(self.values, self.insertion_layer):
             found = model.layers[layer]
             assert isinstance(found, Layer), "layers of ours"
             assert isinstance(found.qkv, Linear), "values are read off plain weights"
@@ -75,7 +75,7 @@ class ValueRotation(nn.Module):
         down: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.down.items()}
         up: dict[Site, Tensor] = {site: part.expand(self.streams, -1, -1) for site, part in deltas.up.items()}
         turns = self.turns().to(self.values)
-        for layer, values in enumerate(self.values, self.insertion):
+        for layer, values in enumerate(self.values, self.insertion_layer):
             site = layer, "v"
             own = values.expand(self.streams, -1, -1)
             down[site] = torch.cat((down[site], own.to(down[site].dtype)), 1) if site in down else own

@@ -71,15 +71,17 @@ class SharedStreams(Streams):
         """
         if rank < 1:
             raise ConfigError(f"rank must be at least 1, found {rank}")
-        if config.marks != "embedding":
-            raise ConfigError("in the shared mode streams are told apart by embeddings; set adapter.marks to embedding")
+        if config.identifier != "embedding":
+            raise ConfigError(
+                "in the shared mode streams are told apart by embeddings; set adapter.identifier to embedding"
+            )
         if config.rank or config.bottleneck:
             raise ConfigError(
-                "in the shared mode streams carry the model's own terms; set adapter.rank and adapter.bottleneck to 0, "
-                f"found {config.rank} and {config.bottleneck}"
+                "in the shared mode streams carry the model's own deltas; set adapter.rank and "
+                f"adapter.bottleneck to 0, found {config.rank} and {config.bottleneck}"
             )
         if model.moe is not None:
-            raise UnsupportedError("terms are shared with dense models only; this one is a mixture of experts")
+            raise UnsupportedError("deltas are shared with dense models only; this one is a mixture of experts")
         super().__init__(config, model)
         self.shared = LowRank(site_shapes(model, range(model.num_layers), dict.fromkeys(PROJECTIONS, rank)))
 
@@ -115,7 +117,7 @@ def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
         "up": (fed.up, config.ffn_width if config.gated else 0, config.ffn_width),
         "down": (fed.down, 0, config.width),
     }[name]
-    assert isinstance(module, Linear), "terms are merged into plain weights"
+    assert isinstance(module, Linear), "deltas are merged into plain weights"
     return module.weight.data[first : first + count]
 
 
@@ -129,7 +131,7 @@ class SharedObjective(MultistreamObjective):
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the main stream's loss in parts, the streams' in chunks, the pruner's, then the main pass itself."""
         step, entering, final = self._main(model, batch.tokens)
-        layers = range(self.streams.config.insertion, model.config.num_layers)
+        layers = range(self.streams.config.insertion_layer, model.config.num_layers)
         stored = [step.memory.stored(layer) for layer in layers]
         cut = Cut(*(part for pair in stored for part in pair), entering, final)
         *kept, entering, final = cut.copies
@@ -149,10 +151,10 @@ class SharedObjective(MultistreamObjective):
         """Run the main pass with the deltas on every row; return its step, and (B, T, E) at the insertion layer and at
         the top.
         """
-        step, insertion = Step.dense(*tokens.shape, device=tokens.device), self.streams.config.insertion
+        step, insertion_layer = Step.dense(*tokens.shape, device=tokens.device), self.streams.config.insertion_layer
         step = replace(step, deltas=(self.streams.deltas(torch.zeros_like(step.slot)),))
-        entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion)
-        final = model.run(entering, step, insertion)
+        entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, insertion_layer)
+        final = model.run(entering, step, insertion_layer)
         return step, entering.view(*tokens.shape, -1), final.view(*tokens.shape, -1)
 
     def _next_token(self, model: Decoder, batch: TokenBatch, main: MainStream) -> LossParts:

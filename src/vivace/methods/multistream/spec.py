@@ -29,9 +29,10 @@ def _streams() -> Stored:
 
 
 def _plans(config: ConfigReader, longest: int) -> Sequence[Any]:
+    from vivace.configuration import build
     from vivace.methods.multistream.config import MultistreamConfig, plans_to_try
 
-    return [plan for plan in plans_to_try(MultistreamConfig(**config())) if len(plan.widths) <= longest]
+    return [plan for plan in plans_to_try(build(MultistreamConfig, config())) if len(plan.widths) <= longest]
 
 
 def _widen(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:

@@ -48,14 +48,14 @@ class Streams(LowRank):
             ConfigError: the insertion layer is not inside the model.
         """
         config.check_fits(model.num_layers)
-        turned = config.marks == "rotation"
-        embeddings = torch.randn(0 if turned else config.streams, model.width) * 0.02  # drawn before the factors
+        rotates = config.identifier == "rotation"
+        embeddings = torch.randn(0 if rotates else config.streams, model.width) * 0.02  # drawn before the factors
         ranks = dict.fromkeys(ATTENTION, config.rank) | {"mlp": config.bottleneck}
-        super().__init__(site_shapes(model, range(config.insertion, model.num_layers), ranks))
+        super().__init__(site_shapes(model, range(config.insertion_layer, model.num_layers), ranks))
         self.config = config
         self.embeddings = nn.Parameter(embeddings)
         """P, (streams, E); empty where values are rotated."""
-        self.rotation = ValueRotation(config.insertion, config.streams, model) if turned else None
+        self.rotation = ValueRotation(config.insertion_layer, config.streams, model) if rotates else None
         fed = config.streams if config.feedback else 0
         self.final = nn.Parameter(torch.zeros(fed, model.width, model.width)) if fed else None
         """A, (streams, E, E)."""
@@ -112,13 +112,13 @@ class Streams(LowRank):
         deltas = super().deltas(which)
         return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
 
-    def followers(self, count: int) -> StreamRows | None:
+    def stream_rows(self, count: int) -> StreamRows | None:
         """Return the first ``count`` streams as data for native code; None where values are rotated."""
         if self.rotation is not None:
             return None
         deltas = self.deltas(torch.zeros(count, dtype=torch.int64, device=self.device), count)
         feedback = self._feedback() if self.config.feedback else None
-        return StreamRows(self.config.insertion, deltas, self.embeddings[:count], feedback)
+        return StreamRows(self.config.insertion_layer, deltas, self.embeddings[:count], feedback)
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:

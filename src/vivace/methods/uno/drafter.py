@@ -51,7 +51,7 @@ class UnoConfig:
             raise ConfigError(f"block must be between 2 and 16 and rank at least 1, found {self.block} and {self.rank}")
 
 
-class UnoTerms(LowRank):
+class UnoDeltas(LowRank):
     """Trained weights: the noise and the low-rank deltas, which start at zero; experts get none."""
 
     def __init__(self, config: UnoConfig, model: ModelConfig) -> None:
@@ -71,19 +71,19 @@ class UnoTerms(LowRank):
 class Uno(NoDrafts):
     """Implements ``Drafter``: it keeps no state, since a block is made from the cache alone."""
 
-    def __init__(self, model: Decoder, terms: UnoTerms, plan: TreePlan) -> None:
+    def __init__(self, model: Decoder, weights: UnoDeltas, plan: TreePlan) -> None:
         """Draft for ``model``.
 
         Raises:
             ConfigError: the plan is deeper than the block.
         """
         super().__init__("uno", ForwardPass())
-        if len(plan.widths) > terms.config.block:
-            raise ConfigError(f"draft widths {list(plan.widths)} go deeper than a block of {terms.config.block}")
+        if len(plan.widths) > weights.config.block:
+            raise ConfigError(f"draft widths {list(plan.widths)} go deeper than a block of {weights.config.block}")
         if model.backend.span is None:
-            terms.widen()
+            weights.widen()
         self.model = model
-        self.terms = terms
+        self.weights = weights
         self.plan = plan
         self._deltas: dict[tuple[int, int], LowRankDeltas] = {}
 
@@ -111,21 +111,21 @@ class Uno(NoDrafts):
         rows = grown(given, dict(zip(given.slots, chains, strict=True)))
         first, step = len(given.tokens), Step.of(rows, cache)
         h = self.model.embed(rows.tokens, step)
-        h = torch.cat((h[:first], self.terms.disturbed(h[first:])))
-        top = self.model.run(h, replace(step, deltas=(self._terms_of(first, len(h) - first),)))
+        h = torch.cat((h[:first], self.weights.disturbed(h[first:])))
+        top = self.model.run(h, replace(step, deltas=(self._deltas_of(first, len(h) - first),)))
         guessing, noise = list[int](), first
         for root, count in zip(given.last_rows, counts, strict=True):
             guessing += [root, *range(noise, noise + count - 1)]
             noise += count - 1
         return top[torch.tensor(guessing, device=top.device)]
 
-    def _terms_of(self, num_prompt: int, num_noise: int) -> LowRankDeltas:
+    def _deltas_of(self, num_prompt: int, num_noise: int) -> LowRankDeltas:
         """Return the deltas of a call; calls of the same shape share one object."""
         key = (num_prompt, num_noise)
         if key not in self._deltas:
-            which = torch.zeros(num_prompt + num_noise, dtype=torch.int64, device=self.terms.device)
+            which = torch.zeros(num_prompt + num_noise, dtype=torch.int64, device=self.weights.device)
             which[:num_prompt] = -1
-            self._deltas[key] = self.terms.deltas(which)
+            self._deltas[key] = self.weights.deltas(which)
         return self._deltas[key]
 
     def _trees(self, hidden: Tensor, counts: Sequence[int]) -> list[list[Node]]:

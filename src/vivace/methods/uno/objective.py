@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
-from vivace.methods.uno.drafter import UnoTerms
+from vivace.methods.uno.drafter import UnoDeltas
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass
 from vivace.train.objective import LossPart, LossParts
@@ -37,16 +37,16 @@ class UnoLoss(DistillationLoss):
 class UnoObjective(DecoderObjective):
     """Trains the deltas with which a frozen model drafts a block."""
 
-    def __init__(self, terms: UnoTerms, loss: UnoLoss) -> None:
-        self.terms = terms
+    def __init__(self, weights: UnoDeltas, loss: UnoLoss) -> None:
+        self.weights = weights
         self.loss = loss
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return the weights without decay; the noise has five times the learning rate."""
-        terms = [*self.terms.down.parameters(), *self.terms.up.parameters()]
+        weights = [*self.weights.down.parameters(), *self.weights.up.parameters()]
         return [
-            {"params": [self.terms.noise], "name": "noise", "rate": 5.0, "weight_decay": 0.0},
-            {"params": terms, "name": "terms", "weight_decay": 0.0},
+            {"params": [self.weights.noise], "name": "noise", "rate": 5.0, "weight_decay": 0.0},
+            {"params": weights, "name": "terms", "weight_decay": 0.0},
         ]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
@@ -58,16 +58,16 @@ class UnoObjective(DecoderObjective):
         drawn = torch.rand(teaches.shape).to(teaches.device)  # the same numbers on all devices
         carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
-        total, count = int(carrying[:, 1:].sum()), self.terms.config.block - 1
+        total, count = int(carrying[:, 1:].sum()), self.weights.config.block - 1
         for places in places_of(carrying, max(1, self.loss.rows // count)):
             yield self._part(model, batch, frozen, places, total)
 
     def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> LossPart:
-        count, length = self.terms.config.block - 1, batch.tokens.shape[1]
-        call = branch_call(places, count, self.terms.deltas)
+        count, length = self.weights.config.block - 1, batch.tokens.shape[1]
+        call = branch_call(places, count, self.weights.deltas)
         with torch.no_grad():
             zeros = model.embed(torch.zeros_like(call.slot), call)
-        top = run_branches(model, self.terms.disturbed(zeros), call, frozen.step, places)
+        top = run_branches(model, self.weights.disturbed(zeros), call, frozen.step, places)
         heard = Heard.of(places, count, batch.scored)
         truth = frozen.logits(model, heard.text * length + heard.position)
         guess, targets = model.head(top[heard.scored]), batch.tokens[heard.text, heard.position + 1]

@@ -1,4 +1,4 @@
-"""Spec of UNO: the model with low-rank terms drafts a block."""
+"""Spec of UNO: the model with low-rank deltas drafts a block."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def _uno(context: MethodContext) -> Drafter:
     return Uno(context.model, weights, with_length(plan, context.length))
 
 
-def _block_terms() -> Stored:
+def _block_deltas() -> Stored:
     from vivace.decode.tree import TreePlan
-    from vivace.methods.uno.drafter import UnoConfig, UnoTerms
+    from vivace.methods.uno.drafter import UnoConfig, UnoDeltas
     from vivace.methods.uno.objective import UnoLoss, UnoObjective
 
     return Stored(
         UnoConfig,
         TreePlan,
-        UnoTerms,
-        "terms that draft a block",
+        UnoDeltas,
+        "low-rank deltas that draft a block",
         objective=UnoObjective,
         loss=UnoLoss,
         trained_plan=lambda: TreePlan((1,) * 4),
@@ -45,10 +45,10 @@ def _uno_plans(config: ConfigReader, longest: int) -> Sequence[Any]:
 
 UNO = MethodSpec(
     name="uno",
-    summary="the model with low-rank terms drafts a block in one pass",
+    summary="the model with low-rank deltas drafts a block in one pass",
     make=_uno,
     adapter="uno",
-    stored=_block_terms,
+    stored=_block_deltas,
     training="beside",
     plans=_uno_plans,
     widen=widen_low_rank,
