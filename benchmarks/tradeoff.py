@@ -27,7 +27,7 @@ from vivace.cli.prompting import questions_of, read_prompts
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
 from vivace.core.step import Step
-from vivace.decode.depth import Depth, EarlyExit
+from vivace.decode.depth import Depth, EarlyExit, ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.decode.shallow import ShallowDrafter
 from vivace.engine import Engine, load
@@ -36,7 +36,6 @@ from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.dynamic.drafter import AcceleratedExit, DynamicDepth
-from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.table import METHODS
 from vivace.prompts import Prompt
 
@@ -133,7 +132,7 @@ def _fixed(engine: Engine) -> Iterator[tuple[str, Drafter]]:
     gates = made.weights.config.gates.layers
     for place, layer in enumerate(gates):
         opened = tuple(-1.0 if gate == place else None for gate in range(len(gates)))
-        policy = AcceleratedExit(made.weights, QualityPlan(0.5, opened))
+        policy = AcceleratedExit(made.weights, ExitThresholds(0.5, opened))
         yield f"accelerated exit at {layer}", NoDrafts(f"exit at {layer}", Depth(policy, missing="propagate"))
 
 

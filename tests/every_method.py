@@ -17,14 +17,14 @@ from vivace.checkpoint.files import OWN_DRAFT
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.upcycle import upcycle_checkpoint
 from vivace.core.model import Decoder
+from vivace.decode.depth import ExitPlan, ExitThresholds
 from vivace.decode.shallow import DraftPlan
 from vivace.decode.tree import TreePlan
 from vivace.methods.composition import stored_of
-from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan, ConfidenceThresholds
-from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig
-from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.eagle.drafter import EagleConfig, EagleLayer
 from vivace.methods.early_exit.drafter import Exit, ExitConfig
 from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
@@ -46,11 +46,11 @@ OF_MIXTURES = ("foresight",)
 _STREAMS = MultistreamConfig(streams=3, insertion_layer=3, rank=4, bottleneck=8, feedback=True)
 _GATES = DynamicConfig(GatesConfig((GateConfig(2), GateConfig(4)), rank=2, bottleneck=4), RouterConfig(latent=4))
 _LEAVING = ConfidenceConfig((2, 4))
-_SURE = ConfidencePlan((ConfidenceThresholds(0.98, (0.5, 0.5)),), "deferred")
+_SURE = ConfidencePlan((ExitThresholds(0.98, (0.5, 0.5)),), "deferred")
 ADAPTERS: Mapping[str, tuple[Any, Any, Any, float]] = {
     "multirate": (Accelerator, MultirateConfig(2, rank=4, bottleneck=8, feedback=True), DraftPlan.chain(3), 0.02),
     "multistream": (Streams, _STREAMS, StreamPlan((1, 1, 1), "kept"), 0.02),
-    "dynamic": (DynamicWeights, _GATES, DynamicPlan((QualityPlan(0.98, (0.5, 0.5)),)), 0.1),
+    "dynamic": (DynamicWeights, _GATES, ExitPlan((ExitThresholds(0.98, (0.5, 0.5)),)), 0.1),
     "medusa": (MedusaHeads, MedusaConfig(3), TreePlan((2, 1, 1)), 0.02),
     "eagle": (EagleLayer, EagleConfig(), DraftPlan.chain(3), 0.02),
     "deed": (Exit, ExitConfig(2, 8), DraftPlan.chain(3), 0.02),

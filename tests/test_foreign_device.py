@@ -19,6 +19,7 @@ from tests.every_method import make_model
 from tests.objectives.case import BATCH
 from tests.objectives.test_objectives import CASES
 from vivace.checkpoint.load import choose_device
+from vivace.decode.depth import ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request
@@ -28,13 +29,7 @@ from vivace.decode.tree import TreePlan
 from vivace.engine import Engine
 from vivace.errors import UnsupportedError
 from vivace.kernels.choice import choose
-from vivace.methods.confidence.drafter import (
-    Confidence,
-    ConfidenceConfig,
-    ConfidencePlan,
-    ConfidenceThresholds,
-    ConfidentDepth,
-)
+from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan, ConfidentDepth
 from vivace.methods.table import METHODS
 from vivace.train.data import TokenBatch
 
@@ -141,7 +136,7 @@ def test_behind_a_cached_prompt(folder: Path, method: str) -> None:
 @pytest.mark.parametrize("missing", ["deferred", "propagate", "mask"])
 def test_early_exit_with_missing_entries(folder: Path, missing: Any) -> None:
     def run(engine: Engine) -> list[tuple[int, ...]]:
-        plan = ConfidencePlan((ConfidenceThresholds(0.98, (0.1, 0.1)),), missing)
+        plan = ConfidencePlan((ExitThresholds(0.98, (0.1, 0.1)),), missing)
         drafter = ConfidentDepth("calm", Confidence(ConfidenceConfig((2, 4)), engine.model.config), plan)
         asked = vivace.engine.Options(max_new_tokens=6, ignore_eos=True, do_sample=False)
         requests = [replace(engine.request(prompt, asked), drafter=drafter) for prompt in PROMPTS]

@@ -16,12 +16,12 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
+from vivace.decode.depth import ExitPlan, ExitThresholds
 from vivace.engine import Options
 from vivace.errors import ConfigError
-from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig
-from vivace.methods.dynamic.thresholds import QualityPlan
 
 PROMPTS = ["abc abc abc abc", "the quick brown fox the quick brown fox"]
 PLAIN = {"method": "plain", "max_new_tokens": 24}
@@ -81,7 +81,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> vivace.Engine:
 def save_exits(folder: Path, model: Decoder) -> None:
     """Gates that nothing passes at the usual quality, and everything at a lower one."""
     config = DynamicConfig(GatesConfig((GateConfig(1),), rank=2, bottleneck=4), RouterConfig(latent=4))
-    plan = DynamicPlan((QualityPlan(0.9, (-1.0,)), QualityPlan(0.98, (None,))))
+    plan = ExitPlan((ExitThresholds(0.9, (-1.0,)), ExitThresholds(0.98, (None,))))
     tensors = {name: value.to(model.dtype) for name, value in DynamicWeights(config, model.config).tensors().items()}
     place = folder / "adapters" / "dynamic"
     save_adapter(place, "dynamic", base_hash(folder), dataclasses.asdict(plan), dataclasses.asdict(config), tensors)

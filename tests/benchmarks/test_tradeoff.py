@@ -14,10 +14,10 @@ from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace import load
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
-from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.decode.depth import ExitPlan, ExitThresholds
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig
-from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.prompts import Prompt
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     )
     torch.manual_seed(0)
     tensors = {n: v.to(torch.float32) for n, v in DynamicWeights(config, load_config(base)).tensors().items()}
-    plan = DynamicPlan((QualityPlan(0.9, (-1.0, None)), QualityPlan(0.98, (None, None))))
+    plan = ExitPlan((ExitThresholds(0.9, (-1.0, None)), ExitThresholds(0.98, (None, None))))
     save_adapter(base / "adapters" / "dynamic", "dynamic", base_hash(base), asdict(plan), asdict(config), tensors)
     return base
 

@@ -24,8 +24,9 @@ from tests.serve.lag import loop_lag
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
+from vivace.decode.depth import ExitPlan, ExitThresholds
 from vivace.engine import SHIPPED, Engine
-from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights, QualityPlan
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig
 from vivace.serve.app import Server, build
@@ -138,7 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_exits(folder: Path, checkpoint: Path) -> None:
     """Gates that everything passes at one quality, but for every ninth token, and nothing at another."""
     config = DynamicConfig(GatesConfig((GateConfig(1),), rank=2, bottleneck=4), RouterConfig(latent=4))
-    plan = DynamicPlan((QualityPlan(0.9, (None,)), QualityPlan(0.98, (-1.0,))))
+    plan = ExitPlan((ExitThresholds(0.9, (None,)), ExitThresholds(0.98, (-1.0,))))
     torch.manual_seed(3)
     tensors = DynamicWeights(config, load_config(checkpoint)).tensors()
     save_adapter(folder, "dynamic", base_hash(checkpoint), asdict(plan), asdict(config), tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,8 +24,9 @@ from vivace.units import format_bytes
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
-    from vivace.evaluate.benchmark import Record, Run
+    from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Run
     from vivace.evaluate.memory import Holdings
+    from vivace.evaluate.peers import Heat, Peer
     from vivace.evaluate.reference import Plainness
     from vivace.evaluate.roofline import Roofline
 
@@ -67,80 +68,167 @@ def decode(
     ] = None,
 ) -> None:
     """Measure decoding speed: the methods take turns on every prompt, and medians over the repeats are reported."""
-    from vivace.evaluate.benchmark import run_benchmark, summarise
-    from vivace.evaluate.others import watched_others
-    from vivace.evaluate.peers import peer_systems
-    from vivace.evaluate.systems import MethodSystem
-
     libraries = libraries_memory()
-    names = split_names(methods)
-    if BASELINE not in names:
-        raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
+    names, others = _with_baseline(methods), split_names(peers)
     rows = read_prompts(prompts, limit)
-    rivals_draft = "transformers-assisted" in split_names(peers)
-    engine = open_engine(model, [*map(method_of, names), *(["draft"] if rivals_draft else [])], load, store)
-    if engine.storage is not None and split_names(peers):
-        raise ConfigError(
-            f"--peers read checkpoints, {engine.folder} is a store; leave them out, or name the checkpoint"
-        )
+    setting = Setting(prompts if prompts in PACKAGED else Path(prompts).name, max_new_tokens, batch, repeats, raw)
+    drafts_for_peers = ["draft"] if "transformers-assisted" in others else []
+    engine = open_engine(model, [*map(method_of, names), *drafts_for_peers], load, store)
     questions = questions_of(engine, rows, raw=raw)
-    rivals, heat = peer_systems(
-        split_names(peers),
-        engine.folder,
-        questions,
-        max_new_tokens=max_new_tokens,
-        device=engine.model.device,
-        batch_size=batch,
-        draft_folder=load.draft_model,
-    )
+    opened, heat = _open_peers(others, engine, questions, setting, load.draft_model)
     engines = planned_engines(engine, names, plans)
-    systems = [MethodSystem(name, engines[name], max_new_tokens, raw) for name in names]
-    with console.progress("answering") as progress, watched_others() as others:
-        records = run_benchmark([*systems, *rivals], questions, batch_size=batch, repeats=repeats, on_progress=progress)
-    runs = summarise(records, BASELINE)
-    first = questions[:batch]
-    held = {system.name: holdings(engines[system.name], system, first) for system in systems}
-    held |= {peer.name: peer.holdings(first) for peer in rivals}
-    answers = [ids for trials in records[names.index(BASELINE)].trials for ids in trials[0].token_ids]
-    what, plain = compare_plain(engine, questions, answers)
-    runs = [_beside(run, plain) if run.method == BASELINE else run for run in runs]
+    measured = measure(engine, engines, opened, questions, setting)
     report = {
         **facts(engine),
-        "setting": {
-            "model": engine.folder.name,
-            "prompts": prompts if prompts in PACKAGED else Path(prompts).name,
-            "num_prompts": len(rows),
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch,
-            "repeats": repeats,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "kernels": engine.kernels.name,
-            "weights": engine.weights,
-            "others_cpu_share": others.cpu_share,
-        },
+        "setting": setting_json(engine, setting, len(rows), measured.others_cpu_share),
         "storage": None if engine.storage is None else engine.storage.facts,
         "peers": None if heat is None else asdict(heat),
-        "plain": plain_json(what, plain),
-        "quality": quality(engine, rows, records, BASELINE),
-        "lossy": {
-            name: quality(engine, rows, records, name) for name in names if not METHODS[method_of(name)].lossless
-        },
-        "memory": {"libraries": libraries, "held": {name: asdict(found) for name, found in held.items()}},
-        "runs": [asdict(run) | drafting(engines.get(run.method), run.method) for run in runs],
+        "plain": plain_json(measured.reference, measured.plain),
+        **quality_json(engine, rows, measured.records, names),
+        "memory": {"libraries": libraries, "held": {name: asdict(found) for name, found in measured.held.items()}},
+        "runs": [asdict(run) | drafting(engines.get(run.method), run.method) for run in measured.runs],
     }
     write_report(report, json_file)
     if str(json_file) != "-":
-        print_runs(runs, held)
-        for run in runs:
-            if run.method in report["lossy"]:
-                console.note(lossy_note(run, len(rows), report))
-        for line in plain_lines(what, plain):
-            console.note(line)
-        console.note(roofline_note(report["roofline"]))
-        if others.cpu_share is not None:
-            console.note(f"other processes used {others.cpu_share:.1%} of the cores' time meanwhile")
-    if complain(plain):
+        print_measured(measured, len(rows), report)
+    if complain(measured.plain):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every system is asked to do."""
+
+    prompts: str
+    """Name of the prompts."""
+    max_new_tokens: int
+    batch: int
+    """Number of prompts decoded together."""
+    repeats: int
+    raw: bool
+    """Whether prompts are used without the chat template."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark found, before it is reported."""
+
+    records: list[Record]
+    runs: list[Run]
+    """Figures of each system, in the order of the records."""
+    held: dict[str, Holdings]
+    """By system: the memory it holds."""
+    reference: str
+    """With what plain decoding was compared."""
+    plain: Plainness
+    """Result of that comparison."""
+    others_cpu_share: float | None
+    """Share of the cores' time that other processes used meanwhile; None where it cannot be read."""
+
+
+def _with_baseline(methods: str) -> list[str]:
+    """Return the methods named, with commas; plain decoding has to be among them."""
+    names = split_names(methods)
+    if BASELINE not in names:
+        raise ConfigError(f"--methods {methods!r}: {BASELINE} is the baseline of every figure; add it")
+    return names
+
+
+def _open_peers(
+    names: Sequence[str],
+    engine: Engine,
+    questions: Sequence[BenchmarkPrompt],
+    setting: Setting,
+    draft_folder: Path | None,
+) -> tuple[list[Peer], Heat | None]:
+    """Load other engines with the checkpoint of ``engine``; they cannot read a store."""
+    from vivace.evaluate.peers import peer_systems
+
+    if engine.storage is not None and names:
+        raise ConfigError(
+            f"--peers read checkpoints, {engine.folder} is a store; leave them out, or name the checkpoint"
+        )
+    return peer_systems(
+        names,
+        engine.folder,
+        questions,
+        max_new_tokens=setting.max_new_tokens,
+        device=engine.model.device,
+        batch_size=setting.batch,
+        draft_folder=draft_folder,
+    )
+
+
+def measure(
+    engine: Engine,
+    engines: Mapping[str, Engine],
+    peers: Sequence[Peer],
+    questions: Sequence[BenchmarkPrompt],
+    setting: Setting,
+) -> Measured:
+    """Let methods and peers answer all prompts in turns, and compare plain decoding's answers with the checkpoint.
+
+    Args:
+        engine: opened on the checkpoint.
+        engines: by method, the engine with that method's plan; plain decoding is among them.
+        peers: other engines.
+        questions: the prompts.
+        setting: how often, in which batches and how long they answer.
+    """
+    from vivace.evaluate.benchmark import run_benchmark, summarise
+    from vivace.evaluate.others import watched_others
+    from vivace.evaluate.systems import MethodSystem
+
+    systems = [MethodSystem(name, own, setting.max_new_tokens, setting.raw) for name, own in engines.items()]
+    with console.progress("answering") as progress, watched_others() as others:
+        records = run_benchmark(
+            [*systems, *peers], questions, batch_size=setting.batch, repeats=setting.repeats, on_progress=progress
+        )
+    runs, first = summarise(records, BASELINE), questions[: setting.batch]
+    held = {system.name: holdings(engines[system.name], system, first) for system in systems}
+    held |= {peer.name: peer.holdings(first) for peer in peers}
+    baseline = next(record for record in records if record.name == BASELINE)
+    what, plain = compare_plain(engine, questions, [ids for trials in baseline.trials for ids in trials[0].token_ids])
+    runs = [_beside(run, plain) if run.method == BASELINE else run for run in runs]
+    return Measured(records, runs, held, what, plain, others.cpu_share)
+
+
+def setting_json(engine: Engine, setting: Setting, num_prompts: int, others_cpu_share: float | None) -> dict[str, Any]:
+    """Return what was asked of the systems, and of which model, for the file of results."""
+    return {
+        "model": engine.folder.name,
+        "prompts": setting.prompts,
+        "num_prompts": num_prompts,
+        "max_new_tokens": setting.max_new_tokens,
+        "batch_size": setting.batch,
+        "repeats": setting.repeats,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "kernels": engine.kernels.name,
+        "weights": engine.weights,
+        "others_cpu_share": others_cpu_share,
+    }
+
+
+def quality_json(engine: Engine, rows: list[Prompt], records: list[Record], names: Sequence[str]) -> dict[str, Any]:
+    """Return the quality of the baseline's answers, and of those of lossy methods."""
+    lossy = [name for name in names if not METHODS[method_of(name)].lossless]
+    return {
+        "quality": quality(engine, rows, records, BASELINE),
+        "lossy": {name: quality(engine, rows, records, name) for name in lossy},
+    }
+
+
+def print_measured(measured: Measured, num_prompts: int, report: dict[str, Any]) -> None:
+    """Print the table of results, and notes on lossy methods, plain decoding, the roofline and other processes."""
+    print_runs(measured.runs, measured.held)
+    for run in measured.runs:
+        if run.method in report["lossy"]:
+            console.note(lossy_note(run, num_prompts, report))
+    for line in plain_lines(measured.reference, measured.plain):
+        console.note(line)
+    console.note(roofline_note(report["roofline"]))
+    if measured.others_cpu_share is not None:
+        console.note(f"other processes used {measured.others_cpu_share:.1%} of the cores' time meanwhile")
 
 
 def _beside(run: Run, plain: Plainness) -> Run:
@@ -166,10 +254,12 @@ def lossy_note(run: Run, num_prompts: int, report: dict[str, Any]) -> str:
     """Return one line on a lossy method: share of early exits, identical answers, and quality beside the baseline's."""
     ours, base = report["lossy"][run.method] or {}, report["quality"] or {}
     pairs = [(f"{task} {name}", value, base[task][name]) for task in ours for name, value in ours[task].items()]
-    told = [f"{name} {value:.4g} (plain {other:.4g})" for name, value, other in pairs if not name.endswith("num_texts")]
+    figures = [
+        f"{name} {value:.4g} (plain {other:.4g})" for name, value, other in pairs if not name.endswith("num_texts")
+    ]
     exits = f"{run.early_exit_share or 0:.1%} of the tokens left early, {run.mean_exit_layer or 0:.1f} layers a token"
     same = f"{num_prompts - run.num_different} of {num_prompts} answers are plain's"
-    return f"{run.method}: {exits}; {'; '.join([same, *told])}"
+    return f"{run.method}: {exits}; {'; '.join([same, *figures])}"
 
 
 def quality(engine: Engine, prompts: list[Prompt], records: list[Record], name: str) -> dict[str, Any] | None:

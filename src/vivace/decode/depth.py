@@ -16,9 +16,9 @@ token that exits may differ from the whole model's, and ``TargetPass.depth`` say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,30 +36,44 @@ DEFAULT_QUALITY = 0.98
 """Agreement of exits with the whole model where none is asked for."""
 
 
-class Calibrated(Protocol):
-    """Thresholds that were calibrated to one agreement with the whole model."""
+@dataclass(frozen=True)
+class ExitThresholds:
+    """Thresholds of all exit layers, calibrated to one stated agreement with the whole model."""
 
-    @property
-    def quality(self) -> float:
-        """Return the agreement."""
-        ...
+    quality: float
+    """The agreement: share of the exiting tokens that are the whole model's."""
+    thresholds: tuple[float | None, ...]
+    """By exit layer: a token may exit where its score is higher; None lets no token exit there."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quality < 1:
+            raise ConfigError(f"quality must lie between 0 and 1, found {self.quality}")
 
 
-P = TypeVar("P", bound=Calibrated)
+@dataclass(frozen=True)
+class ExitPlan:
+    """How to decode with early exits, saved next to the weights that decide about them."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"max_late": "max_pending"}
+    qualities: tuple[ExitThresholds, ...]
+    """Thresholds by stated agreement, calibrated on held-back text."""
+    missing: Missing = "deferred"
+    """What replaces the keys and values above an exit: ``deferred``, ``propagate`` or ``mask``."""
+    max_pending: int = 8
+    """With ``deferred``: largest number of tokens of a sequence whose upper layers are pending."""
 
-def at_quality(plans: Sequence[P], quality: float | None) -> P:
-    """Return the thresholds for an agreement; None stands for the default one.
+    def at(self, quality: float | None) -> ExitThresholds:
+        """Return the thresholds for an agreement; None stands for the default one.
 
-    Raises:
-        ConfigError: the weights were not calibrated to it.
-    """
-    wanted = DEFAULT_QUALITY if quality is None else quality
-    for plan in plans:
-        if abs(plan.quality - wanted) < 1e-9:
-            return plan
-    known = ", ".join(f"{plan.quality:g}" for plan in plans)
-    raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
+        Raises:
+            ConfigError: the weights were not calibrated to it.
+        """
+        wanted = DEFAULT_QUALITY if quality is None else quality
+        for plan in self.qualities:
+            if abs(plan.quality - wanted) < 1e-9:
+                return plan
+        known = ", ".join(f"{plan.quality:g}" for plan in self.qualities)
+        raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
 
 
 class ExitPolicy(Protocol):

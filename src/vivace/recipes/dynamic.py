@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from vivace.decode.depth import Missing
+from vivace.decode.depth import ExitPlan, Missing
 from vivace.errors import ConfigError
-from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.objective import GatesLoss, GatesObjective, RouterTraining, Trails, fit_router, trails_of
 from vivace.methods.dynamic.thresholds import QUALITIES, calibrate, exit_shares, score_all
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
@@ -74,7 +74,7 @@ class ExitTraining(Trainable):
         batches = self.context.batches(pairs)
         return Trails.join([trails_of(model, self.weights.gates, router, batch) for batch in batches])
 
-    def _calibrated(self) -> DynamicPlan:
+    def _calibrated(self) -> ExitPlan:
         """Calibrate the thresholds on the held-back rows and report the share of tokens that exit early."""
         model = self.context.engine.model
         scores = score_all(model, self.weights.router, self._trails(self.context.held_back))
@@ -83,4 +83,4 @@ class ExitTraining(Trainable):
         for plan in plans:
             shares = ", ".join(f"{share:.0%}" for share in exit_shares(scores, plan))
             self.context.report.note(f"at agreement {plan.quality:g}: {shares} of the tokens leave at the gates")
-        return DynamicPlan(plans, self.recipe.missing, self.recipe.max_pending)
+        return ExitPlan(plans, self.recipe.missing, self.recipe.max_pending)

@@ -10,14 +10,14 @@ from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from tests.methods.dynamic.gated import make_weights
 from vivace.core.cpu.backend import pack_decoder
+from vivace.decode.depth import ExitPlan, ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
 from vivace.kernels.native import NativeBody
-from vivace.methods.dynamic.drafter import DynamicDepth, DynamicPlan
+from vivace.methods.dynamic.drafter import DynamicDepth
 from vivace.methods.dynamic.router import RouterConfig
-from vivace.methods.dynamic.thresholds import QualityPlan
 
 COUNT = 16
 BF16 = torch.bfloat16
@@ -27,7 +27,7 @@ def drafter(model, thresholds, missing="deferred", noise=0.05, **router) -> Dyna
     weights = make_weights(model, noise=noise, **router)
     weights.gates.requires_grad_(False)
     weights.router.requires_grad_(False)
-    return DynamicDepth(weights, DynamicPlan((QualityPlan(0.98, thresholds),), missing))
+    return DynamicDepth(weights, ExitPlan((ExitThresholds(0.98, thresholds),), missing))
 
 
 def answers(model, how, slots=3):
@@ -115,7 +115,7 @@ def test_packed_weights_do_the_same(body: NativeBody, missing) -> None:
 
 
 def test_qualities_are_those_that_were_calibrated() -> None:
-    plan = DynamicPlan((QualityPlan(0.95, (0.5,)), QualityPlan(0.98, (0.7,))))
+    plan = ExitPlan((ExitThresholds(0.95, (0.5,)), ExitThresholds(0.98, (0.7,))))
     assert plan.at(None).thresholds == (0.7,)
     assert plan.at(0.95).thresholds == (0.5,)
     with pytest.raises(ConfigError, match=r"quality is 0\.97; the thresholds of this adapter are for 0\.95, 0\.98"):

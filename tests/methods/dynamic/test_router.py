@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.methods.dynamic.gated import GATES, make_weights, text_batch
+from vivace.decode.depth import ExitThresholds
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.objective import RouterTraining, Trails, fit_router, router_loss, trails_of
 from vivace.methods.dynamic.router import ArlaRouter, RouterConfig, make_router
-from vivace.methods.dynamic.thresholds import QualityPlan, Scores, calibrate, exit_shares, exits, score_all
+from vivace.methods.dynamic.thresholds import Scores, calibrate, exit_shares, exits, score_all
 
 KINDS = ("arla", "linear", "mlp", "gap", "cosine")
 NARROW = GatesConfig((GateConfig(2), GateConfig(4)))
@@ -133,7 +134,7 @@ def test_more_agreement_means_fewer_exits() -> None:
     shares = [sum(exit_shares(scores, calibrate(scores, quality))) for quality in (0.8, 0.9, 0.95, 0.97)]
     assert shares == sorted(shares, reverse=True)
     assert len(set(shares)) == 4
-    counts = [int((exits(scores, QualityPlan(0.5, (t, t))) < 2).sum()) for t in (-1.0, 0.2, 0.5, 0.9, 1.1)]
+    counts = [int((exits(scores, ExitThresholds(0.5, (t, t))) < 2).sum()) for t in (-1.0, 0.2, 0.5, 0.9, 1.1)]
     assert counts == sorted(counts, reverse=True)
     assert (counts[0], counts[-1]) == (4000, 0)
 

@@ -11,10 +11,10 @@ from tests.decode.tiny_decoders import prompts
 from vivace.core.config import ModelConfig
 from vivace.core.seams import Draft
 from vivace.core.step import Step
+from vivace.decode.tree import every_path, grown
 from vivace.errors import ConfigError
 from vivace.methods.multistream.calibration import kept_edges, threshold_for
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan, plans_to_try
-from vivace.methods.multistream.drafter import _grown
 from vivace.methods.multistream.forward import StreamForwardPass
 from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
@@ -62,7 +62,7 @@ def test_a_tree_has_every_path_through_the_streams(deep, widths) -> None:
     model = deep(torch.float32)
     plan = StreamPlan(widths, "kept")
     levels = [[10 * depth + place for place in range(width)] for depth, width in enumerate(widths)]
-    draft = _grown(Draft.committed_only({0: [1, 2], 1: [3]}), {1: levels})
+    draft = grown(Draft.committed_only({0: [1, 2], 1: [3]}), {1: every_path(levels)})
     assert len(draft.tokens) - 3 == plan.num_nodes
     assert draft.is_chain is (set(widths) == {1})
     leaves = [row for row, depth in enumerate(draft.depths) if depth == len(widths)]
@@ -75,7 +75,7 @@ def test_a_tree_has_every_path_through_the_streams(deep, widths) -> None:
 
 
 def test_a_pruned_draft_keeps_its_node_numbers() -> None:
-    draft = _grown(Draft.committed_only({0: [1], 1: [2]}), {0: [[5, 6], [7, 8]], 1: [[9]]})
+    draft = grown(Draft.committed_only({0: [1], 1: [2]}), {0: every_path([[5, 6], [7, 8]]), 1: every_path([[9]])})
     assert draft.lists.parent == [-1, -1, 0, 0, 2, 2, 3, 3, 1]
     kept = draft.only([0, 1, 3, 7, 8])
     assert kept.lists.tokens == [1, 2, 6, 8, 9]
@@ -91,7 +91,7 @@ def test_a_higher_threshold_keeps_a_part_of_what_a_lower_one_keeps(deep, streams
     made = streams(torch.float32, noise=0.5)
     generator = torch.Generator().manual_seed(3)
     levels = torch.randint(0, 97, (2, 6), generator=generator).tolist()
-    draft = _grown(Draft.committed_only({0: prompts(2, seed=4)[1]}), {0: levels})
+    draft = grown(Draft.committed_only({0: prompts(2, seed=4)[1]}), {0: every_path(levels)})
     cache = model.new_cache(1, 128)
     step = Step.of(draft, cache)
     entering = model.run(model.embed(draft.tokens, step), step, 0, 3)

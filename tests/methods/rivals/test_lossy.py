@@ -16,6 +16,7 @@ from tests.methods.dynamic.gated import text_batch
 from tests.methods.rivals.conftest import noisy
 from tests.methods.rivals.test_training import WORDS, batch, checkpoint  # noqa: F401
 from vivace.core.step import Step
+from vivace.decode.depth import ExitThresholds
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError, MismatchError
@@ -24,7 +25,6 @@ from vivace.methods.confidence.drafter import (
     ConfidenceConfig,
     ConfidencePlan,
     ConfidenceScores,
-    ConfidenceThresholds,
     ConfidentDepth,
     calibrated,
     confidence_scores,
@@ -53,7 +53,7 @@ def deep(base):
 def confident(model, measure: str, thresholds: tuple[float | None, ...], missing: str = "propagate") -> ConfidentDepth:
     torch.manual_seed(1)
     weights = noisy(Confidence(ConfidenceConfig((2, 4), measure), model.config), model.dtype)
-    return ConfidentDepth("calm", weights, ConfidencePlan((ConfidenceThresholds(0.98, thresholds),), missing))
+    return ConfidentDepth("calm", weights, ConfidencePlan((ExitThresholds(0.98, thresholds),), missing))
 
 
 @pytest.mark.parametrize("measure", MEASURES)

@@ -12,12 +12,12 @@ import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.widen import widen_checkpoint, without_twin
+from vivace.decode.depth import ExitPlan, ExitThresholds
 from vivace.decode.tree import TreePlan
 from vivace.methods.composition import stored_of, twins
-from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig, RouterKind
-from vivace.methods.dynamic.thresholds import QualityPlan
 from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
 
 
@@ -87,7 +87,7 @@ def test_gates_and_routers_are_widened(tmp_path: Path, kind: RouterKind) -> None
     torch.manual_seed(2)
     weights = DynamicWeights(config, model.config)
     tensors = {name: value + 0.1 * torch.randn_like(value) for name, value in weights.tensors().items()}
-    plan = DynamicPlan((QualityPlan(0.98, (0.5, 0.5)),))
+    plan = ExitPlan((ExitThresholds(0.98, (0.5, 0.5)),))
     save_adapter(base / "adapters" / "dynamic", "dynamic", base_hash(base), asdict(plan), asdict(config), tensors)
     assert without_twin(base, twins()) == (("dynamic",) if kind == "linear" else ())
     widen_checkpoint(base, tmp_path / "wide", 2, twins())

@@ -29,7 +29,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Traversal
 from vivace.core.step import Step
 from vivace.core.trained import Trained
-from vivace.decode.depth import Depth, EarlyExit, Missing, at_quality
+from vivace.decode.depth import Depth, EarlyExit, ExitPlan, ExitThresholds, Missing
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.train.data import DecoderObjective, TokenBatch
@@ -58,31 +58,10 @@ class ConfidenceConfig:
 
 
 @dataclass(frozen=True)
-class ConfidenceThresholds:
-    """Thresholds for one stated agreement."""
+class ConfidencePlan(ExitPlan):
+    """How to decode, saved next to the weights; entries above an exit are those of CALM unless it says otherwise."""
 
-    quality: float
-    thresholds: tuple[float | None, ...]
-    """By exit layer; None lets no token exit there."""
-
-
-@dataclass(frozen=True)
-class ConfidencePlan:
-    """How to decode, saved next to the weights."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {"max_late": "max_pending"}
-    qualities: tuple[ConfidenceThresholds, ...]
     missing: Missing = "propagate"
-    max_pending: int = 8
-    """With ``deferred``: largest number of tokens of a sequence whose upper layers are pending."""
-
-    def at(self, quality: float | None) -> ConfidenceThresholds:
-        """Return the thresholds for an agreement; None stands for the default one.
-
-        Raises:
-            ConfigError: the weights were not calibrated to it.
-        """
-        return at_quality(self.qualities, quality)
 
 
 class Confidence(Trained):
@@ -201,7 +180,7 @@ def confidence_scores(model: Decoder, confidence: Confidence, batches: Sequence[
     return ConfidenceScores(torch.cat(scores), torch.cat(agrees))
 
 
-def calibrated(measured: ConfidenceScores, quality: float) -> ConfidenceThresholds:
+def calibrated(measured: ConfidenceScores, quality: float) -> ExitThresholds:
     """Return, exit by exit, the lowest threshold above which a share ``quality`` of the exiting tokens agree."""
     left = torch.ones(len(measured.scores), dtype=torch.bool, device=measured.scores.device)
     thresholds: list[float | None] = []
@@ -217,7 +196,7 @@ def calibrated(measured: ConfidenceScores, quality: float) -> ConfidenceThreshol
         below = float(ranked[last + 1]) if last + 1 < len(ranked) else float(ranked[last]) - 1.0
         thresholds.append(below)
         left &= scores <= below
-    return ConfidenceThresholds(quality, tuple(thresholds))
+    return ExitThresholds(quality, tuple(thresholds))
 
 
 class ConfidenceObjective(DecoderObjective):

@@ -10,44 +10,32 @@ if TYPE_CHECKING:
     from vivace.core.seams import Drafter
 
 
-def _calm(context: MethodContext) -> Drafter:
-    from vivace.methods.confidence.drafter import ConfidentDepth
-
-    return ConfidentDepth("calm", *context.trained(), context.quality)
-
-
-def _lite(context: MethodContext) -> Drafter:
-    from vivace.methods.confidence.drafter import ConfidentDepth
-
-    return ConfidentDepth("lite", *context.trained(), context.quality)
-
-
 def _thresholds() -> Stored:
     from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan
 
     return Stored(ConfidenceConfig, ConfidencePlan, Confidence, "thresholds", is_float32=True)
 
 
-CALM = MethodSpec(
-    name="calm",
-    summary="leave early by confidence",
-    make=_calm,
-    adapter="calm",
-    stored=_thresholds,
-    lossless=False,
-    no_length=DRAFTS_NOTHING,
-    has_quality=True,
-    training="beside",
-)
+def _spec(name: str, summary: str) -> MethodSpec:
+    """Return the spec of a method whose tokens exit where they are confident; its weights have its name."""
 
-LITE = MethodSpec(
-    name="lite",
-    summary="leave early by a fine-tuned model's own probability",
-    make=_lite,
-    adapter="lite",
-    stored=_thresholds,
-    lossless=False,
-    no_length=DRAFTS_NOTHING,
-    has_quality=True,
-    training="beside",
-)
+    def make(context: MethodContext) -> Drafter:
+        from vivace.methods.confidence.drafter import ConfidentDepth
+
+        return ConfidentDepth(name, *context.trained(), context.quality)
+
+    return MethodSpec(
+        name=name,
+        summary=summary,
+        make=make,
+        adapter=name,
+        stored=_thresholds,
+        lossless=False,
+        no_length=DRAFTS_NOTHING,
+        has_quality=True,
+        training="beside",
+    )
+
+
+CALM = _spec("calm", "exit early where the model is confident")
+LITE = _spec("lite", "exit early by the probability of a model fine-tuned for it")

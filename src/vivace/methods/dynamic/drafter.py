@@ -8,9 +8,7 @@ with the whole model, are always reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +18,11 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Traversal
 from vivace.core.step import Step
 from vivace.core.trained import Trained
-from vivace.decode.depth import Depth, EarlyExit, Missing, at_quality
+from vivace.decode.depth import Depth, EarlyExit, ExitPlan, ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatedAccelerator, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig, make_router
-from vivace.methods.dynamic.thresholds import QualityPlan
 
 
 @dataclass(frozen=True)
@@ -34,27 +31,6 @@ class DynamicConfig:
 
     gates: GatesConfig = field(default_factory=GatesConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
-
-
-@dataclass(frozen=True)
-class DynamicPlan:
-    """How to decode with the weights, saved next to them."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {"max_late": "max_pending"}
-    qualities: tuple[QualityPlan, ...]
-    """Thresholds by stated agreement, calibrated on held-back text."""
-    missing: Missing = "deferred"
-    """What replaces the keys and values above an exit: ``deferred``, ``propagate`` or ``mask``."""
-    max_pending: int = 8
-    """Largest number of tokens of a sequence whose upper layers are pending."""
-
-    def at(self, quality: float | None) -> QualityPlan:
-        """Return the thresholds for an agreement; None stands for the default one.
-
-        Raises:
-            ConfigError: the weights were not calibrated to it.
-        """
-        return at_quality(self.qualities, quality)
 
 
 class DynamicWeights(Trained):
@@ -75,7 +51,7 @@ class DynamicWeights(Trained):
 class AcceleratedExit:
     """Implements ``ExitPolicy``: the router's score of the accelerated residual decides."""
 
-    def __init__(self, weights: DynamicWeights, plan: QualityPlan) -> None:
+    def __init__(self, weights: DynamicWeights, plan: ExitThresholds) -> None:
         """Decide with trained weights.
 
         Raises:
@@ -111,7 +87,7 @@ class DynamicDepth(NoDrafts):
 
     name = "dynamic"
 
-    def __init__(self, weights: DynamicWeights, plan: DynamicPlan, quality: float | None = None) -> None:
+    def __init__(self, weights: DynamicWeights, plan: ExitPlan, quality: float | None = None) -> None:
         """Decode with trained weights.
 
         Args:

@@ -23,9 +23,10 @@ def _dynamic(context: MethodContext) -> Drafter:
 
 
 def _exits() -> Stored:
-    from vivace.methods.dynamic.drafter import DynamicConfig, DynamicPlan, DynamicWeights
+    from vivace.decode.depth import ExitPlan
+    from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 
-    return Stored(DynamicConfig, DynamicPlan, DynamicWeights, "gates and a router", is_float32=True)
+    return Stored(DynamicConfig, ExitPlan, DynamicWeights, "gates and a router", is_float32=True)
 
 
 def _widen_exits(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:

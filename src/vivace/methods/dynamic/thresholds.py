@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
-from vivace.errors import ConfigError
+from vivace.decode.depth import ExitThresholds
 from vivace.methods.dynamic.objective import Trails
 from vivace.methods.dynamic.router import Router
 
@@ -23,19 +23,6 @@ QUALITIES = (0.9, 0.95, 0.98, 0.99)
 """Agreements for which thresholds are kept."""
 FEWEST = 50
 """Smallest number of positions that must exceed a gate's threshold; with fewer, no token exits there."""
-
-
-@dataclass(frozen=True)
-class QualityPlan:
-    """Thresholds of all gates for one stated agreement."""
-
-    quality: float
-    thresholds: tuple[float | None, ...]
-    """A token may exit where its score is higher; None lets no token exit."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.quality < 1:
-            raise ConfigError(f"quality must lie between 0 and 1, found {self.quality}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ def score_all(model: Decoder, router: Router, trails: Trails) -> Scores:
 
 def calibrate(
     scores: Scores, quality: float, *, fewest: int = FEWEST, minimum_exit_share: Sequence[float] = ()
-) -> QualityPlan:
+) -> ExitThresholds:
     """Return the lowest thresholds at which at least the share ``quality`` of the exits agree.
 
     Args:
@@ -79,16 +66,16 @@ def calibrate(
         thresholds.append(threshold)
         if threshold is not None:
             left = left & (score <= threshold)
-    return QualityPlan(quality, tuple(thresholds))
+    return ExitThresholds(quality, tuple(thresholds))
 
 
-def exit_shares(scores: Scores, plan: QualityPlan) -> list[float]:
+def exit_shares(scores: Scores, plan: ExitThresholds) -> list[float]:
     """Return the share of all positions that exits at each gate."""
     depth = exits(scores, plan)
     return [float((depth == gate).double().mean()) for gate in range(len(plan.thresholds))]
 
 
-def exits(scores: Scores, plan: QualityPlan) -> Tensor:
+def exits(scores: Scores, plan: ExitThresholds) -> Tensor:
     """Return the index of the gate at which each position exits, (n,); J for those that pass all layers."""
     gates = len(plan.thresholds)
     depth = torch.full((len(scores.score),), gates, device=scores.score.device)

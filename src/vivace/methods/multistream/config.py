@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar, Literal
 
+from vivace.decode.shallow import shape_label
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
@@ -118,9 +119,10 @@ class StreamPlan:
     @property
     def label(self) -> str:
         """Return a short description: ``tree 2-1-1 from every node``, ``chain 3 from kept node if >= 0.1 in int8``."""
-        shape = f"chain {len(self.widths)}" if set(self.widths) == {1} else "tree " + "-".join(map(str, self.widths))
         sure = f" if >= {self.threshold:g}" if self.threshold else ""
-        return f"{shape} from {self.attach} node{sure}" + ("" if self.weights == "bf16" else f" in {self.weights}")
+        return f"{shape_label(self.widths)} from {self.attach} node{sure}" + (
+            "" if self.weights == "bf16" else f" in {self.weights}"
+        )
 
     def check_fits(self, config: MultistreamConfig) -> None:
         """Raise an error for a draft deeper than the number of streams, or for settings that these streams do not

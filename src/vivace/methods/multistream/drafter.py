@@ -18,6 +18,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.multi_step import StepBudget, deciding
 from vivace.decode.plain import Forgetful, OwnsNoCache
+from vivace.decode.tree import every_path, grown
 from vivace.methods.multistream.config import StreamPlan
 from vivace.methods.multistream.forward import StreamForwardPass, StreamPass, Verified
 from vivace.methods.multistream.streams import Streams
@@ -90,7 +91,7 @@ class StreamState(Forgetful):
         if self.plan.attach == "kept":
             kept = self.forward.follow(self.model, guessing, kept, context.cache, self._verified(context, guessing))
         guesses = dict(zip(guessing, self._guesses(kept), strict=True))
-        return _grown(draft, {slot: levels[: room[slot]] for slot, levels in guesses.items()})
+        return grown(draft, {slot: every_path(levels[: room[slot]]) for slot, levels in guesses.items()})
 
     def _decided(self, context: Context) -> Decided | None:
         """Draft and verify several steps in one native call, where one greedy sequence has room for them; else return
@@ -149,22 +150,3 @@ class StreamState(Forgetful):
         for slot in slots:
             self._kept.pop(slot, None)
             self._final.pop(slot, None)
-
-
-def _grown(draft: Draft, guesses: dict[int, list[list[int]]]) -> Draft:
-    """Add all paths through its levels of tokens below each root."""
-    tokens, slot, node, parent = (list(column) for column in draft.lists)
-    for index, root, given in zip(draft.slots, draft.last_rows, draft.committed, strict=True):
-        leaves, number = [root], given
-        for level in guesses.get(index, ()):
-            above, leaves = leaves, []
-            for leaf in above:
-                for token in level:
-                    leaves.append(len(tokens))
-                    tokens.append(token)
-                    slot.append(index)
-                    node.append(number)
-                    parent.append(leaf)
-                    number += 1
-    rows, slots, nodes, parents = torch.tensor((tokens, slot, node, parent), device=draft.device)
-    return Draft(draft.slots, draft.committed, rows, slots, nodes, parents)
