@@ -1,17 +1,17 @@
-"""The whole extension surface on one page: what a technique fills in, and the values that pass between.
+"""The interfaces that a decoding method implements, and the values that pass between them.
 
-A technique is a caller of the model. It proposes tokens (``Drafter``), decides how rows go up
-(``Traversal``), remembers something per sequence (``SlotState``) or builds the weights another way
-(``Parts``). What can be trained is ``train/objective.py``. Nothing else is pluggable.
+A method calls the model. It proposes tokens (``Drafter``), decides which rows pass which layers (``Traversal``),
+remembers something for each sequence (``SlotState``), or builds the model from other weights (``Parts``). What can be
+trained is in ``train/objective.py``. Nothing else is pluggable.
 
-Who owns what: an engine owns drafters, which hold weights, a plan and timings, and serve any number of sessions that
-run side by side. A session numbers its sequences by slots of its own cache, so whatever is remembered by slot belongs
-to it: it opens a ``DraftState`` from each drafter that its requests name, and drops it with itself.
+Ownership: an engine owns drafters, which hold weights, a plan and timings, and serve any number of sessions that run
+side by side. A session numbers its sequences by slots of its own cache, so everything remembered by slot belongs to the
+session: it opens a ``DraftState`` from each drafter that its requests name, and drops it when it ends.
 
-Words: a *draft* is a tree of nodes per slot. Its first ``given`` nodes are decided tokens (prompt chunk,
-the pending token; the last of them is the *root*), the others are guesses. An *accepted* token is a guess
-that verification kept; a *recovered* token replaces the first rejected guess; a *bonus* token follows when
-every guess of the path was kept.
+Words: a *draft* is a tree of nodes per slot. Its first nodes are *committed* tokens (a prompt chunk, or the tokens that
+are not stored yet), the last of which is the *root*; the others are guesses. An *accepted* token is a guess that
+verification kept; a *recovered* token replaces the first rejected guess; a *bonus* token follows when every guess of
+the path was kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RowLists(NamedTuple):
-    """``Draft``'s rows as plain numbers."""
+    """The rows of a ``Draft`` as Python lists."""
 
     tokens: list[int]
     slot: list[int]
@@ -42,32 +42,32 @@ class RowLists(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens to run, as rows that are only ever appended."""
+    """Tokens to run, as rows; rows are only ever appended."""
 
     slots: tuple[int, ...]
     committed: tuple[int, ...]
-    """Decided tokens at the front of each slot's nodes; the last is the root."""
+    """Number of committed tokens at the front of each slot's nodes; the last of them is the root."""
     tokens: Tensor
-    """(T,)"""
+    """(T,) token of each row."""
     slot: Tensor
-    """(T,)"""
+    """(T,) slot of each row."""
     node: Tensor
-    """(T,) number of the row within its slot, 0 for the first given token."""
+    """(T,) number of the row within its slot, 0 for the first committed token."""
     parent: Tensor
     """(T,) row of the parent, -1 for a slot's first row."""
     probs: Tensor | None = None
-    """(T, V) law each guess was sampled from, processors applied; None when guesses are deterministic."""
+    """(T, V) distribution from which each guess was drawn, processors applied; None when guesses are deterministic."""
     hidden: Tensor | None = None
-    """(T, E) residuals entering ``entry_layer``: the layers below are done and their entries stored."""
+    """(T, E) residuals entering ``entry_layer``: the layers below have run and stored their entries."""
     entry_layer: int = 0
     is_prompt: bool = False
-    """The rows are of prompts: nothing is decided behind them."""
+    """Whether the rows are of prompts, after which no token is decided."""
 
     @staticmethod
     def committed_only(
         tokens: Mapping[int, Sequence[int]], *, is_prompt: bool = False, device: torch.device | None = None
     ) -> Draft:
-        """Decided tokens per slot and no guesses: plain decoding, or a prompt chunk; rows are made on ``device``."""
+        """Return a draft of committed tokens per slot without guesses: plain decoding, or a prompt chunk."""
         slots = tuple(tokens)
         flat: list[int] = []
         slot: list[int] = []
@@ -92,17 +92,17 @@ class Draft:
 
     @property
     def device(self) -> torch.device:
-        """Where its rows are: the model's device."""
+        """Return the device of the rows, which is the model's."""
         return self.tokens.device
 
     @cached_property
     def lists(self) -> RowLists:
-        """The rows' numbers for Python, read once."""
+        """Return the rows as Python lists, read from the device once."""
         return RowLists(self.tokens.tolist(), self.slot.tolist(), self.node.tolist(), self.parent.tolist())
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every slot's nodes follow one another without a branch."""
+        """Return whether the nodes of every slot follow one another without a branch."""
         last: dict[int, int] = {}
         for row, (slot, parent) in enumerate(zip(self.lists.slot, self.lists.parent, strict=True)):
             if last.get(slot, -1) != parent:
@@ -112,7 +112,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Edges between each row and its slot's root, 0 for given rows."""
+        """Return the number of edges between each row and its slot's root, 0 for committed rows."""
         committed = dict(zip(self.slots, self.committed, strict=True))
         depths: list[int] = []
         for slot, node, parent in zip(self.lists.slot, self.lists.node, self.lists.parent, strict=True):
@@ -121,14 +121,14 @@ class Draft:
 
     @cached_property
     def last_rows(self) -> list[int]:
-        """Row of each slot's root, in the order of ``slots``."""
+        """Return the row of each slot's root, in the order of ``slots``."""
         last = {slot: committed - 1 for slot, committed in zip(self.slots, self.committed, strict=True)}
         nodes = zip(self.lists.slot, self.lists.node, strict=True)
         row_of = {slot: row for row, (slot, node) in enumerate(nodes) if node == last[slot]}
         return [row_of[slot] for slot in self.slots]
 
     def last_committed(self) -> Tensor:
-        """``last_rows`` as indices, (number of slots,)."""
+        """Return ``last_rows`` as indices, (number of slots,)."""
         return torch.tensor(self.last_rows, device=self.device)
 
     def grow(self, leaves: Tensor, tokens: Tensor, probs: Tensor | None = None) -> tuple[Draft, Tensor]:
@@ -137,7 +137,7 @@ class Draft:
         Args:
             leaves: (n,) rows to grow from.
             tokens: (n, k) children of each leaf, most likely first.
-            probs: (n, V) law the children were sampled from; None when they are deterministic.
+            probs: (n, V) distribution from which the children were drawn; None when they are deterministic.
 
         Returns:
             The new draft and the rows of the children, (n * k,), leaf by leaf.
@@ -154,7 +154,7 @@ class Draft:
         flat = tokens.reshape(-1)
         distribution = self.probs
         known = probs if distribution is None else distribution
-        if known is not None:  # a guess without a law is a point mass
+        if known is not None:  # a guess without a distribution is a point mass
             above = _point_masses(self.tokens, known.shape[1]) if distribution is None else distribution
             below = _point_masses(flat, known.shape[1]) if probs is None else probs.repeat_interleave(width, 0)
             distribution = torch.cat((above, below))
@@ -169,10 +169,10 @@ class Draft:
         return grown, rows
 
     def only(self, rows: Sequence[int]) -> Draft:
-        """The draft without its other rows; with a row stays what is above it, and nodes keep their numbers.
+        """Return the draft with only these rows. With a row its ancestors must stay, and nodes keep their numbers.
 
         Args:
-            rows: which stay, in order.
+            rows: the rows that stay, in order.
         """
         place = {row: index for index, row in enumerate(rows)}
         parents = [place[p] if p >= 0 else -1 for p in (self.lists.parent[row] for row in rows)]
@@ -188,7 +188,7 @@ class Draft:
         )
 
     def path(self, row: int) -> list[int]:
-        """Rows from the slot's first given token down to this one."""
+        """Return the rows from the slot's first committed token down to this row."""
         rows = []
         while row >= 0:
             rows.append(row)
@@ -202,117 +202,119 @@ def _point_masses(tokens: Tensor, vocab: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What came out at the top."""
+    """The result of a forward pass over the rows of a draft."""
 
     hidden: Tensor
-    """(n, E) before the final norm; logits are taken by whoever needs them."""
+    """(n, E) residuals before the final norm; whoever needs logits applies the head."""
     rows: Tensor
-    """(n,) draft rows that reached the top; like ``depth`` and ``work`` it is for Python to read, on any device."""
+    """(n,) the draft's rows that came out. Like ``depth`` and ``work`` it is read by Python and lies on any device."""
     depth: Tensor | None = None
-    """(n,) layers each row went through, None when all of them."""
+    """(n,) number of layers that each row passed; None when all of them."""
     work: Tensor | None = None
-    """(n,) layer passes spent on each row, companions and late fills of its slot under the root; None when not told."""
+    """(n,) layer passes spent on each row, with those of draft rows and later fills counted at their slot's root; None
+    where they are not counted."""
 
 
 class VerifiedStep(NamedTuple):
     """One step of a sequence: a draft below its root, and how much of it verification kept."""
 
     kept: int
-    """Rows that stay: the root and the accepted guesses below it."""
+    """Number of rows that stay: the root and the accepted guesses below it."""
     guessed: tuple[int, ...]
     """Depth below the root of every guess that was made."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification decided, slot by slot in the order of ``Draft.slots``."""
+    """The result of verification, slot by slot in the order of ``Draft.slots``."""
 
     paths: tuple[tuple[int, ...], ...]
-    """Rows kept, given rows included, in path order."""
+    """Rows that are kept, committed rows included, in path order."""
     next_tokens: tuple[int, ...]
-    """The recovered or bonus token: decided, not stored."""
+    """The recovered or bonus token: it is decided, but not stored."""
     steps: tuple[tuple[VerifiedStep, ...], ...]
     """The steps that kept those rows: one where the session verified a draft, one or more of ``Decided``."""
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """How many guesses were kept, slot by slot."""
+        """Return how many guesses were accepted, slot by slot."""
         return tuple(sum(step.kept - 1 for step in steps) for steps in self.steps)
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Steps of greedy decoding that one native call has made, each drafted and verified before the next began.
+    """Steps of greedy decoding made by one native call, each drafted and verified before the next began.
 
-    The text is plain decoding's for the reason that a step of the session's own is (``decode/verify.py``, greedy). In
-    every step all rows of a draft went through all layers of the model, with the bits they have in any other call; a
-    guess was kept where it is the model's argmax behind the row above it, and nothing below the first other one; the
-    next step began with the model's argmax behind the last kept row (``kernels/native/speculate.h``). So only sequences
-    whose next token is that argmax may be decided (``Distribution.is_greedy``), and what a request stops at besides its
-    end tokens is cut off afterwards, as in any block. The token behind the last row is left to the session, which reads
-    it from the residual there as after a pass of its own.
+    The text is that of plain decoding for the same reason as with a step of the session (``decode/verify.py``, greedy).
+    In every step all rows of a draft passed all layers of the model, with the bits they have in any other call. A guess
+    was kept where it is the model's argmax after the row above it, up to the first that is not; the next step began
+    with the model's argmax after the last kept row (``kernels/native/speculate.h``). So only sequences whose next token
+    is that argmax may be decided (``Distribution.is_greedy``). What a request stops at besides its end tokens is cut
+    off afterwards, as in any block. The token after the last row is left to the session, which reads it from the
+    residual there as after a pass of its own.
     """
 
     draft: Draft
-    """The rows that stay, as given tokens without guesses; their entries are stored in every layer."""
+    """The rows that stay, as committed tokens without guesses; their entries are stored in every layer."""
     passed: TargetPass
-    """Their residuals at the top, as the passes left them."""
+    """Their residuals after the last layer."""
     steps: tuple[tuple[VerifiedStep, ...], ...]
-    """The steps of each slot, in the order of ``draft.slots``; what they kept is the slot's rows."""
+    """The steps of each slot, in the order of ``draft.slots``; together they kept the slot's rows."""
     draft_s: float = 0.0
-    """Seconds of the call that went into drafting."""
+    """Seconds of the call that were spent on drafting."""
 
     def verdict(self, next_tokens: Sequence[int]) -> Verdict:
-        """The verdict on the rows, given the model's argmax behind each slot's last one."""
+        """Return the verdict on the rows, given the model's argmax after each slot's last one."""
         paths = tuple(tuple(self.draft.path(root)) for root in self.draft.last_rows)
         return Verdict(paths, tuple(next_tokens), self.steps)
 
 
 class Distribution(Protocol):
-    """The law a slot's next token is drawn from, on a hypothetical prefix."""
+    """Computes the distribution of a slot's next token after a hypothetical prefix."""
 
     def __call__(self, logits: Tensor, draft: Draft, rows: Tensor) -> Tensor:
-        """Probabilities (n, V) float32 after processors, for draft ``rows`` (n,) with ``logits`` (n, V).
+        """Return probabilities (n, V) float32 after processors, for draft ``rows`` (n,) with ``logits`` (n, V).
 
         Greedy slots get a one-hot row.
         """
         ...
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
-        """Whether every one of these slots takes the argmax with no processor: laws need not be built."""
+        """Return whether all of these slots take the argmax without a processor, so that no distribution is needed."""
         ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a drafter may look at."""
+    """What a drafter may read when it proposes."""
 
     slots: tuple[int, ...]
     tokens: Mapping[int, Sequence[int]]
-    """Everything decided so far per slot; the last ``tokens - cache.lengths`` are not stored yet."""
+    """By slot: all tokens decided so far. The last ``len(tokens) - cache.lengths`` of them are not stored yet."""
     cache: KVCache
     distribution: Distribution
     max_nodes: Mapping[int, int] = field(default_factory=dict)
-    """Guesses a slot may still use before its limit; drafting past it is waste."""
+    """By slot: number of guesses that it can still use before its limit."""
     generators: Mapping[int, torch.Generator] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
-    """Tokens behind which nothing is decoded; there may be further reasons to stop."""
+    """Tokens after which nothing is decoded; there may be further reasons to stop."""
     room: Mapping[int, int] = field(default_factory=dict)
-    """Tokens of a slot that may be decided in one proposal beside the pending one, none where it is missing."""
+    """By slot: number of tokens, beside the pending one, that one proposal may decide; 0 where it is missing."""
     steps_per_call: int | None = None
-    """Steps that a proposal may consist of: 0 allows drafts alone, None as many as the drafter's clock allows."""
+    """Number of steps that a proposal may consist of: 0 allows drafts only, None as many as the drafter's timings
+    allow."""
 
     def committed(self) -> Draft:
-        """The decided but unstored tokens: the empty draft, i.e. plain decoding."""
+        """Return the decided tokens that are not stored yet: a draft without guesses, i.e. plain decoding."""
         fresh = {s: self.tokens[s][self.cache.lengths[s] :] for s in self.slots}
         return Draft.committed_only(fresh, device=self.cache.device)
 
 
 class SlotState(Protocol):
-    """Whatever remembers the sequences of one session; the session tells every one of them the same things."""
+    """Remembers something about the sequences of one session; the session makes the same calls to every such state."""
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep these draft nodes, in path order; forget the rest."""
+        """Keep these draft nodes, in path order, and forget the others."""
         ...
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -324,19 +326,21 @@ class SlotState(Protocol):
         ...
 
     def saved(self) -> object:
-        """What is remembered now, for ``restore``; what comes after must not change it."""
+        """Return the present state for ``restore``; later calls must not change it."""
         ...
 
     def restore(self, saved: object) -> None:
-        """Remember that again and nothing else: a pass failed on the way, and is made again or given up."""
+        """Set the state back to ``saved``: a pass failed, and is run again or given up."""
         ...
 
 
 class Stateful(Protocol):
-    """A part of the model that remembers sequences (windows of neurons): each session opens a state of its own."""
+    """A part of the model that remembers sequences, such as windows of neurons; each session opens a
+    state of its own.
+    """
 
     def open(self, cache: KVCache) -> SlotState:
-        """Start the state of the session that keeps its sequences in ``cache``."""
+        """Return the state of the session whose sequences are in ``cache``."""
         ...
 
 
@@ -363,30 +367,30 @@ class Prefix(Protocol):
 
 
 class Memory(Protocol):
-    """Where a call's keys and values go and come from."""
+    """Where the keys and values of a call are stored and read."""
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Store the writing rows at ``step.entry``."""
+        """Store the keys and values of the writing rows at ``step.entry``."""
         ...
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, (slots, K, S, D) each."""
+        """Return the keys and values of a layer, (slots, K, S, D) each."""
         ...
 
 
 class Span(Protocol):
-    """Executes neighbouring layers at once, bit for bit what they give one by one."""
+    """Runs neighbouring layers in one call, with the same bits as one by one."""
 
     def covers(self, step: Step) -> bool:
-        """Whether it can execute this call."""
+        """Return whether it can run this call."""
         ...
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        """Rows (T, E) through layers start..stop-1."""
+        """Run rows (T, E) through layers start..stop-1."""
         ...
 
     def quantized(self, start: int, stop: int, weights: Weights) -> Span:
-        """The same with copies in few bits of the matrices of layers start..stop-1, for drafts."""
+        """Return a span with quantized copies of the matrices of layers start..stop-1, for drafts."""
         ...
 
 
@@ -394,19 +398,20 @@ class Expert(Protocol):
     """The feed-forward of one expert."""
 
     def __call__(self, x: Tensor, step: Step, add: Tensor | None = None, /) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Return the expert's output for rows, (T, E) -> (T, E), added to ``add`` if it is given."""
         ...
 
 
 class Experts(Protocol):
-    """Gives a layer its experts: from memory that holds them all, or from an expert cache."""
+    """Supplies the experts of a layer, from memory that holds them all or from an expert cache."""
 
     def fetch(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
-        """Yield each chosen expert once, as it becomes ready; one is good until the next is asked for.
+        """Yield each chosen expert once, as soon as it is ready; it may be used until the next one is asked for.
 
         Args:
             chosen: numbers of the experts that some of the rows chose.
-            is_prompt: the rows belong to prompts, which choose nearly all experts, so the choice says little about
+            is_prompt: whether the rows belong to prompts, which choose nearly all experts, so that the choice says
+                little about
                 the rows to come.
         """
         ...
@@ -419,22 +424,22 @@ class Experts(Protocol):
         ...
 
     def predict_reuse(self, passes: Sequence[float]) -> None:
-        """Record in how many passes after the next one each expert is expected to be used; eviction may go by it."""
+        """Record in how many passes after the next one each expert is expected to be used; eviction may use it."""
         ...
 
 
 class Traversal(Protocol):
-    """How draft rows go up the model."""
+    """Decides which rows of a draft pass which layers."""
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> TargetPass:
-        """Take the rows up; ``chunk`` marks prompt chunks."""
+        """Run the rows of a draft; ``chunk`` marks prompt chunks, whose rows attend together."""
         ...
 
 
 class Drafter(Protocol):
-    """A way to draft: its weights, its plan and what was measured while it drafted.
+    """A decoding method: its weights, its plan, and what was measured while it drafted.
 
-    One object serves all sessions of an engine, also those that run by turns. It remembers no sequence; a drafter
+    One object serves all sessions of an engine, also those that run alternately. It remembers no sequence. A drafter
     whose states would remember none either may be its own state (``decode/plain.py``).
     """
 
@@ -442,17 +447,17 @@ class Drafter(Protocol):
     """The method, as users write it."""
 
     def text_bytes(self, entries: int) -> int:
-        """Memory that a text of so many entries takes at most in caches of the drafter's own; 0 where it has none."""
+        """Return the most memory that a text of so many entries takes in the drafter's own caches; 0 if it has none."""
         ...
 
     def open(self, cache: KVCache) -> DraftState:
-        """Start a session's state, empty.
+        """Return an empty state for one session.
 
         Args:
-            cache: holds the target's entries of that session's sequences; its slots are those the state hears of.
+            cache: holds the target's entries of that session's sequences; the state uses the same slots.
 
         Raises:
-            CapacityError: a drafter's own cache beside it does not fit into memory.
+            CapacityError: the drafter's own cache does not fit into memory.
         """
         ...
 
@@ -461,17 +466,17 @@ class DraftState(SlotState, Protocol):
     """Proposes tokens for the sequences of one session, and remembers by slot what it needs for that."""
 
     traversal: Traversal
-    """How the rows of its drafts go up."""
+    """Decides which layers the rows of its drafts pass."""
 
     @property
     def reason(self) -> str | None:
-        """Why the last draft was made as it was, for users; None where a method leaves nothing to choose."""
+        """Return why the last draft was made as it was, for users; None where a method has nothing to choose."""
         ...
 
     def propose(self, context: Context) -> Draft | Decided:
-        """The decided tokens of each slot and guesses below them, or steps that are verified already."""
+        """Return the committed tokens of each slot with guesses below them, or steps that are verified already."""
         ...
 
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
-        """What the target pass showed; also after prompt chunks, with no verdict."""
+        """Read the result of a target pass; it is called after prompt chunks too, with no verdict."""
         ...

@@ -19,7 +19,7 @@ def _auto(context: MethodContext) -> Drafter:
 
 AUTO = MethodSpec(
     name="auto",
-    summary="measure on this machine and take what is fastest",
+    summary="measure the methods on this machine and use the fastest",
     make=_auto,
     no_length="finds out how far to draft",
 )

@@ -48,7 +48,7 @@ def _exits_have_twin(config: Mapping[str, Any]) -> bool:
 
 DYNAMIC = MethodSpec(
     name="dynamic",
-    summary="leave early where the accelerated residual is sure",
+    summary="exit early where a router of the accelerated residual is confident",
     make=_dynamic,
     adapter="dynamic",
     stored=_exits,

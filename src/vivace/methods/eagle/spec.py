@@ -48,7 +48,7 @@ def _widen_eagle(name: str, value: Tensor, config: ModelConfig, k: int) -> Tenso
 
 EAGLE = MethodSpec(
     name="eagle",
-    summary="a one-layer feature drafter",
+    summary="a one-layer decoder drafts by predicting features",
     make=_eagle,
     adapter="eagle",
     stored=_feature_drafter,

@@ -42,7 +42,7 @@ def _exit_with_adapter() -> Stored:
 
 DEED = MethodSpec(
     name="deed",
-    summary="early exit with an adapter drafts",
+    summary="an early exit with an adaptation module drafts",
     make=_deed,
     adapter="deed",
     stored=_exit_with_adapter,

@@ -40,7 +40,7 @@ def _widen_foresight(name: str, value: Tensor, config: ModelConfig, k: int) -> T
 
 FORESIGHT = MethodSpec(
     name="foresight",
-    summary="plain decoding that tells which experts will be needed",
+    summary="plain decoding that predicts which experts come next",
     make=_foresight,
     adapter="foresight",
     stored=_foresight_weights,

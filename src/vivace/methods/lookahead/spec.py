@@ -35,7 +35,7 @@ def _lookahead_plans(config: ConfigReader, longest: int) -> Sequence[Any]:
 
 LOOKAHEAD = MethodSpec(
     name="lookahead",
-    summary="Jacobi windows fill an n-gram pool",
+    summary="draft n-grams from a Jacobi iteration",
     make=_lookahead,
     stored=_three_numbers,
     plans=_lookahead_plans,

@@ -47,7 +47,7 @@ def _widen_medusa(name: str, value: Tensor, config: ModelConfig, k: int) -> Tens
 
 MEDUSA = MethodSpec(
     name="medusa",
-    summary="heads on the last residual draft a tree",
+    summary="further heads on the final residual draft a tree",
     make=_medusa,
     adapter="medusa",
     stored=_heads,

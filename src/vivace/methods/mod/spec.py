@@ -25,7 +25,7 @@ def _depth_routers() -> Stored:
 
 MOD = MethodSpec(
     name="mod",
-    summary="routers let some tokens through every second layer (Mixture-of-Depths)",
+    summary="routers let some tokens skip every second layer (Mixture-of-Depths)",
     make=_mod,
     adapter="mod",
     stored=_depth_routers,

@@ -43,7 +43,7 @@ def _accelerator() -> Stored:
 
 MULTIRATE = MethodSpec(
     name="multirate",
-    summary="the accelerated residual drafts (M2R2)",
+    summary="an accelerated residual drafts (M2R2)",
     make=_multirate,
     adapter="multirate",
     stored=_accelerator,
@@ -55,7 +55,7 @@ MULTIRATE = MethodSpec(
 
 MULTIRATE_LOOKUP = MethodSpec(
     name="multirate+lookup",
-    summary="look up first, else the accelerated residual",
+    summary="prompt lookup where it finds something, else the accelerated residual",
     make=_multirate_with_lookup,
     adapter="multirate",
 )

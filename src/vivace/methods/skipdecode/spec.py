@@ -25,7 +25,7 @@ def _schedule() -> Stored:
 
 SKIPDECODE = MethodSpec(
     name="skipdecode",
-    summary="skip middle layers by position",
+    summary="later tokens skip more of the middle layers",
     make=_skipdecode,
     stored=_schedule,
     lossless=False,
