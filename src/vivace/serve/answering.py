@@ -1,4 +1,4 @@
-"""An ask becomes a reply: run it, gather its choices, write them whole or as a stream."""
+"""Turns a parsed request into a reply: runs its jobs, collects its choices, writes them whole or as a stream."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from vivace.serve.worker import PromptProgress, Worker
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 15.0
-"""A stream that is silent for so long carries a comment, so that nothing between takes it for dead."""
+"""Seconds of silence after which a stream sends a comment, so that proxies do not close it."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt as the beginning of an answer."""
+    """The prompt, as the beginning of an answer."""
 
     text: str
     tokens: Sequence[TokenInfo] = ()
 
 
 class Reply:
-    """One HTTP request on its way to an answer."""
+    """One HTTP request while it is answered."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Reply:
         return metrics(self.choices, self.arrived_at, self.queue_s)
 
     def take(self, index: int, emitted: Emitted, metrics: Metrics) -> NewTokens:
-        """Add a step to a choice and to the metrics."""
+        """Add the tokens of a step to a choice and to the metrics."""
         choice = self.choices[index]
         before = choice.last_at
         fresh = choice.take(emitted)
@@ -122,14 +122,14 @@ class Reply:
                 self.take(found[0], found[1], metrics)
 
     def whole(self) -> dict[str, Any]:
-        """The complete answers as one object."""
+        """Return the complete answers as one object."""
         reply = self.head.object(self.shape.kind, [self.shape.whole(choice, self.extras) for choice in self.choices])
         if self.extras.token_ids:
             reply["prompt_token_ids"] = list(self.ask.prompts[0])
         return {**reply, "usage": self.usage, "metrics": self.metrics}
 
     async def chunks(self, call: Call, metrics: Metrics) -> AsyncIterator[str]:
-        """Run to the end; server-sent events as they come."""
+        """Run all jobs and yield server-sent events as they come."""
         try:
             for choice in self.choices:
                 for part in self._beginning(choice):
@@ -177,7 +177,7 @@ class Reply:
 
 
 class EventStream(StreamingResponse):
-    """A reply as server-sent events; when the client is gone, or the stream ends, its jobs are closed."""
+    """A reply as server-sent events. When the client leaves, or the stream ends, its jobs are closed."""
 
     media_type = "text/event-stream"
 
@@ -186,7 +186,7 @@ class EventStream(StreamingResponse):
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; the jobs are closed afterwards, whether the client is still there or not."""
+        """Send the events, and close the jobs afterwards in any case."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -194,10 +194,10 @@ class EventStream(StreamingResponse):
 
 
 async def cancel_on_disconnect(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, stopped as soon as the client is gone.
+    """Return the result of ``work``, which is cancelled if the client leaves.
 
     Raises:
-        APIError: the client is gone (499); nobody reads it.
+        APIError: the client has left (499).
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(request))

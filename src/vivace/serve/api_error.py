@@ -1,4 +1,4 @@
-"""An answer that is an error, in OpenAI's shape."""
+"""The errors of the HTTP interface, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HEADERS: Mapping[int, dict[str, str]] = {
 
 
 class APIError(UsageError):
-    """A request that is not answered; carries the HTTP status."""
+    """A request that is refused or has failed, with the HTTP status of the response."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         """Refuse.
@@ -55,12 +55,12 @@ class APIError(UsageError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body of the response."""
+        """Return the JSON body of the response."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of the response, such as ``Retry-After``."""
+        """Return the HTTP headers of the response, such as ``Retry-After``."""
         return _HEADERS.get(self.status, {})
 
 
@@ -72,7 +72,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def api_error_of(error: VivaceError) -> APIError:
-    """What a caller is told about an error of ours: what was asked for cannot be done, or it is our fault."""
+    """Return the API error for an error of this package: 4xx where the request cannot be fulfilled, else 5xx."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, BusyError):

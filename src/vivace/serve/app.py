@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the server."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ from vivace.serve.worker import Worker
 B = TypeVar("B", bound=GenerationBody)
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
-"""How long a thread computes in Python before another one has its turn. Whenever the event loop has read from a socket
-or written to one it waits so long behind each thread that computes (the convoy effect, D. Beazley, *Understanding the
-Python GIL*, 2010): with the 5 ms that Python chooses, it was .2 s late beside five of them."""
+"""Seconds for which a thread computes in Python before another has its turn. Whenever the event loop has read from a
+socket or written to one, it waits that long for each computing thread (the convoy effect, D. Beazley, *Understanding
+the Python GIL*, 2010). With Python's own 5 ms it was .2 s late beside five of them."""
 CYCLES_AFTER = 50_000
-"""New objects after which Python looks for cycles among them. A body of a megabyte can be a third of a million lists:
-looking after every 700, as is usual, looks at all of them again and again, and stops every thread."""
+"""Number of new objects after which Python searches for cycles among them. A body of a megabyte can be a third of a
+million lists; searching after every 700, the default, would examine all of them again and again and stop every thread.
+"""
 LARGE = 1 << 16
-"""Bytes of a body above which it is read by itself: parsing it keeps Python's lock for some tens of milliseconds."""
+"""Bytes above which a body is parsed in a thread: parsing it keeps Python's lock for some tens of milliseconds."""
 PLAYGROUND = Path(__file__).parent / "playground.html"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -68,7 +69,7 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "The worker 
 
 
 class Server:
-    """An engine, its worker and the routes over them."""
+    """An engine, its worker, and the routes."""
 
     def __init__(
         self, engine: Engine, config: ServeConfig, adapters: Mapping[str, str | Path] | None = None, version: str = "0"
@@ -125,7 +126,7 @@ class Server:
 
     @property
     def fingerprint(self) -> str:
-        """What answers depend on beside the request."""
+        """Return a short hash of everything besides the request that an answer depends on."""
         return f"vivace-{self.version}-{str(self.engine.model.dtype).removeprefix('torch.')}-{self.engine.kernels.name}"
 
     async def chat(self, request: Request) -> Response:
@@ -142,7 +143,7 @@ class Server:
         return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
 
     async def _asked(self, kind: type[B], request: Request) -> tuple[B, ParsedRequest]:
-        """What a request asks for, found out beside the event loop."""
+        """Parse the body of a request beside the event loop."""
         raw, owner = await request.body(), request.state.owner
         return await cancel_on_disconnect(request, self._read(kind, raw, owner, request))
 
@@ -179,7 +180,7 @@ class Server:
             call.close()
 
     async def _echoes(self, body: CompletionBody, ask: ParsedRequest) -> list[Echo]:
-        """The prompts as the beginnings of their answers, scored when log-probabilities are wanted."""
+        """Return the prompts as the beginnings of their answers, scored where log-probabilities are wanted."""
         decode = self.engine.tokenizer.decode
         texts = await self.texts.run(lambda: [decode(tokens) for tokens in ask.prompts])
         if body.logprobs is None:
@@ -223,7 +224,7 @@ class Server:
         )
 
     def _lane(self, text: str | list[int]) -> Lane:
-        """Where a text is turned into tokens, or tokens into a text."""
+        """Return the threads that turn this text into tokens, or these tokens into a text."""
         return self.heavy if len(text) > LONG else self.texts
 
     @staticmethod
@@ -279,7 +280,7 @@ def build(server: Server) -> FastAPI:
 
 
 def _json(content: bytes) -> Response:
-    """A reply that was written beside the event loop."""
+    """A response whose JSON was written beside the event loop."""
     return Response(content, media_type="application/json")
 
 
@@ -296,7 +297,7 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        """Tokens of a text or of messages."""
+        """Return the tokens of a text or of messages."""
         return await server.tokenize(request)
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=takes(DetokenizeBody))
@@ -308,7 +309,7 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
 def _other_routes(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:
-        """The base model and its adapters."""
+        """List the base model and its adapters."""
         return {"object": "list", "data": server.catalog.cards(server.max_model_len)}
 
     @app.get("/v1/models/{name}", responses=_ERRORS)
@@ -326,13 +327,13 @@ def _other_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/health/live", responses=_UNHEALTHY)
     async def live() -> dict[str, str]:
-        """200 unless only a new start helps."""
+        """Answer 200, or 503 when only a restart helps."""
         check_live(server.worker, server.config.stall_timeout_s)
         return {"status": "ok"}
 
     @app.get("/version", responses=_ERRORS)
     async def version() -> dict[str, str]:
-        """Version of the server and what runs the model."""
+        """Return the version of the server and the settings of the engine."""
         return {"version": server.version, "kernels": server.engine.kernels.name, "fingerprint": server.fingerprint}
 
     @app.get("/metrics", responses=_ERRORS)

@@ -1,6 +1,6 @@
-"""Fields of requests: every one that is here has an effect, and every other is refused by name.
+"""The fields of requests: each of them has an effect, and every other field is refused by name.
 
-The table in ``docs/serving.md`` is written from these classes. A field whose value is null, or asks for what happens
+The tables of ``docs/serving.md`` are written from these classes. A field whose value is null, or asks for what happens
 anyway (``foreign.py``), counts as left out.
 """
 
@@ -14,13 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from vivace.serve.foreign import without_neutral
 
 MAX_CHOICES = 16
-"""``n`` at most."""
+"""Largest ``n``."""
 MAX_TOP = 20
-"""``top_logprobs`` at most."""
+"""Largest ``top_logprobs``."""
 MAX_STOPS = 16
 MAX_PROMPTS = 64
 FIRST = Field(fail_fast=True)
-"""A list is read up to its first error: a body of a megabyte holds hundreds of thousands."""
+"""Stops validating a list at its first error: a body of a megabyte can contain hundreds of thousands."""
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[Token], FIRST]
 PromptTexts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -29,7 +29,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StrictModel(BaseModel):
-    """Unknown fields and values of another type are errors; null is the same as nothing."""
+    """A body in which unknown fields, and values of another type, are errors; null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -47,7 +47,7 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries beside text."""
+    """What a stream contains besides text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -55,14 +55,14 @@ class StreamOptions(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_obfuscation(cls, values: Any) -> Any:
-        """Nothing is added to hide the length of chunks, so asking for that not to be done asks for nothing."""
+        """Accept ``include_obfuscation: false``: this server never pads chunks to hide their length."""
         if isinstance(values, dict) and values.get("include_obfuscation") is False:
             return {name: value for name, value in values.items() if name != "include_obfuscation"}
         return values
 
 
 class Schema(StrictModel):
-    """A named JSON schema that an answer has to keep to."""
+    """A named JSON schema to which the answer conforms."""
 
     name: str = "answer"
     description: str | None = None
@@ -71,7 +71,7 @@ class Schema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """What the answer has to be."""
+    """The format to which the answer conforms."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -84,7 +84,7 @@ class ResponseFormat(StrictModel):
 
 
 class Function(StrictModel):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
@@ -93,25 +93,25 @@ class Function(StrictModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """JSON schema of the arguments; a function without parameters takes none."""
+        """Return the JSON schema of the arguments; a function without parameters takes none."""
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Tool(StrictModel):
-    """Something the model may ask for."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(StrictModel):
-    """The name of the one function that has to be called."""
+    """The name of the function that the answer has to call."""
 
     name: str
 
 
 class NamedTool(StrictModel):
-    """The function that has to be called."""
+    """The function that the answer has to call."""
 
     type: Literal["function"]
     function: FunctionName
@@ -125,7 +125,7 @@ class TextPart(StrictModel):
 
 
 class Message(StrictModel):
-    """One turn of a conversation; what else it may carry is passed to the chat template."""
+    """One turn of a conversation; its further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -143,7 +143,7 @@ class Message(StrictModel):
 
 
 def _with_values(call: Any) -> Any:
-    """A call as templates read it: arguments are values there, and text in OpenAI's messages."""
+    """Return a call as templates read it: with its arguments as values, which are text in OpenAI's messages."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
     arguments = call["function"].get("arguments")
@@ -161,7 +161,7 @@ class Body(StrictModel):
 
 
 def _first_wrong(bias: Any) -> Any:
-    """Of values that are no numbers in range the first one, which is enough to refuse them; else all."""
+    """Return only the first value that is out of range, which is enough to refuse the body; without one, all values."""
     if not isinstance(bias, dict):
         return bias
     for name, value in bias.items():

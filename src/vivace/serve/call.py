@@ -1,4 +1,4 @@
-"""One HTTP request while it is answered: its jobs, and their events as they come."""
+"""One HTTP request while it is answered: its jobs, and the queue of their events."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ STATES = ("received", "finished", "failed", "cancelled")
 
 
 class Calls:
-    """Carries events from the worker's thread to whoever waits for them: one hand-over per step."""
+    """Passes events from the worker's thread to the calls that wait for them, once per step."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.states: Counter[str] = Counter(dict.fromkeys(STATES, 0))
-        """Jobs by state; once nothing runs, those that were received are those that ended."""
+        """Number of jobs by state. When nothing runs, as many have ended as were received."""
         self._open: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
 
     def dispatch(self, events: list[tuple[Job, Event]]) -> None:
-        """The worker's mailbox; called on its thread."""
+        """Receive the events of a step; called on the worker's thread."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._deliver, events)
 
@@ -35,17 +35,17 @@ class Calls:
                 queue.put_nowait((job, event))
 
     def open(self, jobs: Sequence[Job], queue: asyncio.Queue[tuple[Job, Event]]) -> None:
-        """Events of these jobs go into this queue from now on."""
+        """Put the events of these jobs into this queue from now on."""
         self._open.update(dict.fromkeys(jobs, queue))
 
     def close(self, jobs: Sequence[Job]) -> None:
-        """Nobody waits for these jobs any more."""
+        """Stop delivering events of these jobs."""
         for job in jobs:
             self._open.pop(job, None)
 
 
 class Call:
-    """Runs requests; closing it cancels what is not done."""
+    """Runs the requests of one HTTP request; closing it cancels those that have not finished."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Call:
         self._calls.states["received"] += len(self.jobs)
 
     def close(self) -> None:
-        """Cancel what is not done; nothing is heard of it any more."""
+        """Cancel what has not finished and drop its events."""
         self._calls.close(self.jobs)
         self._worker.cancel(self.jobs)
         self._calls.states["cancelled"] += len(self._left)
@@ -106,15 +106,16 @@ class Call:
 
     @property
     def queue_s(self) -> float:
-        """How long the first job waited for a slot."""
+        """Return the seconds for which the first job waited for a slot."""
         job = self.jobs[0]
         return max(job.started_at - job.submitted_at, 0.0)
 
     async def events(self, idle_s: float | None = None) -> AsyncIterator[tuple[int, Event] | None]:
-        """(index of the request, event) until every request is done; None whenever ``idle_s`` passed without one.
+        """Yield (index of the request, event) until every request has finished, and None after each ``idle_s`` without
+        one.
 
         Raises:
-            Refusal: a request failed.
+            APIError: a request failed.
         """
         places = {job: index for index, job in enumerate(self.jobs)}
         while self._left:

@@ -1,4 +1,4 @@
-"""Which models a server offers: the base, and the base with each adapter it was started with."""
+"""The models that a server offers: the base, and the base with each adapter with which it was started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vivace.methods.table import METHODS
 from vivace.serve.api_error import APIError
 
 SEEDED = "lookup"
-"""What ``auto`` becomes for text drawn with a seed: guesses that are not drawn leave the random numbers alone, so the
-text does not depend on when the server chose to draft."""
+"""Method used in place of ``auto`` for text drawn with a seed. Its guesses use no random numbers, so the text does not
+depend on when the server chose to draft."""
 
 
 class Catalog:
-    """Names to drafters. Everything is loaded when the server starts; a request can only choose."""
+    """Maps names of models and methods to drafters. Everything is loaded when the server starts."""
 
     def __init__(self, engine: Engine, base: str, method: str, adapters: Mapping[str, str | Path]) -> None:
         """Load every adapter.
@@ -57,10 +57,10 @@ class Catalog:
         return list(self._methods)
 
     def find(self, name: str | None) -> str:
-        """The model a request names; the base where it names none.
+        """Return the model that a request names; the base where it names none.
 
         Raises:
-            APIError: there is none of that name (404).
+            APIError: there is no model of that name (404).
         """
         if name is None:
             return self.base
@@ -74,7 +74,7 @@ class Catalog:
         return name
 
     def methods(self, model: str) -> list[str]:
-        """Ways to decode that are ready with this model."""
+        """Return the methods that can run with this model."""
         return ["auto", *self._methods[model].ready()]
 
     def method(self, model: str, asked: str | None, *, is_seeded: bool) -> str:
@@ -98,10 +98,10 @@ class Catalog:
         return SEEDED if chosen == "auto" and is_seeded else chosen
 
     def drafter(self, model: str, method: str, num_draft_tokens: int | None, quality: float | None = None) -> Drafter:
-        """The drafter of a method.
+        """Return the drafter of a method.
 
         Raises:
-            APIError: a number of guesses, or a quality, for a method that does not take one.
+            APIError: a number of guesses, or a quality, is given for a method that does not take one.
         """
         try:
             return self._methods[model].drafter(method, num_draft_tokens, quality)

@@ -1,4 +1,4 @@
-"""One answer while it comes: its text, its tokens and what is known of each."""
+"""One answer while it is written: its text, its tokens, and the data of each token."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from vivace.serve.tool_reader import ToolReader
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """One token of an answer, with what was asked about it."""
+    """One token of an answer, with the data that the request asked for."""
 
     piece: TokenPiece
     logprob: float | None
     top: tuple[tuple[TokenPiece, float], ...] = ()
-    """The likeliest tokens of this place with log p of each."""
+    """The likeliest tokens at its position, with log p of each."""
     offset: int = 0
-    """Characters before it in the text."""
+    """Number of characters before it in the text."""
     step: int = 0
     guesses: tuple[TokenPiece, ...] = ()
-    """What was drafted for this place."""
+    """Tokens that were drafted for its position."""
     layer: int | None = None
-    """Layers below it, for a method whose tokens may leave early."""
+    """Number of layers that it passed, for methods with early exits."""
 
     @property
     def trace(self) -> dict[str, Any]:
-        """Where the token came from, as ``return_trace`` shows it."""
+        """Return the step that wrote the token and what was drafted, as ``return_trace`` shows it."""
         return {
             "id": self.piece.id,
             "text": self.piece.text,
@@ -46,12 +46,12 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a step added to an answer."""
+    """The tokens that a step added to an answer."""
 
     text: str
     tokens: Sequence[TokenInfo] = ()
     calls: Sequence[dict[str, Any]] = ()
-    """Parts of calls of tools, as streams carry them."""
+    """Parts of tool calls, as streams contain them."""
 
 
 @dataclass
@@ -63,19 +63,19 @@ class Choice:
     tokenizer: Tokenizer
     method: str
     spells: bool = True
-    """Whether the text of each token by itself is wanted."""
+    """Whether the text of each single token is wanted."""
     reader: ToolReader | None = None
-    """Finds calls of tools in the text, where there are tools."""
+    """Finds tool calls in the text, where the request has tools."""
     tokens: list[TokenInfo] = field(default_factory=list)
     text: str = ""
     echo: list[TokenInfo] = field(default_factory=list)
-    """The prompt, when the answer begins with it."""
+    """The prompt, if the answer begins with it."""
     echo_text: str = ""
     num_steps: int = 0
     finish_reason: FinishReason | None = None
     stats: DecodeStats | None = None
     auto_choice: str | None = None
-    """What ``auto`` did last, and why."""
+    """What ``auto`` did in the last step, and why."""
     first_at: float = 0.0
     last_at: float = 0.0
 
@@ -85,13 +85,13 @@ class Choice:
 
     @property
     def reason(self) -> str | None:
-        """Why the answer ended, as OpenAI says it."""
+        """Return why the answer ended, in OpenAI's words."""
         return (
             "tool_calls" if self.reader and self.reader.calls and self.finish_reason == "stop" else self.finish_reason
         )
 
     def take(self, emitted: Emitted) -> NewTokens:
-        """Add a step's tokens; returns what is certain now."""
+        """Add the tokens of a step; return what will not change any more."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         text = self._answer.take(emitted)
@@ -108,7 +108,7 @@ class Choice:
         return NewTokens(text, fresh, () if read is None else read.deltas)
 
     def _infos(self, emitted: Emitted) -> list[TokenInfo]:
-        """What is known of a step's tokens."""
+        """Return the data of a step's tokens."""
         if not self.spells:
             return [TokenInfo(TokenPiece(token, "", b""), None) for token in emitted.tokens]
         pieces = [piece(self.tokenizer, token) for token in emitted.tokens]

@@ -1,10 +1,9 @@
-"""Connections that end: how long one may take over a request's head, stay idle or leave its answer unread, and how many
-there may be.
+"""Limits of connections: the time for a request's head, idle time, unread answers, and their number.
 
-uvicorn bounds none of these: a head or a discarded body that comes one byte at a time is waited for without end, and
-its ``limit_concurrency`` looks only at connections that have sent a whole head. When all places are taken, the
-connection that has kept the server waiting longest for a request makes room for the newcomer, so that connections which
-only stand there (Slowloris, RSnake 2009) cannot lock anybody out.
+uvicorn limits none of these. It waits forever for a head, or for a discarded body, that arrives one byte at a time, and
+its ``limit_concurrency`` counts only connections that have sent a whole head. When all places are taken, the connection
+that has waited longest for its request is closed for the new one, so idle connections (Slowloris, RSnake 2009) cannot
+keep others out.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from vivace.serve.api_error import APIError
 from vivace.serve.config import ServeConfig
 
 READ_BYTES = 8 << 10
-"""Read from a connection before another one has its turn: parsing 256 KiB in chunks of one byte takes .2 s."""
+"""Bytes read from a connection before another has its turn: parsing 256 KiB in chunks of one byte takes .2 s."""
 MAX_HEAD_BYTES = 16 << 10
-"""Longest head of a request."""
+"""Largest head of a request."""
 
 CUTS: Mapping[str, str] = {
     "head_timeout": "no whole head of a request came in time",
@@ -38,25 +37,27 @@ CUTS: Mapping[str, str] = {
     "refused": "all places were taken by requests",
     "malformed": "what came was no HTTP",
 }
-"""Reasons for which the server ends a connection."""
+"""Reasons for which the server closes a connection."""
 
 
 class Connections:
-    """What all connections of a server share: their limits, which are open, how they were answered and cut off."""
+    """Data that all connections of a server share: their limits, which are open, responses and closed
+    ones by reason.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.open: set[Connection] = set()
         self.cut: Counter[str] = Counter(dict.fromkeys(CUTS, 0))
         self.responses: Counter[tuple[str, str]] = Counter()
-        """By route and status."""
+        """Number of responses by route and status."""
 
     def responded(self, route: str, status: int) -> None:
         """Count a response by route and status."""
         self.responses[route, str(status)] += 1
 
     def settings(self, app: ASGIApp) -> uvicorn.Config:
-        """How uvicorn runs an application on these connections."""
+        """Return the uvicorn settings for an application with these connections."""
         config = self.config
         return uvicorn.Config(
             app,
@@ -77,11 +78,11 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """More are open than there are places."""
+        """Return whether more connections are open than allowed."""
         return len(self.open) > self.config.max_connections
 
     def make_room_for(self, newcomer: Connection) -> None:
-        """Add a connection; when there are more than places, the one that has waited longest for a request ends."""
+        """Add a connection; if there are too many, close the one that has waited longest for its request."""
         waiting = [one for one in self.open if one.keeps_waiting]
         self.open.add(newcomer)
         if waiting and self.is_full:
@@ -89,7 +90,7 @@ class Connections:
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """uvicorn's connection with an end to all waiting; ``Connections.settings`` makes the class that is used."""
+    """uvicorn's connection with a limit for every wait; ``Connections.settings`` makes the class that is used."""
 
     shared: ClassVar[Connections]
 
@@ -112,12 +113,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether no complete request is in hand, so that nobody loses an answer with this connection."""
+        """Return whether the client has sent no complete request, so that no answer is lost with this connection."""
         is_between = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
         return is_between and not self.transport.is_closing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where asyncio puts what comes; its size is what is read at once."""
+        """Return the buffer that asyncio fills; its size is what is read at once."""
         return self._read
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -125,9 +126,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.data_received(bytes(self._read[:nbytes]))
 
     def handle_events(self) -> None:
-        """Go through what was parsed; a whole head ends the wait for one.
+        """Handle the parsed events; a whole head ends the wait for one.
 
-        A client is refused only now: one that is sent away before it has asked may lose the answer.
+        A client is refused only here: one that is refused before it has sent its request may never read the answer.
         """
         before = self.cycle
         self.app = self._refuse if self.shared.is_full else self.config.loaded_app
@@ -139,7 +140,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next head: for its first byte as long as a connection may idle, then as long as for any head.
 
-        The rest of a body that nobody asked for any more has to come in that time too.
+        The rest of a body that is discarded has to arrive in that time too.
         """
         config = self.shared.config
         self.waiting_since = self.loop.time()
@@ -150,7 +151,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()  # may find the next head at once
 
     def pause_writing(self) -> None:
-        """The client does not keep up; it has to read on in time."""
+        """Limit the time in which the client has to continue reading."""
         super().pause_writing()
         self._start("read_timeout", self.shared.config.read_timeout_s)
 
@@ -166,7 +167,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._start("read_timeout", self.shared.config.read_timeout_s)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP: say so where no answer has begun, and end the connection."""
+        """Refuse data that is no HTTP, if no answer has begun, and close the connection."""
         is_silent = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
         message = f"the request is no HTTP/1.1, or its head is longer than {MAX_HEAD_BYTES} bytes"
         self.cut("malformed", APIError(400, message) if is_silent else None)
@@ -190,7 +191,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._start("read_timeout", self.shared.config.read_timeout_s)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application of a connection for which there is no room."""
+        """Answer every request of a connection for which there is no place with 503 (an ASGI application)."""
         self.shared.cut["refused"] += 1
         message = f"all {self.shared.config.max_connections} connections are taken; try again later"
         api_error = APIError(503, message, code="too_many_connections")
@@ -199,7 +200,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         await JSONResponse(api_error.body, api_error.status, headers=headers)(scope, receive, send)
 
     def _start(self, reason: str, timeout_s: float) -> None:
-        """End the connection for this reason unless the timer is stopped in time."""
+        """Start a timer that closes the connection for this reason unless it is stopped."""
         self._stop(reason)
         late = {"head_timeout": self._head_is_late}.get(reason, lambda: self.cut(reason))
         self._timers[reason] = self.loop.call_later(timeout_s, late)
@@ -209,7 +210,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             timer.cancel()
 
     def _head_is_late(self) -> None:
-        """Say so to a client that has begun to ask; another one waits for nothing."""
+        """Answer a client that has sent part of a head, and close the connection."""
         has_begun = self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
         seconds = self.shared.config.head_timeout_s
         api_error = APIError(408, f"the head of the request did not come within {seconds:g} seconds", code="timeout")
@@ -217,7 +218,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
 
 def _response(api_error: APIError) -> bytes:
-    """A refusal as a whole HTTP response, after which the connection ends."""
+    """Return an error as a whole HTTP response, after which the connection closes."""
     body = json.dumps(api_error.body).encode()
     lines = [
         f"HTTP/1.1 {api_error.status} {HTTPStatus(api_error.status).phrase}",

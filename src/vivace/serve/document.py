@@ -1,4 +1,4 @@
-"""The OpenAPI document: what routes take that read their bodies themselves, beside the event loop."""
+"""The OpenAPI document of routes that parse their bodies themselves, beside the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PLACE = "#/components/schemas/{model}"
 
 
 def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """What the document says about a route that takes this body."""
+    """Return the part of the document for a route that takes this body."""
     schema = {"$ref": _PLACE.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Add the schemas of these bodies to the document of an application."""
+    """Add the schemas of these bodies to an application's document."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

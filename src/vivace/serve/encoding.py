@@ -1,7 +1,7 @@
-"""JSON of large replies, in pieces between which other threads go on.
+"""Writes the JSON of large replies in parts, between which other threads can run.
 
-``json.dumps`` keeps Python's lock until it is done, which for an answer with log-probabilities of megabytes is
-tenths of seconds. In pieces it never does so for long.
+``json.dumps`` keeps Python's lock until it is done. For an answer with megabytes of log-probabilities that is tenths of
+a second.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 from typing import Any
 
 PIECE = 256
-"""Elements of a list that are written at once."""
+"""Number of elements of a list that are written at once."""
 
 
 def encoded(value: Any) -> bytes:
-    """The JSON of a value, without spaces."""
+    """Return the JSON of a value, without spaces."""
     return "".join(_parts(value)).encode()
 
 

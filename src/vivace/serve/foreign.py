@@ -1,7 +1,7 @@
-"""Fields that clients of other servers send: which are refused, and which of their values ask for nothing.
+"""Fields that clients of other servers send: which are refused, and which of their values change nothing.
 
-Clients often send every field at its default. A value that asks for what this server does anyway is accepted and
-treated as if it were left out; every other value of such a field is refused by name, so that nothing is ignored.
+Clients often send every field with its default value. A value that asks for what this server does anyway is accepted as
+if it were left out; every other value of such a field is refused by name, so that nothing is ignored.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A body without the fields that ask for nothing; what depends on another field is decided here too."""
+    """Return a body without the fields that change nothing; fields that depend on others are decided here too."""
     left = {name: value for name, value in values.items() if not _is_neutral(value, NEUTRAL.get(name, ()))}
     if "best_of" in left and _is_same(left["best_of"], left.get("n", 1)):
         del left["best_of"]  # all that were written are returned
@@ -95,5 +95,5 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal and of one type: JSON's ``true`` is not 1."""
+    """Return whether two values are equal and of one type: JSON's ``true`` is not 1."""
     return type(value) is type(other) and value == other

@@ -1,13 +1,12 @@
-"""``response_format`` and forced calls of tools: answers bound to a grammar, also inside a draft.
+"""Binds answers to a grammar, for ``response_format`` and forced tool calls, also inside a draft.
 
-The grammar engine is llguidance. A matcher stands after some tokens of the answer and is moved to the prefix that is
-asked for: back to where the two part, then on. Prefixes of one draft share all but a few tokens, so this is cheap.
+The grammar engine is llguidance. A matcher has read some tokens of the answer. For another prefix it goes back to where
+the two differ and reads on; prefixes of one draft share all but a few tokens, so this is cheap.
 
-A grammar can stop on its way: the engine has limits, and says that it met one only when it is asked. Then there is no
-distribution to draw from any more, and the request ends with an error; its text is never written on without the
-grammar. A *guess* that the grammar does not accept is nothing of the kind: the row before it gave it no probability,
-so verification drops it, whatever is computed above it. ``keeps_to`` asks the same about tokens that were decided, and
-there it is an error.
+A grammar can stop: the engine has limits, and reports only when asked that it has reached one. Then there is no
+distribution to draw from, and the request ends with an error; its text never continues without the grammar. A *guess*
+that the grammar does not accept is something else: the row before it gave it no probability, so verification rejects
+it, whatever is computed after it. ``keeps_to`` checks tokens that were decided, where it is an error.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class Binding(Protocol):
-    """A logits processor that binds one answer."""
+    """A logits processor that binds one answer to a grammar."""
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """(1, S) tokens so far and (1, V) logits -> (1, V), impossible tokens at minus infinity.
+        """Set impossible tokens to minus infinity: (1, S) tokens so far and (1, V) logits -> (1, V).
 
         Raises:
             APIError: the grammar stopped.
@@ -42,20 +41,20 @@ class Binding(Protocol):
         ...
 
     def keeps_to(self, tokens: Sequence[int]) -> bool:
-        """Never a reason to end a text: False when these decided tokens of the answer fit.
+        """Return False if these decided tokens of the answer fit the grammar: it is never a reason to end a text.
 
         Raises:
-            APIError: they do not, or the grammar stopped.
+            APIError: they do not fit, or the grammar stopped.
         """
         ...
 
 
 Bind = Callable[[int], Binding]
-"""Makes the processor of one answer from the number of its prompt's tokens."""
+"""Makes the processor of one answer, given the number of tokens of its prompt."""
 
 
 def bound(requests: Iterable[Request], binds: Iterable[Bind]) -> tuple[Request, ...]:
-    """The same requests, their answers bound."""
+    """Return the same requests with their answers bound."""
     made = tuple(requests)
     for bind in binds:
         made = tuple(_bound(request, bind(len(request.tokens))) for request in made)
@@ -73,7 +72,7 @@ def _bound(request: Request, binding: Binding) -> Request:
 
 
 class Bound:
-    """Lets only tokens pass with which the answer can still become what it must be."""
+    """Allows only tokens after which the answer can still conform to the grammar."""
 
     def __init__(self, grammar: Grammar, num_prompt_tokens: int, param: str = "response_format") -> None:
         """Stand before the first token.
@@ -90,19 +89,19 @@ class Bound:
         self._taken: list[int] = []
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Fill ``Binding``."""
+        """Implement ``Binding``."""
         if not self._move_to(ids[0, self._start :].tolist()):
             return logits  # a guess that its own row excluded: nothing above it is read
         return _allowed(self._grammar, self._matcher, logits, self._param)
 
     def keeps_to(self, tokens: Sequence[int]) -> bool:
-        """Fill ``Binding``."""
+        """Implement ``Binding``."""
         if not self._move_to(list(tokens)):
             raise _stopped(self._param, "the text does not fit the schema")
         return False
 
     def _move_to(self, tokens: list[int]) -> bool:
-        """Whether the grammar allows these tokens; the matcher stands after them then."""
+        """Return whether the grammar allows these tokens; the matcher has then read them."""
         shared = 0
         for ours, theirs in zip(self._taken, tokens, strict=False):
             if ours != theirs:
@@ -146,13 +145,13 @@ class Opening:
                 self._barred[written].append(token)
 
     def barred(self, written: bytes) -> list[int]:
-        """Tokens that cannot follow this text, in which no call is open."""
+        """Return the tokens that cannot follow this text, in which no call is open."""
         ends = [size for size in range(len(self.tag)) if written.endswith(self.tag[:size])]
         return [token for size in ends for token in self._barred[size]]
 
 
 class BoundWithin:
-    """Leaves text alone and binds what stands between the tags of a call."""
+    """Binds the calls in an answer and leaves its other text free."""
 
     def __init__(
         self, grammar: Grammar, table: LLTokenizer, form: ToolFormat, opening: Opening, num_prompt_tokens: int
@@ -174,7 +173,7 @@ class BoundWithin:
         self._start = num_prompt_tokens
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Fill ``Binding``."""
+        """Implement ``Binding``."""
         written = self._table.decode_bytes(ids[0, self._start :].tolist())
         text, call = self._divide(written)
         if call is None:
@@ -185,14 +184,14 @@ class BoundWithin:
         return _allowed(self._grammar, self._matcher, logits, "tools")
 
     def keeps_to(self, tokens: Sequence[int]) -> bool:
-        """Fill ``Binding``."""
+        """Implement ``Binding``."""
         _, call = self._divide(self._table.decode_bytes(list(tokens)))
         if call is not None and not self._stands_after(call):
             raise _stopped("tools", "the call does not fit its schema")
         return False
 
     def _divide(self, written: bytes) -> tuple[bytes, bytes | None]:
-        """Text behind the last call that is closed, and what was written of one that is open; None between calls."""
+        """Return the text after the last closed call, and the written part of an open call; None between calls."""
         tag = self._opening.tag
         while (at := written.find(tag)) >= 0:
             call = written[at + len(tag) :]
@@ -203,7 +202,7 @@ class BoundWithin:
         return written, None
 
     def _end_of(self, call: bytes) -> int | None:
-        """Where a call is closed: behind a closing tag with which the grammar is complete, none inside a text."""
+        """Return where a call ends: after a closing tag with which the grammar is complete, and not inside a string."""
         at = 0
         while (found := call.find(self._close, at)) >= 0:
             at = found + len(self._close)
@@ -212,7 +211,7 @@ class BoundWithin:
         return None
 
     def _stands_after(self, call: bytes) -> bool:
-        """Whether the grammar allows this beginning of a call; the matcher stands after it then."""
+        """Return whether the grammar allows this beginning of a call; the matcher has then read it."""
         self._matcher.reset()
         tokens = self._table.tokenize_bytes(call)
         taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
@@ -228,14 +227,14 @@ def binds(grammar: Grammar, param: str) -> Bind:
 
 
 def binds_within(grammars: Grammars, grammar: Grammar, form: ToolFormat) -> Bind:
-    """Binds the calls of answers that may hold other text."""
+    """Return what binds the calls of answers that may contain other text."""
     table = grammars.table()
     opening = Opening(grammars, grammar, form.tag.encode())
     return lambda num_prompt_tokens: BoundWithin(grammar, table, form, opening, num_prompt_tokens)
 
 
 def _allowed(grammar: Grammar, matcher: LLMatcher, logits: Tensor, param: str) -> Tensor:
-    """(1, V) logits with what the matcher does not allow at minus infinity."""
+    """Return (1, V) logits in which tokens that the matcher does not allow are minus infinity."""
     found = matcher.compute_bitmask()
     if (why := stuck(matcher, found)) is not None:
         grammar.is_spoilt = True
@@ -247,7 +246,7 @@ def _allowed(grammar: Grammar, matcher: LLMatcher, logits: Tensor, param: str) -
 
 
 def _stopped(param: str, why: str) -> APIError:
-    """A grammar that an answer cannot go on with."""
+    """Return the error for a grammar with which an answer cannot continue."""
     line = " ".join(why.replace("<non-verbose/>", "").split())[:300]
     return APIError(
         400,

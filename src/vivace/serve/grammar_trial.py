@@ -1,12 +1,12 @@
-"""A program that compiles grammars of strangers first, so that the server itself only compiles harmless ones.
+"""A program that compiles unknown grammars first, so that the server itself compiles only harmless ones.
 
-llguidance compiles within limits of its own, and yet a schema of a hundred bytes takes ten seconds and 300 MB
-(``multipleOf: 1000003``), and a long enough chain of ``$ref`` overflows the stack, which ends the process. So every
-grammar is compiled in a fork of this small program, under limits of the operating system, and answers are written for
-a while with it, as some limits are only met then. The file imports nothing of vivace, and runs by its path.
+llguidance has limits of its own, and yet a schema of a hundred bytes can take ten seconds and 300 MB (``multipleOf:
+1000003``), and a long chain of ``$ref`` overflows the stack, which ends the process. So every grammar is compiled in a
+fork of this small program, under limits of the operating system. Some answers are then written with it, because some
+limits are only reached then. The file imports nothing of vivace, and is run by its path.
 
-It reads a line of JSON (``{"kind": "json" or "lark", "text": ...}``) and writes one: ``problem``, null when the
-grammar is good, and ``num_bytes``, the memory that it takes.
+It reads a line of JSON (``{"kind": "json" or "lark", "text": ...}``) and writes one: ``problem``, null when the grammar
+is good, and ``num_bytes``, the memory that it takes.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 GIVES_WAY = 5
-"""Nice level: what decodes and what answers is more urgent."""
+"""Nice level, so that decoding and answering have priority."""
 MAX_SECONDS = 2
-"""Processor time of one grammar."""
+"""Processor time that one grammar may take."""
 MAX_BYTES = 64 << 20
 """Memory that a compiled grammar may keep."""
 MAX_BYTES_MEANWHILE = 256 << 20
 """Memory that compiling may take."""
 STACK_BYTES = 1 << 20
-"""Less than any thread of the server has, so that what fits here fits there."""
+"""Stack size, smaller than that of any thread of the server, so that what fits here fits there."""
 NUM_ANSWERS = 4
 NUM_TOKENS = 64
-"""So many answers of so many tokens are tried."""
+"""Number of answers that are tried, and of their tokens."""
 MAX_WORDS = 1000
-"""Characters of what the library says; it may repeat the grammar."""
+"""Largest number of characters kept of the library's message, which may repeat the grammar."""
 MAX_STATES = 50_000
-"""States of a lexer; each takes up to a kilobyte for as long as the grammar lives."""
+"""Largest number of states of a lexer; each takes up to a kilobyte for as long as the grammar is kept."""
 
 
 def limits() -> LLParserLimits:
-    """Llguidance's own limits, here and in the server."""
+    """Return llguidance's own limits, used here and in the server."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
 
 
 def compiled(kind: str, text: str, table: LLTokenizer) -> LLMatcher:
-    """A matcher that stands before the first token; it may be in error.
+    """Return a matcher that has read no token; it may be in an error state.
 
     Raises:
         ValueError: the text is no grammar of this kind.
@@ -62,14 +62,14 @@ def compiled(kind: str, text: str, table: LLTokenizer) -> LLMatcher:
 
 
 def stuck(matcher: LLMatcher, mask: bytes) -> str | None:
-    """Why no answer goes on from here with any token of this mask; None when one does."""
+    """Return why no token of this mask continues the answer; None if one does."""
     if matcher.is_error():
         return matcher.get_error()
     return None if any(mask) else "no token may come next"
 
 
 def rehearse(matcher: LLMatcher, seed: int) -> str | None:
-    """Write an answer at random; returns why it could not go on, None when it could."""
+    """Write a random answer; return why it could not continue, None if it could."""
     draws = random.Random(seed)
     for _ in range(NUM_TOKENS):
         mask = matcher.compute_bitmask()
@@ -85,7 +85,7 @@ def _allowed(mask: bytes) -> list[int]:
 
 
 def verdict(asked: dict[str, str], table: LLTokenizer) -> dict[str, Any]:
-    """What this process finds out about a grammar; it may not live to tell."""
+    """Compile and try a grammar in this process, which may not survive it, and return the result."""
     before = _resident()
     try:
         matcher = compiled(asked["kind"], asked["text"], table)
@@ -101,13 +101,13 @@ def verdict(asked: dict[str, str], table: LLTokenizer) -> dict[str, Any]:
 
 
 def _resident() -> int:
-    """Bytes of memory this process has had at most."""
+    """Return the largest number of bytes of memory that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
 
 
 def _limit() -> None:
-    """Bind this process to its share; what a system does not know is left as it is."""
+    """Set the limits of this process; limits that the system does not have are skipped."""
     with suppress(OSError, ValueError):
         pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115 - this process ends soon
         room = pages * resource.getpagesize() + MAX_BYTES_MEANWHILE
@@ -122,7 +122,7 @@ def _limit() -> None:
 
 
 def _ended(status: int) -> str:
-    """What a process died of that said nothing."""
+    """Return why a process ended that wrote no result."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         known = {
@@ -136,7 +136,7 @@ def _ended(status: int) -> str:
 
 
 def try_out(asked: dict[str, str], table: LLTokenizer) -> dict[str, Any]:
-    """The verdict of a process of its own."""
+    """Return the result of a fork that compiles and tries a grammar."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -157,7 +157,7 @@ def try_out(asked: dict[str, str], table: LLTokenizer) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
+    """Answer lines until the input ends."""
     from llguidance import LLTokenizer
 
     os.nice(GIVES_WAY)

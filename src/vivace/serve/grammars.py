@@ -1,7 +1,7 @@
-"""Grammars of answers, compiled once each: tried in a process of its own first, then kept while they are in use.
+"""Compiles the grammars of answers, each once: first on trial in another process, then kept while it is in use.
 
-Compiling here lets go of Python's lock (llguidance says so, and ``tests/serve/test_bombs.py`` measures it), so a thread
-that waits in these functions holds up nobody; on the event loop's own thread they have no business.
+Compiling releases Python's lock (according to llguidance, and measured by ``tests/serve/test_bombs.py``). So a thread
+that waits in these functions delays no other; they must not be called on the event loop's own thread.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_SCHEMA_BYTES = 256 << 10
-"""Longest text of a grammar."""
+"""Largest text of a grammar."""
 MAX_KEPT = 16
-"""Compiled grammars kept for further requests."""
+"""Number of compiled grammars kept for further requests."""
 MAX_KEPT_BYTES = 256 << 20
-"""Memory of those, as their trials found it."""
+"""Memory of those, as measured by their trials."""
 MAX_COPIES = 1024
-"""Answers after which a grammar is compiled anew: its copies share a lexer, which never forgets a state."""
+"""Number of answers after which a grammar is compiled anew: its copies share a lexer, which never drops a state."""
 MAX_WAIT_S = 15 * MAX_SECONDS
-"""For a trial, on a machine that has other things to do."""
+"""Longest wait for a trial, on a machine that has other work."""
 
 
 @dataclass
@@ -47,15 +47,15 @@ class Grammar:
     """A compiled grammar, from which every answer gets a matcher of its own."""
 
     matcher: LLMatcher
-    """Stands before the first token, and stays there."""
+    """A matcher that has read no token; answers get copies of it."""
     num_bytes: int
     num_copies: int = 0
     is_spoilt: bool = False
-    """The lexer that all copies share has met a limit; nobody should begin with it."""
+    """Return whether the lexer that all copies share has reached a limit, so that no further answer may use it."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a further answer may begin with it."""
+        """Return whether a further answer may use it."""
         return not self.is_spoilt and self.num_copies < MAX_COPIES
 
     def copy(self) -> LLMatcher:
@@ -65,18 +65,18 @@ class Grammar:
 
 
 class Trials:
-    """The process that compiles what strangers send before the server does; it starts when it is first needed."""
+    """The process that compiles unknown grammars first; it starts when it is first needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def __call__(self, kind: str, text: str) -> int:
-        """Try a grammar out, one at a time; returns the bytes of memory that it takes.
+        """Try a grammar, one at a time, and return the bytes of memory that it takes.
 
         Raises:
-            ValueError: it cannot be used; says why.
-            APIError: the trial did not come to an end (503).
+            ValueError: it cannot be used, for the reason in the message.
+            APIError: the trial did not end in time (503).
         """
         with self._lock:
             said = self._ask(json.dumps({"kind": kind, "text": text}).encode() + b"\n")
@@ -101,7 +101,7 @@ class Trials:
                     pipe.close()
 
     def _ask(self, line: bytes) -> bytes:
-        """The line that answers; nothing when none comes, and then the next question finds another process."""
+        """Return the line that answers; empty if none comes, and the next grammar is then tried in a new process."""
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, str(Path(grammar_trial.__file__))]
             self._process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Trials:
 
 
 class Grammars:
-    """Compiles grammars, each once as long as it is kept."""
+    """Compiles grammars and keeps them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Compile nothing yet.
@@ -138,7 +138,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the process of the trials."""
+        """End the process in which schemas are tried."""
         self._trials.close()
 
     def json_schema(self, schema: Mapping[str, Any], owner: bytes) -> Grammar:
@@ -170,7 +170,7 @@ class Grammars:
         return self._find(owner, "lark", lark, lark if trial is None else trial, "tools")
 
     def table(self) -> LLTokenizer:
-        """The vocabulary as llguidance has it.
+        """Return the vocabulary as llguidance represents it.
 
         Raises:
             APIError: it does not work with this tokenizer.
@@ -182,7 +182,7 @@ class Grammars:
             return self._table
 
     def straddling(self, tag: bytes) -> list[tuple[int, int, bytes]]:
-        """Tokens that end a tag and hold more: (bytes of the tag written before, token, what it holds behind the tag).
+        """Return the tokens that end a tag and hold more: (bytes of the tag before it, token, its bytes after the tag).
 
         Raises:
             APIError: see ``table``.
@@ -251,5 +251,5 @@ def _straddling(table: LLTokenizer, tag: bytes) -> Iterator[tuple[int, int, byte
 
 
 def _line(text: str) -> str:
-    """What the library says, as one line."""
+    """Return the library's message as one line."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:300]

@@ -1,4 +1,4 @@
-"""Alive and ready are two questions: whether a server has to be started again, and whether to send it requests."""
+"""The two health checks: whether the server has to be restarted, and whether it can be sent requests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_live(worker: Worker, stall_timeout_s: float) -> None:
 
 
 def check_ready(worker: Worker, stall_timeout_s: float) -> None:
-    """Whether a request would be taken now, if there is room in the queue.
+    """Raise an error unless a request would be accepted now, given a place in the queue.
 
     Raises:
-        Refusal: the server has not begun or is stopping, or is not alive (503).
+        APIError: the server has not begun, is stopping, or has to be restarted (503).
     """
     check_live(worker, stall_timeout_s)
     if not worker.is_healthy:

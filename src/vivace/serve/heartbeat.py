@@ -1,4 +1,4 @@
-"""Whether the worker's thread moves: it says when it begins something and when it rests."""
+"""Shows whether the worker's thread makes progress: it notes when it begins a step and when it is idle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Heartbeat:
-    """Written by one thread, read by others; a single reference is replaced, so no lock is needed."""
+    """The start of the current step. One thread writes it and others read it; replacing one reference needs no lock."""
 
     def __init__(self) -> None:
         self._busy_since: float | None = None
@@ -16,11 +16,11 @@ class Heartbeat:
         self._busy_since = time.monotonic()
 
     def rest(self) -> None:
-        """Note that there is nothing to do."""
+        """Note that the thread is idle."""
         self._busy_since = None
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the thread has spent in its current step; 0 while it rests."""
+        """Return the seconds that the thread has spent in its current step; 0 while it is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since

@@ -1,4 +1,4 @@
-"""Names under which a server may be asked, and pages of which sites may ask it."""
+"""Checks the header ``Host`` of requests, and the origins of pages that may send them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 from vivace.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses that only this machine reaches."""
+"""Addresses that only this machine can reach."""
 
 ANY = "*"
-"""Every name, or every origin."""
+"""Stands for every name, or every origin."""
 
 
 def host_name(host: str) -> str | None:
-    """The name in a ``Host`` header, without its port and in lower case; None where it cannot be read."""
+    """Return the name in a ``Host`` header, without its port and in lower case; None if it is not well-formed."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
@@ -24,7 +24,9 @@ def host_name(host: str) -> str | None:
 
 
 def is_allowed(host: str, allowed: Iterable[str]) -> bool:
-    """Whether a ``Host`` header is one of these names; ``*.example.com`` stands for every name below that one."""
+    """Return whether a ``Host`` header has one of these names; ``*.example.com`` stands for every name
+    below that one.
+    """
     name = host_name(host)
     return name is not None and any(
         pattern == ANY or name == pattern or (pattern.startswith("*.") and name.endswith(pattern[1:]))
@@ -33,10 +35,10 @@ def is_allowed(host: str, allowed: Iterable[str]) -> bool:
 
 
 def checked_host(name: str) -> str:
-    """A name of ``--allowed-hosts`` as it is compared.
+    """Return a name of ``--allowed-hosts`` in the form in which it is compared.
 
     Raises:
-        ConfigError: it is no host name, such as one with a scheme, a port or a path.
+        ConfigError: it is no host name, for example because it has a scheme, a port or a path.
     """
     rest = name.removeprefix("*.")
     if name != ANY and (host_name(f"[{rest}]" if ":" in rest else rest) != rest.lower() or "*" in rest):
@@ -48,7 +50,7 @@ def checked_host(name: str) -> str:
 
 
 def checked_origin(origin: str) -> str:
-    """An origin of ``--cors`` as browsers send it.
+    """Return an origin of ``--cors`` in the form in which browsers send it.
 
     Raises:
         ConfigError: it is no origin.

@@ -1,4 +1,4 @@
-"""API keys: what one may consist of, and how they are read from a file so that no process list shows them."""
+"""API keys: which characters they may have, and how they are read from a file so that no process list shows them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Work that a request needs before and after the model, beside the event loop.
+"""Threads for the work that a request needs before and after the model, beside the event loop.
 
-The loop's own thread only hands things on. What takes time in Python itself gets threads, between which Python switches
-every few milliseconds; a single call into a library that does not let go of Python's lock may take some tens of
-milliseconds, no more: what could take longer runs in a process (``grammar_trial.py``, ``long_text.py``).
+The loop's own thread only passes data on. Work that takes time in Python itself runs in threads, between which Python
+switches often. A single call into a library that does not release Python's lock may take some tens of milliseconds;
+what could take longer runs in a process (``grammar_trial.py``, ``long_text.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """A few threads for one kind of work, and a bounded queue before them."""
+    """A few threads for one kind of work, with a bounded queue."""
 
     def __init__(self, name: str, *, num_threads: int, max_open: int) -> None:
         """Start nothing yet.
@@ -35,10 +35,10 @@ class Lane:
         self._num_open = 0
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of a call that runs in one of the threads.
+        """Return the result of a call that runs in one of the threads.
 
         Raises:
-            Refusal: as much waits as this server keeps (429).
+            APIError: the queue is full (429).
         """
         if self._num_open >= self._max_open:
             raise APIError(429, f"{self._num_open} requests wait to be read; try again later", code="queue_full")
@@ -49,5 +49,5 @@ class Lane:
             self._num_open -= 1
 
     def close(self) -> None:
-        """Take no more work; what has begun comes to its end."""
+        """Take no more work; what has begun is completed."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""Long texts to tokens and back, in a process of their own.
+"""Turns long texts into tokens and back, in a process of its own.
 
-A megabyte takes a second or two. Tokenizers let go of Python's lock meanwhile, but not while they drop what they found
-beside the ids, nor while they put tokens together, which stops every other thread for as long as 0.2 seconds. A process
-that begins for one text takes longer, and nobody else waits for it.
+A megabyte takes a second or two. Tokenizers release Python's lock meanwhile, but not while they free what they computed
+besides the ids, nor while they join tokens, which stops every other thread for up to 0.2 seconds. Starting a process
+for one text takes longer, but delays no other request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from vivace.serve.api_error import APIError
 
 LONG = 1 << 17
-"""Characters, or tokens, above which a text is long."""
+"""Number of characters, or of tokens, above which a text is long."""
 MAX_SECONDS = 120.0
 GIVES_WAY = 5
 """Nice level, as of a grammar's trial."""
@@ -59,7 +59,7 @@ def _apart(folder: Path, what: str, given: bytes) -> bytes:
 
 
 def main() -> None:
-    """Read a text and write its tokens, eight bytes each, or the other way round."""
+    """Read a text and write its tokens, eight bytes each, or read tokens and write their text."""
     os.nice(GIVES_WAY)
     from vivace.checkpoint.tokenizer import load_tokenizer
 

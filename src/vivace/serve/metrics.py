@@ -1,4 +1,4 @@
-"""Prometheus metrics with vLLM's stems and units, under our prefix; on request under vLLM's as well."""
+"""Prometheus metrics with the names and units of vLLM under our prefix, and on request under vLLM's as well."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BY_LABEL = {
         "Drafted tokens that were accepted, by position in the draft.",
     ),
 }
-"""(label, meaning)."""
+"""By metric: its label and its meaning."""
 GAUGES = {
     "num_requests_running": "Sequences in a slot.",
     "num_requests_waiting": "Sequences in the queue.",

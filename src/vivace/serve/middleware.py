@@ -1,4 +1,4 @@
-"""What stands before every route: key, host, size and kind of the body, request ids, security headers."""
+"""Checks that precede every route: key, host, size and kind of the body; adds request ids and security headers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from vivace.serve.hosts import is_allowed
 
 log = logging.getLogger(__name__)
 HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""Answered under any name: whoever starts servers asks them by their addresses."""
+"""Answered under any host name, because those who start servers use their addresses."""
 
 OPEN_PATHS = HEALTH_PATHS | {"/"}
-"""Answered without a key: the page holds nothing, and whoever starts servers must see whether one lives."""
+"""Answered without a key: the page contains no secrets, and health checks have no key."""
 
 KNOWN_PATHS = OPEN_PATHS | {
     "/v1/chat/completions",
@@ -33,7 +33,7 @@ KNOWN_PATHS = OPEN_PATHS | {
     "/detokenize",
     "/metrics",
 }
-"""Counted under their own names when they are refused before a route is looked for."""
+"""Counted under their own names when a request is refused before its route is known."""
 
 _ID = re.compile(r"[\w.:-]{1,128}")
 _HEADERS = {
@@ -44,7 +44,7 @@ _HEADERS = {
 
 
 class Middleware:
-    """ASGI middleware; nothing of a body is parsed before it was let through."""
+    """ASGI middleware. Nothing of a body is parsed before the request has passed the checks."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, responded: Callable[[str, int], None]) -> None:
         """Stand before an application.
@@ -60,7 +60,7 @@ class Middleware:
         self._keys = [key.encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through or refuse it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -98,7 +98,7 @@ class Middleware:
             await _refuse(APIError(500, "the server could not do this; its log says why"), send_marked)
 
     def _check(self, scope: Scope, headers: Headers) -> bytes:
-        """Whose request it is, so that nothing is shared between owners: a digest of the key, empty without keys."""
+        """Return the owner of a request, so that owners share nothing: a digest of its key, empty without keys."""
         owner = b""
         hosts = self.config.hosts
         if hosts is not None and scope["path"] not in HEALTH_PATHS and not is_allowed(headers.get("host", ""), hosts):
@@ -116,7 +116,7 @@ class Middleware:
         return owner
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body, as long as it is not too large and comes in time."""
+        """Return the whole body, if it is not too large and arrives in time."""
         limit = self.config.max_body_bytes
         said = headers.get("content-length", "")
         if said.isdigit() and int(said) > limit:
@@ -139,7 +139,7 @@ class Middleware:
 
 
 def _route(scope: Scope) -> str:
-    """The route of a request, by its pattern; only so many are known, whatever is asked for."""
+    """Return the pattern of a request's route, so that the number of metrics does not depend on the paths requested."""
     found = getattr(scope.get("route"), "path", None)
     return found or (scope["path"] if scope["path"] in KNOWN_PATHS else "other")
 
@@ -149,7 +149,7 @@ def _too_large(limit: int) -> APIError:
 
 
 def _is_one_of(key: bytes, keys: Iterable[bytes]) -> bool:
-    """Compared in a time that does not tell how much was right; every key is looked at."""
+    """Return whether a key is among these, in a time that does not depend on which characters agree."""
     found = False
     for known in keys:
         found |= hmac.compare_digest(key, known)
@@ -157,7 +157,7 @@ def _is_one_of(key: bytes, keys: Iterable[bytes]) -> bool:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the body that was read, then whatever comes."""
+    """Return a ``receive`` that yields the body that was read, and then whatever follows."""
     is_given = False
 
     async def replay() -> Message:

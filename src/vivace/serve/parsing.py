@@ -1,4 +1,4 @@
-"""From the fields of a body to requests the session takes."""
+"""Turns the fields of a body into requests for the session."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from vivace.serve.tools import Tools
 from vivace.serve.validation import fields_of
 
 _SAY_LIMIT = frozenset({"max_new_tokens", "max_length"})
-"""Keys of ``generation_config.json`` that bound answers."""
+"""Keys of ``generation_config.json`` that limit the length of answers."""
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What one HTTP request asks for: ``n`` requests for each of its prompts."""
+    """One HTTP request in the session's terms: ``n`` requests for each of its prompts."""
 
     model: str
     method: str
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[Request, ...]
-    """Prompt by prompt, choice by choice."""
+    """By prompt, then by choice."""
     tokenizer: Tokenizer
-    """Writes the text."""
+    """Turns the tokens of answers into text."""
     reader: Callable[[], ToolReader | None] = lambda: None
-    """Makes what finds calls of tools in an answer."""
+    """Makes the reader that finds tool calls in an answer."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A request on its way to be asked."""
+    """A request whose parsing has begun."""
 
     body: GenerationBody
     prompts: tuple[Unread, ...]
@@ -54,7 +54,7 @@ class Begun:
 
     @property
     def takes_long(self) -> bool:
-        """Whether ``RequestParser.go_on`` has something to do."""
+        """Return whether ``RequestParser.go_on`` has work to do."""
         is_strict = isinstance(self.body, ChatBody) and self.body.is_strict
         return self.body.is_bound or is_strict or any(isinstance(prompt, str) for prompt in self.prompts)
 
@@ -126,10 +126,10 @@ class RequestParser:
         return Begun(body, tuple(read))
 
     def go_on(self, begun: Begun, owner: bytes) -> Begun:
-        """The part that takes long: grammars, and texts that are.
+        """Do the part of parsing that takes long: compile grammars and tokenize long texts.
 
         Raises:
-            APIError: a schema that is wrong or cannot be kept to, or a text that could not be tokenized.
+            APIError: a schema is invalid or not supported, or a text could not be tokenized.
         """
         special = isinstance(begun.body, CompletionBody)
         tokens = tuple(self.prompts.tokens(one, special=special) for one in begun.prompts)
@@ -158,10 +158,10 @@ class RequestParser:
         return replace(ask, requests=bound(ask.requests, begun.binds))
 
     def to_tokenize(self, raw: bytes) -> tuple[str, bool]:
-        """The text of ``/tokenize``, and whether it gets the tokenizer's own leading and trailing tokens.
+        """Return the text of ``/tokenize``, and whether it gets the tokenizer's own leading and trailing tokens.
 
         Raises:
-            UsageError: a wrong field.
+            UsageError: a field is wrong.
         """
         body = fields_of(TokenizeBody, raw)
         self.catalog.find(body.model)
@@ -170,10 +170,10 @@ class RequestParser:
         return self.prompts.conversation(body.messages, add_generation_prompt=body.add_generation_prompt), False
 
     def to_detokenize(self, raw: bytes) -> list[int]:
-        """The tokens of ``/detokenize``.
+        """Return the tokens of ``/detokenize``.
 
         Raises:
-            UsageError: a wrong field.
+            UsageError: a field is wrong.
         """
         body = fields_of(DetokenizeBody, raw)
         self.catalog.find(body.model)
@@ -197,7 +197,7 @@ class RequestParser:
         return (*found, binds(self.grammars.json_schema(schema, owner), "response_format"))
 
     def _with_tools(self, ask: ParsedRequest, body: ChatBody) -> ParsedRequest:
-        """The same, its answers read for calls."""
+        """Return the same request, with its answers read for tool calls."""
         form = self._tools.form()
         only_one = not body.parallel_tool_calls
         return replace(
@@ -215,7 +215,9 @@ class RequestParser:
         limit: int | None,
         num_top: int | None,
     ) -> ParsedRequest:
-        """Requests, with the likeliest ``num_top`` tokens of every place, without log-probabilities when it is None."""
+        """Make the requests, with log p of ``num_top`` tokens per position, or without log-probabilities
+        if it is None.
+        """
         model = self.catalog.find(body.model)
         options = self._options(body, limit, num_top is not None)
         draws = not self.engine.sampling(options).is_greedy
@@ -240,7 +242,7 @@ class RequestParser:
         )
 
     def _check_length(self, num_prompt_tokens: int, limit: int | None, body: GenerationBody) -> None:
-        """Refuse what does not fit, in the words of the request."""
+        """Raise an error for prompt and answer that do not fit, in terms of the request's fields."""
         prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         asked = "max_completion_tokens" if isinstance(body, ChatBody) and body.max_completion_tokens else "max_tokens"
         needed = num_prompt_tokens + (limit or 1)
@@ -274,7 +276,7 @@ class RequestParser:
     def _request(
         self, body: GenerationBody, tokens: list[int], options: Options, drafter: Drafter, prefix: Prefix | None
     ) -> Request:
-        """One request, cut to what a slot of this server holds when the body names no limit."""
+        """Make one request; if the body sets no limit, its answer may fill the rest of a slot."""
         self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
         longest = self.engine.memory.longest_text(self.engine.model, drafter, self.max_model_len)
         room = max(1, longest - len(tokens))
@@ -296,7 +298,7 @@ class RequestParser:
 
     @staticmethod
     def _processors(body: GenerationBody, num_prompt_tokens: int, bias: tuple[LogitBias, ...]) -> tuple[Processor, ...]:
-        """What bends the distribution of answers, other than a grammar."""
+        """Return the processors of the request other than a grammar."""
         if body.presence_penalty or body.frequency_penalty:
             return (Penalties(num_prompt_tokens, body.presence_penalty, body.frequency_penalty), *bias)
         return bias

@@ -1,4 +1,4 @@
-"""Logits processors of OpenAI's fields, in the form the decoder calls them: once for every drafted position."""
+"""Logits processors for OpenAI's fields, in the form the decoder calls them: once for every drafted position."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class LogitBias:
         self._values = torch.tensor(list(bias.values()), dtype=torch.float32)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """(1, S) tokens so far and (1, V) logits -> (1, V)."""
+        """Add the bias: (1, S) tokens so far and (1, V) logits -> (1, V)."""
         return logits.index_add(1, self._tokens.to(logits.device), self._values.to(logits.device)[None])
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """``presence_penalty`` and ``frequency_penalty``: logits of tokens that the answer has already, lowered."""
+    """``presence_penalty`` and ``frequency_penalty``: lower the logits of tokens that the answer has already."""
 
     num_prompt_tokens: int
     presence: float
     frequency: float
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """(1, S) tokens so far and (1, V) logits -> (1, V)."""
+        """Subtract the penalties: (1, S) tokens so far and (1, V) logits -> (1, V)."""
         counts = torch.bincount(ids[0, self.num_prompt_tokens :], minlength=logits.shape[1])
         return logits - self.frequency * counts - self.presence * (counts > 0)

@@ -1,4 +1,4 @@
-"""From messages, texts and token ids to the tokens of prompts, cheap limits first."""
+"""Turns messages, texts and token ids into the tokens of prompts; limits that are cheap to check come first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Unread = str | list[int]
 
 
 class Prompts:
-    """Reads the prompts of one engine."""
+    """Reads the prompts for one engine."""
 
     def __init__(self, engine: Engine, max_model_len: int, max_sequences: int) -> None:
         """Look at the tokenizer.
@@ -34,10 +34,10 @@ class Prompts:
         self._template_words = template_words(engine.tokenizer)
 
     def of_chat(self, body: ChatBody) -> list[Unread]:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Raises:
-            UsageError: values that the chat template does not read, or a text that cannot fit.
+            UsageError: the chat template does not use some of the values, or the text cannot fit.
         """
         self._check_count(body.n)
         template = dict(body.chat_template_kwargs)
@@ -53,10 +53,10 @@ class Prompts:
         return [text]
 
     def of_completion(self, body: CompletionBody) -> list[Unread]:
-        """Texts and tokens as they are.
+        """Return texts and tokens unchanged.
 
         Raises:
-            APIError: tokens that there are not, or more of anything than fits.
+            APIError: there are no such tokens, or there is more of something than fits.
         """
         prompts = body.prompts
         self._check_count(len(prompts) * body.n)
@@ -84,7 +84,7 @@ class Prompts:
 
     @staticmethod
     def is_long(prompt: Unread) -> bool:
-        """Whether tokenizing it is work for a process of its own, see ``long_text.py``."""
+        """Return whether tokenizing this text needs a process of its own (``long_text.py``)."""
         return isinstance(prompt, str) and len(prompt) > LONG
 
     def tokens(self, prompt: Unread, *, special: bool) -> list[int]:
@@ -104,7 +104,7 @@ class Prompts:
         return self._engine.tokenizer.encode(prompt, special=special)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens.
+        """Return the text of tokens.
 
         Raises:
             APIError: there are no such tokens, or too many.
@@ -115,13 +115,13 @@ class Prompts:
         return self._engine.tokenizer.decode(tokens)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Refuse tokens that this model does not have."""
+        """Raise an error for tokens that this model does not have."""
         vocab = self._engine.model.config.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < vocab]:
             raise APIError(400, f"{param} names token {wrong[0]}; this model has tokens 0 to {vocab - 1}", param=param)
 
     def _check_count(self, num_sequences: int) -> None:
-        """Refuse more answers than ever run and wait."""
+        """Raise an error for more answers than can run and wait."""
         if num_sequences > self._max_sequences:
             raise APIError(
                 400,
@@ -130,7 +130,7 @@ class Prompts:
             )
 
     def _check_characters(self, text: str, param: str) -> None:
-        """Refuse a text that cannot fit, however few tokens it may become."""
+        """Raise an error for a text that cannot fit, however few tokens it may have."""
         if self._longest_token is not None and len(text) > self._longest_token * self._max_model_len:
             least = -(-len(text) // self._longest_token)
             raise too_long(f"{param} has {len(text)} characters, at least {least} tokens", self._max_model_len, param)
@@ -147,7 +147,7 @@ class Prompts:
 
 
 def too_long(found: str, max_model_len: int, param: str) -> APIError:
-    """A prompt that does not fit."""
+    """Return the error for a prompt that does not fit."""
     return APIError(
         400,
         f"{found}; this server holds {max_model_len} with the answer; shorten it",
@@ -157,7 +157,7 @@ def too_long(found: str, max_model_len: int, param: str) -> APIError:
 
 
 def template_words(tokenizer: Tokenizer) -> frozenset[str]:
-    """Values that a chat template reads."""
+    """Return the names of the values that a chat template uses."""
     import jinja2
     from jinja2 import meta
 

@@ -12,7 +12,7 @@ from vivace.serve.token_text import TokenPiece
 
 @dataclass(frozen=True)
 class Head:
-    """What every object of one reply begins with."""
+    """The fields with which every object of one reply begins."""
 
     id: str
     created: int
@@ -33,14 +33,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Extras:
-    """Parts of a reply that were asked for."""
+    """Optional parts of a reply that the request asked for."""
 
     logprobs: bool = False
     token_ids: bool = False
     trace: bool = False
 
     def of(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        """Fields of a choice beside its text."""
+        """Return the fields of a choice beside its text."""
         found: dict[str, Any] = {}
         if self.token_ids:
             found["token_ids"] = [token.piece.id for token in tokens]

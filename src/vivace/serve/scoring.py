@@ -1,9 +1,9 @@
-"""log p of a prompt's own tokens, for ``echo`` with ``logprobs``: in turns, between which others are decoded.
+"""Computes log p of a prompt's own tokens, for ``echo`` with ``logprobs``, in turns with decoding.
 
-A text goes up in one dense call, as in ``Engine.logits``, because attention to a text in pieces sums in another order
-and gives other bits. What is divided is the way up: a turn takes the whole text through as many layers as cost what a
-chunk of a prompt costs in all of them, or reads some rows at the top. So no entry is cached, and the logits of all
-places are never held together.
+A text passes the model in one dense call, as in ``Engine.logits``, because attention to a text in pieces sums in
+another order and gives other bits. So the layers are divided instead: in one turn the whole text passes as many layers
+as cost what a chunk of a prompt costs in all of them, or some of its rows pass the head. No entry is cached, and the
+logits of all positions are never in memory together.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Scored:
-    """What the model makes of a text; every list has an entry for each token but the first."""
+    """Log-probabilities of a text; every list has one entry for each token but the first."""
 
     logprobs: list[float]
-    """log p of the token, given those before it."""
+    """log p of each token, given those before it."""
     top_tokens: list[list[int]]
-    """The likeliest tokens of its place."""
+    """The likeliest tokens at its position."""
     top_logprobs: list[list[float]]
 
 
@@ -69,7 +69,7 @@ def scoring(model: Decoder, tokens: Sequence[int], num_top: int, *, chunk: int) 
 
 
 def spelt(tokenizer: Tokenizer, tokens: Sequence[int], scored: Scored) -> list[TokenInfo]:
-    """The tokens of a text with what is known of each, nothing of the first."""
+    """Return the tokens of a text with the data of each; the first has none."""
     pieces = [piece(tokenizer, token) for token in tokens]
     offsets = Offsets(tokenizer).push(pieces)
     found = [TokenInfo(pieces[0], None)]

@@ -21,7 +21,7 @@ SERVER_COUNTERS = {
                           "error, or `cancelled` because their client left."),
     "connections_cut": ("reason", "Connections that the server closed, by reason."),
 }  # fmt: skip
-"""(labels, meaning)."""
+"""By metric: its labels and its meaning."""
 SERVER_GAUGES = {
     "connections_open": "Open connections.",
     "worker_busy_seconds": "Time for which the worker has been in its current step; 0 while it is idle.",

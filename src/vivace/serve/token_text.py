@@ -1,4 +1,4 @@
-"""Tokens by themselves: how one is spelt, the bytes it stands for, and where it begins in its text."""
+"""Single tokens: how each is spelt, the bytes it stands for, and where it begins in its text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """A token by itself; special ones are spelt out."""
+    """A single token; special tokens are spelt out."""
 
     id: int
     text: str
     raw: bytes
-    """What it stands for: a character may be spread over tokens, and then only bytes can be put together again."""
+    """Its bytes. A character may be spread over several tokens, whose bytes have to be joined."""
 
 
 def piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
@@ -31,7 +31,9 @@ def piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
 
 
 def _bytes_of(spelt: str) -> bytes | None:
-    """The bytes of a vocabulary entry that is no text, in the two ways vocabularies spell bytes; None in others."""
+    """Return the bytes of a vocabulary entry that is no text, in the two ways vocabularies spell bytes; None for
+    others.
+    """
     if match := _BYTE.fullmatch(spelt):
         return bytes.fromhex(match[1])
     alphabet = _byte_alphabet()
@@ -40,21 +42,21 @@ def _bytes_of(spelt: str) -> bytes | None:
 
 @cache
 def _byte_alphabet() -> Mapping[str, int]:
-    """Characters that byte-level vocabularies write for bytes (GPT-2, Radford et al. 2019)."""
+    """Return the characters that byte-level vocabularies write for bytes (GPT-2, Radford et al. 2019)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 class Offsets:
-    """Where tokens begin in the text they make, in characters."""
+    """Computes where tokens begin in their text, in characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
         self._at = 0
 
     def push(self, pieces: Sequence[TokenPiece]) -> list[int]:
-        """Beginnings of further tokens; one inside a character begins where the character does."""
+        """Return where further tokens begin; a token inside a character begins where the character does."""
         found = []
         for one in pieces:
             text = self._stream.push([one.id])  # with it may come what was held back before it

@@ -1,6 +1,6 @@
-"""How models write calls of tools, and grammars that make them write one.
+"""How models write tool calls, and grammars that make them write one.
 
-Which of the known ways a model was trained for is told by its chat template, which shows the model examples:
+The chat template shows the model examples, so it tells which of the known formats the model was trained for:
 
 * ``hermes``: three lines, ``<tool_call>``, ``{"name": ..., "arguments": {...}}`` and ``</tool_call>``, any number of
   times (Hermes, Qwen 2.5 and 3, and many more).
@@ -16,30 +16,30 @@ from dataclasses import dataclass
 from typing import Any
 
 LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line as most programs print it: a model cannot fill an answer with blanks."""
+"""JSON on one line as most programs print it, so that a model cannot fill an answer with blanks."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The tags and JSON in which a family of models writes calls of tools."""
+    """The tags and JSON in which a family of models writes tool calls."""
 
     name: str
     tag: str
-    """What calls begin with; empty: the whole answer is calls when it begins with a brace."""
+    """Text with which calls begin; if empty, the whole answer is calls when it begins with a brace."""
     key: str
-    """Of the arguments."""
+    """Key of the arguments."""
     before: str = ""
-    """Between the tag and a call."""
+    """Text between the tag and a call."""
     after: str = ""
-    """Behind every call."""
+    """Text after every call."""
     between: str = ""
-    """From one call to the next."""
+    """Text between two calls."""
     is_list: bool = False
-    """One tag for all calls, which stand in brackets."""
+    """Whether one tag precedes all calls, which stand in brackets."""
 
     @property
     def close(self) -> str:
-        """What ends a call for sure; empty: the end of its JSON does."""
+        """Text that ends a call; if empty, the end of its JSON does."""
         return self.after.strip()
 
 
@@ -50,7 +50,7 @@ FORMATS = (HERMES, MISTRAL, LLAMA)
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The way a chat template teaches; None when it is none of the known ones."""
+    """Return the format that a chat template shows; None if it shows none of the known ones."""
     if "<function=" in template:
         return None  # names and values as XML
     if HERMES.tag in template:
@@ -84,7 +84,7 @@ def grammar(
 
 
 def rest_grammar(form: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """A Lark grammar of what follows the tag of one call, for a way that closes calls."""
+    """Return a Lark grammar of what follows the tag of one call, for a format that closes calls."""
     assert form.close, "a call ends where its tag closes"
     return _rules(_call(form), form, functions)
 
@@ -103,5 +103,5 @@ def _rules(start: str, form: ToolFormat, functions: Sequence[tuple[str, Mapping[
 
 
 def _text(text: str) -> str:
-    """A text in Lark; nothing for nothing."""
+    """Return a text as a Lark literal; nothing for an empty text."""
     return json.dumps(text) if text else ""

@@ -1,7 +1,7 @@
-"""Calls of tools are read out of an answer while it is written.
+"""Reads tool calls out of an answer while it is written.
 
-What is not a call stays text, also what looked like one and turned out not to be: nothing a model wrote is lost.
-Arguments are passed on as the model wrote them, piece by piece, as soon as the name is known.
+What is not a call stays text, also what first looked like one: nothing that a model wrote is lost. Arguments are passed
+on as the model wrote them, piece by piece, as soon as the name is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vivace.serve.tool_format import ToolFormat
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 PYTHON_TAG = "<|python_tag|>"
-"""What Llama 3 may write before calls."""
+"""Token that Llama 3 may write before calls."""
 
 
 @dataclass
@@ -30,17 +30,17 @@ class ToolCall:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The call as OpenAI's messages carry it."""
+        """Return the call as OpenAI's messages contain it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass
 class Read:
-    """What a piece of an answer brought."""
+    """What a piece of an answer added."""
 
     text: str = ""
     deltas: list[dict[str, Any]] = field(default_factory=list)
-    """Parts of calls, as streams carry them."""
+    """Parts of calls, as streams contain them."""
 
 
 class ToolReader:
@@ -57,14 +57,14 @@ class ToolReader:
         self._form = form
         self._only_one = only_one
         self._left = ""
-        """Text that is not yet understood."""
+        """Text that is not interpreted yet."""
         self._depth = 0
         self._is_string = self._is_escaped = False
         self._state: Callable[[bool], bool] = self._say if form.tag else self._begin
         self._read = Read()
 
     def push(self, text: str, *, is_last: bool = False) -> Read:
-        """Take more of the answer; returns what is certain now."""
+        """Read more of the answer; return what will not change any more."""
         self._read = Read()
         self._left += text
         while self._state(is_last):
@@ -74,7 +74,7 @@ class ToolReader:
     # Every state takes what it understands off ``_left`` and says whether another one can go on.
 
     def _begin(self, is_last: bool) -> bool:
-        """An answer that is calls throughout, or text throughout."""
+        """Decide whether an answer without a tag is calls throughout or text throughout."""
         start = self._left.lstrip()
         if not is_last and PYTHON_TAG.startswith(start):
             return False
@@ -86,7 +86,7 @@ class ToolReader:
         return True
 
     def _say(self, is_last: bool) -> bool:
-        """Text, up to the next tag."""
+        """Read text, up to the next tag."""
         tag = self._form.tag
         at = self._left.find(tag) if tag else -1
         if at < 0:
@@ -131,7 +131,7 @@ class ToolReader:
         return bool(self._left)
 
     def _take_whole(self, body: str) -> bool:
-        """A call whose parts stand in another order."""
+        """Read a call whose parts stand in another order."""
         try:
             said = json.loads(body)
         except ValueError:
@@ -144,7 +144,7 @@ class ToolReader:
         return True
 
     def _arguments(self, is_last: bool) -> bool:
-        """The arguments, up to the brace that ends them."""
+        """Read the arguments, up to the brace that ends them."""
         for place, char in enumerate(self._left):
             if self._is_string:
                 self._is_string = self._is_escaped or char != '"'
@@ -165,7 +165,7 @@ class ToolReader:
         return False
 
     def _tail(self, is_last: bool) -> bool:
-        """What is left of a call behind its arguments."""
+        """Read the rest of a call after its arguments."""
         if not self._form.close:
             start = self._left.lstrip()
             if not start:
@@ -181,7 +181,7 @@ class ToolReader:
         return True
 
     def _next(self, is_last: bool) -> bool:
-        """Another call, or the end of them."""
+        """Read the beginning of another call, or the end of all calls."""
         start = self._left.lstrip()
         if not start:
             return False
@@ -191,7 +191,7 @@ class ToolReader:
         return True
 
     def _drop(self, is_last: bool) -> bool:
-        """Leave out whatever follows a call that has to be the only one."""
+        """Drop everything after a call that has to be the only one."""
         self._left = ""
         return False
 
@@ -207,12 +207,12 @@ class ToolReader:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of the tag."""
+    """Return how many characters at the end of ``text`` may be the beginning of the tag."""
     return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0)
 
 
 def _end_of_json(text: str) -> int:
-    """Where the JSON that a text begins with ends; -1 while it does not."""
+    """Return where the JSON at the beginning of a text ends; -1 while it does not."""
     start = len(text) - len(text.lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]

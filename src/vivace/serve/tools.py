@@ -1,4 +1,4 @@
-"""Tools of a request: which way of writing calls the model knows, and what binds its answers to it."""
+"""The tools of a request: in which format the model writes calls, and what binds its answers to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vivace.serve.tool_reader import PYTHON_TAG
 
 
 class Keeping(Tokenizer):
-    """Leaves special tokens out, except those that begin calls of tools."""
+    """A tokenizer that leaves special tokens out, except those that begin tool calls."""
 
     def __init__(self, inner: Any, eos_ids: Sequence[int] = ()) -> None:
         super().__init__(inner, eos_ids)
@@ -33,18 +33,18 @@ class Keeping(Tokenizer):
 
 
 class Tools:
-    """Prepares requests whose answers may hold calls."""
+    """Prepares requests whose answers may contain calls."""
 
     def __init__(self, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.tokenizer = Keeping(tokenizer.inner, tokenizer.eos_ids)
-        """Writes answers so that calls can be found."""
+        """Turns the tokens of answers into text in which calls can be found."""
         self._grammars = grammars
 
     def form(self) -> ToolFormat:
-        """The way this model writes calls.
+        """Return the format in which this model writes calls.
 
         Raises:
-            APIError: it is none of those that are known.
+            APIError: it is none of the known ones.
         """
         form = format_of(str(self.tokenizer.inner.chat_template))
         if form is None:
@@ -75,14 +75,14 @@ class Tools:
         return ()
 
     def ending(self, requests: Iterable[Request], form: ToolFormat, body: ChatBody) -> tuple[Request, ...]:
-        """The same requests, their answers ended behind the first call where there shall be no further one."""
+        """Return the same requests; their answers end after the first call where only one is allowed."""
         if body.forced or body.parallel_tool_calls or not form.close:
             return tuple(requests)
         ends = self._ends(form)
         return tuple(replace(request, stop=replace(request.stop, criterion=ends)) for request in requests)
 
     def _forced(self, form: ToolFormat, body: ChatBody, owner: bytes) -> Bind:
-        """An answer that is calls and nothing else."""
+        """Return what binds an answer that consists of calls."""
         functions = [(function.name, function.schema_of_arguments) for function in body.forced]
         lark, trial = (
             grammar(form, functions, is_parallel=body.parallel_tool_calls, token_of=token_of)
@@ -91,7 +91,9 @@ class Tools:
         return binds(self._grammars.calls(lark, owner, trial=trial), "tools")
 
     def _strict(self, form: ToolFormat, body: ChatBody, owner: bytes) -> Bind:
-        """Calls of a model that is free to make none; those of functions that are not strict are any object."""
+        """Return what binds the calls of a model that need not make one; arguments of functions that are not strict are
+        any object.
+        """
         if not form.close:
             raise APIError(
                 400,
@@ -104,7 +106,7 @@ class Tools:
         return binds_within(self._grammars, self._grammars.calls(rest_grammar(form, schemas), owner), form)
 
     def _ends(self, form: ToolFormat) -> Callable[[Sequence[int]], bool]:
-        """Whether a call has just ended: its closing tag is a handful of tokens at most."""
+        """Return whether a call has just ended; its closing tag is a few tokens at most."""
         return lambda tokens: form.close in self.tokenizer.decode(tokens[-len(form.close) :])
 
     def _special_token(self, text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""How much was done for a request, under OpenAI's and vLLM's names."""
+"""Counts of the work done for a request, under OpenAI's and vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vivace.serve.choice import Choice
 
 
 def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
-    """OpenAI's ``usage``; drafts are its predictions."""
+    """Return OpenAI's ``usage``, in which drafts are called predictions."""
     done = [choice.stats for choice in choices if choice.stats is not None]
     written = sum(len(choice.tokens) for choice in choices)
     drafted = sum(stats.num_draft_tokens for stats in done)
@@ -56,7 +56,7 @@ def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dic
 
 
 def early_exits(choices: Sequence[Choice]) -> dict[str, Any] | None:
-    """Where tokens left, for a method whose tokens may leave before the top; None for all others."""
+    """Return where tokens exited; None for methods without early exits."""
     layers = [layer for choice in choices if choice.stats for layer in choice.stats.exit_layers]
     if not layers:
         return None
@@ -69,7 +69,7 @@ def early_exits(choices: Sequence[Choice]) -> dict[str, Any] | None:
 
 
 def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What came of the drafts; mean acceptance length is 1 + accepted / steps, acceptance rate accepted / drafted."""
+    """Return counters of drafts. Mean acceptance length is 1 + accepted / steps, acceptance rate accepted / drafted."""
     done = [choice.stats for choice in choices if choice.stats is not None]
     steps = sum(stats.num_spec_steps for stats in done)
     drafted = sum(stats.num_draft_tokens for stats in done)
@@ -95,6 +95,6 @@ def _summed(lists: Sequence[Sequence[int]], length: int) -> list[int]:
 
 
 def _histogram(steps: int, reached: Sequence[int]) -> list[int]:
-    """Steps in which exactly 0, 1, 2, ... guesses were accepted."""
+    """Return the number of steps in which exactly 0, 1, 2, ... guesses were accepted."""
     at_least = [steps, *reached, 0]
     return [more - further for more, further in pairwise(at_least)]

@@ -1,4 +1,4 @@
-"""What is wrong with a body, in one sentence that names the field."""
+"""Describes what is wrong with a body in one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fields_of(kind: type[B], raw: bytes) -> B:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first of pydantic's errors as a refusal; fields that are not supported come first."""
+    """Return the first of pydantic's errors as an API error; unsupported fields come first."""
     error = next((error for error in errors if error["type"] == "extra_forbidden"), _furthest(errors))
     place = [str(step)[:100] for step in error["loc"] if not _ALTERNATIVE.fullmatch(str(step))]
     param = ".".join(place) or None

@@ -1,8 +1,8 @@
-"""The thread that owns the session: requests join and leave between its steps, and nothing else touches the model.
+"""The thread that owns the session: requests join and leave between its steps, and nothing else uses the model.
 
-There is no lock around decoding. Callers put jobs into a queue and set flags; the thread looks at both before every
-step, so a cancelled request has left the batch one step later at most. A request that fails is told so and leaves; it
-concerns nobody beside it, and those that wait least of all. Prompts are scored in turns, one behind every step.
+There is no lock around decoding. Callers put jobs into a queue and set flags. The thread reads both before every step,
+so a cancelled request leaves the batch one step later at most. A request that fails gets its error and leaves; it
+affects neither running nor waiting requests. Prompts are scored in turns, one after every step.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """How far a prompt is read."""
+    """How many tokens of a prompt have been read."""
 
     total: int
     cached: int
     processed: int
-    """Tokens stored, cached ones included."""
+    """Number of tokens stored, cached ones included."""
     elapsed_s: float
 
 
@@ -49,7 +49,7 @@ class Failed:
 
 Event = Emitted | PromptProgress | Scored | Failed
 Mailbox = Callable[[list[tuple["Job", Event]]], None]
-"""Called on the worker's thread with everything a step brought, once per step."""
+"""Called on the worker's thread with all events of a step, once per step."""
 
 
 @dataclass(eq=False)
@@ -60,20 +60,20 @@ class Job:
     priority: int = 0
     reports_progress: bool = False
     leader: Job | None = None
-    """A job with the same prompt that reads it first; the entries are then shared."""
+    """A job with the same prompt that reads it first; its entries are then shared."""
     scores: int | None = None
-    """Only score the prompt, and name so many of the likeliest tokens for each of its places."""
+    """If set, the job only scores its prompt and returns so many likeliest tokens for each position."""
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
     number: int = -1
-    """The session's id of it."""
+    """Its id in the session."""
     has_begun: bool = False
-    """Its prompt is read, or it is over."""
+    """Whether its prompt is read, or it has ended."""
     is_cancelled: bool = False
 
 
 class Worker:
-    """Steps a session for as long as there is something to do."""
+    """Steps a session for as long as there is work."""
 
     def __init__(
         self,
@@ -107,16 +107,16 @@ class Worker:
         self.max_queue = max_queue
         self.num_target_passes = 0
         self.num_failed = 0
-        """Sequences that ended with an error of their own."""
+        """Number of sequences that ended with an error of their own."""
         self.heartbeat = Heartbeat()
-        """Says for how long the thread has been in one step."""
+        """Shows for how long the thread has been in one step."""
         self.prefix: PrefixCache | None = None
-        """Its figures are read by the metrics; requests carry what they look up."""
+        """The prefix cache; its counters are read by the metrics, and requests contain handles to it."""
         self._mailbox = mailbox
         self._waiting: list[Job] = []
         self._running: dict[int, Job] = {}
         self._scoring: tuple[Job, Iterator[Scored | None]] | None = None
-        """A prompt that is being scored, and the turns that are left of it."""
+        """The prompt that is being scored, and its remaining turns."""
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="vivace-worker", daemon=True)
@@ -127,17 +127,17 @@ class Worker:
 
     @property
     def is_healthy(self) -> bool:
-        """The thread lives and takes work."""
+        """Return whether the thread runs and takes jobs."""
         return self._thread.is_alive() and not self._is_closing
 
     @property
     def has_died(self) -> bool:
-        """The thread was started and has ended."""
+        """Return whether the thread was started and has ended."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     @property
     def num_running(self) -> int:
-        """Sequences in a slot, and a prompt that is being scored."""
+        """Return the number of sequences in a slot, plus one while a prompt is being scored."""
         return len(self._running) + (self._scoring is not None)
 
     @property
@@ -146,11 +146,11 @@ class Worker:
         return len(self._waiting)
 
     def submit(self, jobs: list[Job]) -> None:
-        """Queue jobs, all or none.
+        """Queue all of these jobs or none.
 
         Raises:
             APIError: the queue is full (429), or the server is stopping (503).
-            CapacityError: one could never be given a slot.
+            CapacityError: no free slot could ever take one of them.
         """
         for job in jobs:
             job.request.check_fits(self.capacity)
@@ -178,7 +178,7 @@ class Worker:
             self._changed.notify()
 
     def _check_wait(self, jobs: list[Job]) -> None:
-        """Refuse jobs if more would wait for memory than may wait."""
+        """Raise an error for jobs with which more would wait for memory than may wait."""
         free, num_late = self.memory.free_bytes, 0
         if free is None:
             return
@@ -195,7 +195,7 @@ class Worker:
             )
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Stop jobs before the next step; those that are over are ignored."""
+        """Stop jobs before the next step; jobs that have ended are ignored."""
         with self._changed:
             for job in jobs:
                 job.is_cancelled = True
@@ -203,7 +203,7 @@ class Worker:
             self._changed.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop after the current step; what still runs is told so."""
+        """Stop after the current step; what still runs ends with an error."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -235,7 +235,7 @@ class Worker:
             self._mailbox([(job, Failed(stopping)) for job in (*self._take_running(), *scored, *waiting)])
 
     def _wait_for_work(self) -> bool:
-        """Take in what callers left; False when it is time to end."""
+        """Take the jobs and flags that callers left; return False when it is time to end."""
         with self._changed:
             while not (self._is_closing or self._waiting or self._running or self._scoring):
                 self.heartbeat.rest()
@@ -252,7 +252,7 @@ class Worker:
     def _admit(self) -> None:
         """Move jobs into free slots: lower priority numbers first, then in order of arrival.
 
-        One that waits for memory is overtaken by nobody, so it is not kept out by smaller ones.
+        No job overtakes one that waits for memory, so that it is not kept out by smaller ones.
         """
         is_full = False
         for job in sorted(self._waiting, key=lambda job: job.priority):
@@ -277,7 +277,7 @@ class Worker:
                 self._running[job.number] = job
 
     def _begin_scoring(self, job: Job, num_top: int) -> None:
-        """Take up a prompt to score; there is one at a time, since each holds its rows."""
+        """Begin to score a prompt; one at a time, since each holds its rows in memory."""
         if self._scoring is None:
             self._waiting.remove(job)
             job.started_at = time.perf_counter()
@@ -285,7 +285,7 @@ class Worker:
             self._scoring = job, turns
 
     def _score(self) -> None:
-        """Do one turn of the prompt that is being scored; what fails in it concerns no sequence."""
+        """Do one turn of the prompt that is being scored; a failure there affects no sequence."""
         if self._scoring is None:
             return
         job, turns = self._scoring
@@ -321,7 +321,7 @@ class Worker:
         return events
 
     def _progress(self) -> list[tuple[Job, Event]]:
-        """Events of jobs whose prompt was not read when the step began, and that asked for them."""
+        """Return progress events of jobs that asked for them and whose prompt was not read when the step began."""
         events: list[tuple[Job, Event]] = []
         for number, (cached, left) in self.session.reading.items():
             job = self._running[number]
@@ -336,14 +336,14 @@ class Worker:
         self._running.pop(job.number, None)
 
     def _take_running(self) -> list[Job]:
-        """Everything that is in a slot, which is over."""
+        """Return all jobs that are in a slot, and forget them."""
         jobs = list(self._running.values())
         for job in jobs:
             self._end(job)
         return jobs
 
     def _failed(self, job: Job, error: BaseException, part: str = "a step of the whole session") -> tuple[Job, Event]:
-        """What a job is told that failed; the log has the rest where the job is not at fault."""
+        """Return the event of a job that failed; the log has the details where the job is not at fault."""
         api_error = api_error_of(told(error, part))
         self.num_failed += 1
         log.log(
