@@ -156,11 +156,10 @@ def _speeds(results: Sequence[Result]) -> list[str]:
     caption = (
         f"**{first.provenance['cpu']}, {machine}**, {first.provenance['num_threads']} threads, batch "
         f"{s['batch_size']}, "
-        f"greedy, at most {s['max_new_tokens']} new tokens; {', '.join(commits)}. Prompts: {counts}. In each cell "
-        "speed "
-        "while decoding, then of whole answers, prompt reading included, both beside plain decoding, whose own row has "
-        "tokens a second; then tokens a target pass. A star: the text differs."
-        + _streams_note([run for result in results for run in result.runs])
+        f"greedy, at most {s['max_new_tokens']} new tokens; {', '.join(commits)}. Prompts: {counts}. Each "
+        "cell has the speed while decoding, then that of whole answers (reading the prompt included), both relative to "
+        "plain decoding, whose own row has tokens per second; then tokens per target pass. A star marks texts that "
+        "differ." + _streams_note([run for result in results for run in result.runs])
     )
     names = list(dict.fromkeys(run["method"] for result in results for run in result.runs))
     names.sort(key=[*OURS, *names].index)
@@ -179,7 +178,7 @@ def _training(results: Sequence[Result], method: str) -> str:
 
 
 def _streams_note(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a note on the layers that "tokens a target pass" does not count, for streams that follow the accepted
+    """Return a note on the layers that "tokens per target pass" does not count, for streams that follow the accepted
     node.
     """
     for run in runs:
@@ -187,9 +186,9 @@ def _streams_note(runs: Sequence[dict[str, Any]]) -> str:
         if run["method"] == "multistream" and layers and layers["draft"]:
             total = layers["verify"] + layers["draft"]
             return (
-                f" `multistream` runs `attach: kept`: beside the {layers['verify']} layers of a target pass, "
-                f"{layers['draft']} "
-                f"more for its streams, {total} a step, which tokens a target pass do not count."
+                f" `multistream` runs `attach: kept`: besides the {layers['verify']} layers of a target pass, "
+                f"{layers['draft']} more run for its streams, {total} in a step; tokens per target pass do not count "
+                "them."
             )
     return ""
 

@@ -351,7 +351,9 @@ def test_a_step_of_streams_is_said_to_run_more_layers(tmp_path: Path) -> None:
     )
     results = report.read_results(tmp_path)
     for text in (report.summary(results), report.details(results)):
-        assert "`attach: kept`: beside the 24 layers of a target pass, 12 more for its streams, 36 a step" in text
+        assert (
+            "`attach: kept`: besides the 24 layers of a target pass, 12 more run for its streams, 36 in a step" in text
+        )
     assert "| 24 + 12 |" in report.details(results)
 
 
