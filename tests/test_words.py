@@ -17,7 +17,7 @@ COMMON = {
     *("given", "roots", "leaves", "takes", "hold", "law", "learnt", "serve", "again", "expected"),
     *("Pool", "Piece", "Fresh", "Choice", "Root", "Parts", "Part", "Shape", "Stateful", "Progress"),
     *("Memory", "Saved", "Answer", "Rows", "Reading", "Routers", "Place", "Bias"),
-    *("gates", "at_gate"),
+    *("gates", "at_gate", "_ask"),
 }
 """Old identifiers that may stand for something else in other modules: refused in their own only."""
 

@@ -47,7 +47,7 @@ def test_what_was_trained_and_tuned_is_measured(given: argparse.Namespace, monke
     training = rivals._training
 
     def small(*told: object) -> list[str]:
-        return [*training(*told), "held_back=8", "adapter={gate: 2, bottleneck: 8}", "tokens_per_batch=128"]
+        return [*training(*told), "held_back=8", "adapter={exit_layer: 2, bottleneck: 8}", "tokens_per_batch=128"]
 
     monkeypatch.setattr(rivals, "_training", small)
     monkeypatch.setattr(rivals, "candidates_of", lambda engine, method: [DraftPlan.chain(1), DraftPlan((2, 1))])

@@ -49,10 +49,10 @@ def blaming(slot: int, part: str) -> Iterator[None]:
     except (*STOPS, RequestFailed):
         raise
     except BaseException as cause:
-        raise RequestFailed(slot, told(cause, part)) from cause
+        raise RequestFailed(slot, request_error(cause, part)) from cause
 
 
-def told(cause: BaseException, part: str) -> VivaceError:
+def request_error(cause: BaseException, part: str) -> VivaceError:
     """Return an error as the request's caller sees it: errors of this package unchanged, others with the part that
     failed.
     """

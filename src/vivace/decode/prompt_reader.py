@@ -59,11 +59,11 @@ class PromptReader:
                 known = self._attach(sequence)
         with blaming(sequence.slot, "the way its prompt is read"):
             sequence.pieces.extend(sequence.prefilling.plan(sequence.slot, sequence.request.tokens, known))
-        self.num_asked += left_of(sequence)
+        self.num_asked += num_unread(sequence)
 
     def forget(self, sequence: Decoding) -> None:
         """Drop a prompt that will not be read to its end from the progress counts."""
-        self.num_asked -= left_of(sequence)
+        self.num_asked -= num_unread(sequence)
 
     def next(self, sequences: Iterable[Decoding]) -> list[Decoding]:
         """Choose sequences whose next pieces share a pass: pieces of one kind and one prefill, within the
@@ -145,7 +145,7 @@ class PromptReader:
             sequence.shown.clear()
 
 
-def left_of(sequence: Decoding) -> int:
+def num_unread(sequence: Decoding) -> int:
     """Return the number of prompt tokens that are still to be read."""
     return sum(piece.num_read for piece in sequence.pieces)
 

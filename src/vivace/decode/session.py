@@ -36,10 +36,10 @@ from vivace.core.seams import (
 )
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import threads_of
-from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, told
+from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, request_error
 from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
 from vivace.decode.prefix import CHUNK
-from vivace.decode.prompt_reader import PromptReader, left_of
+from vivace.decode.prompt_reader import PromptReader, num_unread
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
@@ -110,7 +110,7 @@ class Session:
     @property
     def reading(self) -> dict[int, tuple[int, int]]:
         """Return, by request id, the prompt tokens taken from a prefix cache and those still to be read."""
-        return {s.id: (s.stats.num_cached_tokens, left_of(s)) for s in self._live.values()}
+        return {s.id: (s.stats.num_cached_tokens, num_unread(s)) for s in self._live.values()}
 
     def text_bytes(self, request: Request) -> int:
         """Return the largest number of bytes that keys and values of a request can take."""
@@ -218,7 +218,7 @@ class Session:
             except BaseException as cause:
                 saved.restore()
                 if len(part) == 1:
-                    emitted.append(self._fail(part[0], told(cause, "a pass of its own")))
+                    emitted.append(self._fail(part[0], request_error(cause, "a pass of its own")))
                     continue
                 log.warning("a pass of %d sequences failed; it is tried again in parts", len(part), exc_info=cause)
                 parts.extendleft(reversed(parts_of(part)))

@@ -43,7 +43,7 @@ class Reply:
 
     def __init__(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         body: GenerationBody,
         shape: ResponseShape,
         head: Head,
@@ -55,7 +55,7 @@ class Reply:
         """Prepare.
 
         Args:
-            ask: what to run.
+            parsed: what to run.
             body: which extras were asked for.
             shape: how it is written.
             head: what every object begins with.
@@ -64,11 +64,11 @@ class Reply:
             num_new: 0 runs nothing: the prompt is all that is asked for.
         """
         self.arrived_at = time.perf_counter()
-        self.ask, self.body, self.shape, self.head, self.extras = ask, body, shape, head, extras
+        self.parsed, self.body, self.shape, self.head, self.extras = parsed, body, shape, head, extras
         spells = extras.logprobs or extras.trace
         self.choices = [
-            Choice(index, request, ask.tokenizer, ask.method, spells, ask.reader())
-            for index, request in enumerate(ask.requests)
+            Choice(index, request, parsed.tokenizer, parsed.method, spells, parsed.reader())
+            for index, request in enumerate(parsed.requests)
         ]
         for choice in self.choices if echoes else ():
             echo = echoes[choice.index // body.n]
@@ -83,7 +83,7 @@ class Reply:
         return Call(
             worker,
             calls,
-            self.ask.requests if self.runs else (),
+            self.parsed.requests if self.runs else (),
             priority=self.body.priority,
             reports_progress=self.body.return_progress,
             group=self.body.n,
@@ -92,7 +92,7 @@ class Reply:
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts of the reply so far, in OpenAI's format."""
-        return usage(sum(map(len, self.ask.prompts)), self.choices)
+        return usage(sum(map(len, self.parsed.prompts)), self.choices)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Reply:
         """Return the complete answers as one object."""
         reply = self.head.object(self.shape.kind, [self.shape.whole(choice, self.extras) for choice in self.choices])
         if self.extras.token_ids:
-            reply["prompt_token_ids"] = list(self.ask.prompts[0])
+            reply["prompt_token_ids"] = list(self.parsed.prompts[0])
         return {**reply, "usage": self.usage, "metrics": self.metrics}
 
     async def chunks(self, call: Call, metrics: Metrics) -> AsyncIterator[str]:
@@ -153,7 +153,7 @@ class Reply:
         parts = [] if opening is None else [opening]
         if self.extras.token_ids and choice.index == 0:
             opening = parts[0] if parts else self.shape.piece(0, NewTokens(""), Extras())
-            parts = [{**opening, "prompt_token_ids": list(self.ask.prompts[0])}]
+            parts = [{**opening, "prompt_token_ids": list(self.parsed.prompts[0])}]
         if choice.echo_text:
             parts.append(self.shape.piece(choice.index, NewTokens(choice.echo_text, choice.echo), self.extras))
         if choice.finish_reason and (closing := self.shape.closing(choice.index, choice.finish_reason)):
@@ -216,9 +216,9 @@ async def _gone(request: HttpRequest) -> None:
         pass
 
 
-def head(ask: ParsedRequest, shape: ResponseShape, fingerprint: str) -> Head:
+def head(parsed: ParsedRequest, shape: ResponseShape, fingerprint: str) -> Head:
     """Return the fields that every object of one reply begins with: a new id, the time, the model."""
-    return Head(f"{shape.id_prefix}{uuid.uuid4().hex}", int(time.time()), ask.model, fingerprint)
+    return Head(f"{shape.id_prefix}{uuid.uuid4().hex}", int(time.time()), parsed.model, fingerprint)
 
 
 def _progress(event: PromptProgress) -> dict[str, Any]:

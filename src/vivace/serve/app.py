@@ -131,16 +131,16 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         """Answer a request to ``/v1/chat/completions``."""
-        body, ask = await self._asked(ChatBody, request)
+        body, parsed = await self._asked(ChatBody, request)
         extras = Extras(body.logprobs, body.return_token_ids, body.return_trace)
-        return await self._answer(ask, body, ChatShape(), extras, request)
+        return await self._answer(parsed, body, ChatShape(), extras, request)
 
     async def complete(self, request: Request) -> Response:
         """Answer a request to ``/v1/completions``, echoed prompts included."""
-        body, ask = await self._asked(CompletionBody, request)
-        echoes = await cancel_on_disconnect(request, self._echoes(body, ask)) if body.echo else []
+        body, parsed = await self._asked(CompletionBody, request)
+        echoes = await cancel_on_disconnect(request, self._echoes(body, parsed)) if body.echo else []
         extras = Extras(body.logprobs is not None, body.return_token_ids, body.return_trace)
-        return await self._answer(ask, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
+        return await self._answer(parsed, body, TextShape(), extras, request, echoes, num_new=body.max_tokens)
 
     async def _asked(self, kind: type[B], request: Request) -> tuple[B, ParsedRequest]:
         """Parse the body of a request beside the event loop."""
@@ -159,7 +159,7 @@ class Server:
 
     async def _answer(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         body: GenerationBody,
         shape: ResponseShape,
         extras: Extras,
@@ -168,7 +168,7 @@ class Server:
         *,
         num_new: int | None = None,
     ) -> Response:
-        reply = Reply(ask, body, shape, head(ask, shape, self.fingerprint), extras, echoes or [], num_new=num_new)
+        reply = Reply(parsed, body, shape, head(parsed, shape, self.fingerprint), extras, echoes or [], num_new=num_new)
         call = reply.call(self.worker, self.calls)
         call.start()
         if body.stream:
@@ -179,14 +179,14 @@ class Server:
         finally:
             call.close()
 
-    async def _echoes(self, body: CompletionBody, ask: ParsedRequest) -> list[Echo]:
+    async def _echoes(self, body: CompletionBody, parsed: ParsedRequest) -> list[Echo]:
         """Return the prompts as the beginnings of their answers, scored where log-probabilities are wanted."""
         decode = self.engine.tokenizer.decode
-        texts = await self.texts.run(lambda: [decode(tokens) for tokens in ask.prompts])
+        texts = await self.texts.run(lambda: [decode(tokens) for tokens in parsed.prompts])
         if body.logprobs is None:
             return [Echo(text) for text in texts]
         scored: list[Scored | None] = [None] * len(texts)
-        firsts = ask.requests[:: body.n]
+        firsts = parsed.requests[:: body.n]
         call = Call(self.worker, self.calls, firsts, priority=body.priority, scores=body.logprobs)
         call.start()
         try:
@@ -195,7 +195,7 @@ class Server:
                     scored[found[0]] = found[1]
         finally:
             call.close()
-        triples = list(zip(texts, ask.prompts, scored, strict=True))
+        triples = list(zip(texts, parsed.prompts, scored, strict=True))
         return await self.texts.run(lambda: [self._echo(*triple) for triple in triples])
 
     def _echo(self, text: str, tokens: tuple[int, ...], scored: Scored | None) -> Echo:
@@ -230,8 +230,8 @@ class Server:
     @staticmethod
     def _note(body: GenerationBody, request: Request) -> None:
         user = body.safety_identifier if body.user is None else body.user
-        told = "" if user is None else f" user={user[:100]!r}"
-        log.info("%s %s%s", request.state.request_id, request.url.path, told)
+        note = "" if user is None else f" user={user[:100]!r}"
+        log.info("%s %s%s", request.state.request_id, request.url.path, note)
 
 
 def build(server: Server) -> FastAPI:

@@ -149,13 +149,13 @@ class RequestParser:
         assert len(prompts) == len(begun.prompts), "long texts are tokenized by now"
         if isinstance(body, ChatBody):
             num_top = body.top_logprobs if body.logprobs else None
-            ask = self._ask(body, owner, prompts, body.limit, num_top)
-            ask = self._with_tools(ask, body) if body.reads_calls else ask
+            parsed = self._requests_of(body, owner, prompts, body.limit, num_top)
+            parsed = self._with_tools(parsed, body) if body.reads_calls else parsed
         else:
             assert isinstance(body, CompletionBody)
             limit = 1 if body.max_tokens == 0 else body.max_tokens  # nothing to write: only the prompts are scored
-            ask = self._ask(body, owner, prompts, limit, body.logprobs)
-        return replace(ask, requests=bound(ask.requests, begun.binds))
+            parsed = self._requests_of(body, owner, prompts, limit, body.logprobs)
+        return replace(parsed, requests=bound(parsed.requests, begun.binds))
 
     def to_tokenize(self, raw: bytes) -> tuple[str, bool]:
         """Return the text of ``/tokenize``, and whether it gets the tokenizer's own leading and trailing tokens.
@@ -196,18 +196,18 @@ class RequestParser:
         schema = {"type": "object"} if named is None else named.schema_
         return (*found, binds(self.grammars.json_schema(schema, owner), "response_format"))
 
-    def _with_tools(self, ask: ParsedRequest, body: ChatBody) -> ParsedRequest:
+    def _with_tools(self, parsed: ParsedRequest, body: ChatBody) -> ParsedRequest:
         """Return the same request, with its answers read for tool calls."""
         form = self._tools.form()
         only_one = not body.parallel_tool_calls
         return replace(
-            ask,
-            requests=self._tools.ending(ask.requests, form, body),
+            parsed,
+            requests=self._tools.ending(parsed.requests, form, body),
             tokenizer=self._tools.tokenizer if body.skip_special_tokens else self._verbatim,
             reader=lambda: ToolReader(form, only_one=only_one),
         )
 
-    def _ask(
+    def _requests_of(
         self,
         body: GenerationBody,
         owner: bytes,

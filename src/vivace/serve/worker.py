@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vivace.core.model import Decoder
-from vivace.decode.isolation import STOPS, told
+from vivace.decode.isolation import STOPS, request_error
 from vivace.decode.memory import MemoryBudget
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Emitted, Request
@@ -344,7 +344,7 @@ class Worker:
 
     def _failed(self, job: Job, error: BaseException, part: str = "a step of the whole session") -> tuple[Job, Event]:
         """Return the event of a job that failed; the log has the details where the job is not at fault."""
-        api_error = api_error_of(told(error, part))
+        api_error = api_error_of(request_error(error, part))
         self.num_failed += 1
         log.log(
             logging.ERROR if api_error.status >= 500 else logging.INFO, "a request failed: %s", error, exc_info=error

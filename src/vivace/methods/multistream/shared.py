@@ -72,9 +72,7 @@ class SharedStreams(Streams):
         if rank < 1:
             raise ConfigError(f"rank must be at least 1, found {rank}")
         if config.identifier != "embedding":
-            raise ConfigError(
-                "in the shared mode streams are told apart by embeddings; set adapter.identifier to embedding"
-            )
+            raise ConfigError("in the shared mode streams differ by embeddings; set adapter.identifier to embedding")
         if config.rank or config.bottleneck:
             raise ConfigError(
                 "in the shared mode streams carry the model's own deltas; set adapter.rank and "

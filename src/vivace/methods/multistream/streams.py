@@ -88,8 +88,8 @@ class Streams(LowRank):
 
     def _feedback(self) -> Tensor:
         """Return A beside B, (streams * E, 2 E)."""
-        assert self.final is not None, "only streams with feedback are told"
-        assert self.decided is not None, "only streams with feedback are told"
+        assert self.final is not None, "only streams with feedback have these weights"
+        assert self.decided is not None, "only streams with feedback have these weights"
         return torch.cat((self.final, self.decided), -1).flatten(0, 1)
 
     def run_on(self, model: Decoder) -> None:

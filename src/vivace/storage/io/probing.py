@@ -52,8 +52,8 @@ def open_reader(path: Path, kind: str = "auto") -> ReaderChoice:
     for name, reader in opened.items():
         if name != best:
             reader.close()
-    told = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
-    why = "; ".join([f"fastest of {told} GB/s from a cold cache", *missing])
+    figures = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+    why = "; ".join([f"fastest of {figures} GB/s from a cold cache", *missing])
     return ReaderChoice(opened[best], why, speeds[best])
 
 
