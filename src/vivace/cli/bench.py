@@ -71,7 +71,9 @@ def decode(
     libraries = libraries_memory()
     names, others = _with_baseline(methods), split_names(peers)
     rows = read_prompts(prompts, limit)
-    setting = Setting(prompts if prompts in PACKAGED else Path(prompts).name, max_new_tokens, batch, repeats, raw)
+    setting = BenchmarkSetting(
+        prompts if prompts in PACKAGED else Path(prompts).name, max_new_tokens, batch, repeats, raw
+    )
     drafts_for_peers = ["draft"] if "transformers-assisted" in others else []
     engine = open_engine(model, [*map(method_of, names), *drafts_for_peers], load, store)
     questions = questions_of(engine, rows, raw=raw)
@@ -96,7 +98,7 @@ def decode(
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchmarkSetting:
     """What every system is asked to do."""
 
     prompts: str
@@ -110,7 +112,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchmarkResult:
     """What a benchmark found, before it is reported."""
 
     records: list[Record]
@@ -138,7 +140,7 @@ def _open_peers(
     names: Sequence[str],
     engine: Engine,
     questions: Sequence[BenchmarkPrompt],
-    setting: Setting,
+    setting: BenchmarkSetting,
     draft_folder: Path | None,
 ) -> tuple[list[Peer], Heat | None]:
     """Load other engines with the checkpoint of ``engine``; they cannot read a store."""
@@ -164,8 +166,8 @@ def measure(
     engines: Mapping[str, Engine],
     peers: Sequence[Peer],
     questions: Sequence[BenchmarkPrompt],
-    setting: Setting,
-) -> Measured:
+    setting: BenchmarkSetting,
+) -> BenchmarkResult:
     """Let methods and peers answer all prompts in turns, and compare plain decoding's answers with the checkpoint.
 
     Args:
@@ -190,10 +192,12 @@ def measure(
     baseline = next(record for record in records if record.name == BASELINE)
     what, plain = compare_plain(engine, questions, [ids for trials in baseline.trials for ids in trials[0].token_ids])
     runs = [_beside(run, plain) if run.method == BASELINE else run for run in runs]
-    return Measured(records, runs, held, what, plain, others.cpu_share)
+    return BenchmarkResult(records, runs, held, what, plain, others.cpu_share)
 
 
-def setting_json(engine: Engine, setting: Setting, num_prompts: int, others_cpu_share: float | None) -> dict[str, Any]:
+def setting_json(
+    engine: Engine, setting: BenchmarkSetting, num_prompts: int, others_cpu_share: float | None
+) -> dict[str, Any]:
     """Return what was asked of the systems, and of which model, for the file of results."""
     return {
         "model": engine.folder.name,
@@ -218,7 +222,7 @@ def quality_json(engine: Engine, rows: list[Prompt], records: list[Record], name
     }
 
 
-def print_measured(measured: Measured, num_prompts: int, report: dict[str, Any]) -> None:
+def print_measured(measured: BenchmarkResult, num_prompts: int, report: dict[str, Any]) -> None:
     """Print the table of results, and notes on lossy methods, plain decoding, the roofline and other processes."""
     print_runs(measured.runs, measured.held)
     for run in measured.runs:
