@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## the main job on the model that ships: sample outputs, speed, identical or not
+demo: setup  ## sample answers of the model that ships, their speed, and whether they are identical
 	$(BIN)/vivace demo
 
 WORKERS ?= 2

@@ -132,7 +132,7 @@ def _lead(results: Sequence[Result]) -> list[str]:
         own = [result for result in results if result.setting["model"] == model]
         found = [(result, run) for result in own if (run := result.run(HEADLINE)) and run["identical"]]
         if found:
-            size = f"{own[0].roofline['weight_bytes'] / 1e6:.0f} MB of weights a pass"
+            size = f"{own[0].roofline['weight_bytes'] / 1e6:.0f} MB of weights per pass"
             what = f"the wide twin {model} ({size})" if own[0].is_twin else f"{model} ({size})"
             gains = [
                 f"{run['speedup']:.2f}x while decoding and {captions.whole_answers(run, result.plain):.2f}x for whole "
@@ -143,7 +143,8 @@ def _lead(results: Sequence[Result]) -> list[str]:
     if not parts:
         return []
     cpu, kernels = results[0].kind
-    return [f"`{HEADLINE}` beside plain decoding, the same text, on {cpu} with {kernels} kernels: {'; '.join(parts)}."]
+    text = f"Speed of `{HEADLINE}` relative to plain decoding, with the same text, on {cpu} with {kernels} kernels: "
+    return [f"{text}{'; '.join(parts)}."]
 
 
 def _speeds(results: Sequence[Result]) -> list[str]:

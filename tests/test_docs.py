@@ -366,9 +366,10 @@ def test_the_lead_is_decoding_and_whole_answers_of_every_model(tmp_path: Path) -
     write_result(tmp_path / "a.json", runs=runs, provenance=able, setting=setting_of(tmp_path / "a.json") | native)
     summary = report.summary(report.read_results(tmp_path))
     assert summary.startswith(
-        "`multirate` beside plain decoding, the same text, on A CPU with avx512 kernels: on the wide twin"
+        "Speed of `multirate` relative to plain decoding, with the same text, on A CPU with avx512 kernels: on the "
+        "wide twin"
     )
-    assert "some-x4 (29 MB of weights a pass) **1.50x while decoding and 1.20x for whole answers on e2e**." in summary
+    assert "some-x4 (29 MB of weights per pass) **1.50x while decoding and 1.20x for whole answers on e2e**." in summary
     runs[1] = bench_run("multirate", 150, accepted=(0.9, 0.5), same=False)
     write_result(tmp_path / "a.json", runs=runs, provenance=able, setting=setting_of(tmp_path / "a.json"))
     assert "wide twin" not in report.summary(report.read_results(tmp_path))
