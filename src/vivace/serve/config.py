@@ -45,7 +45,7 @@ class ServeConfig:
     max_body_bytes: int = 1 << 20
     """Largest body of a request."""
     max_connections: int = 512
-    """Number of open connections; for a further one, the one that has waited longest for its request is closed."""
+    """Number of open connections; one more closes the one that has gone longest without completing a request."""
     head_timeout_s: float = 10.0
     """Longest time in which the head of a request must arrive."""
     body_timeout_s: float = 30.0

@@ -2,7 +2,7 @@
 
 uvicorn limits none of these. It waits forever for a head, or for a discarded body, that arrives one byte at a time, and
 its ``limit_concurrency`` counts only connections that have sent a whole head. When all places are taken, the connection
-that has waited longest for its request is closed for the new one, so idle connections (Slowloris, RSnake 2009) cannot
+that has gone longest without completing a request is closed for the new one, so idle connections (Slowloris, RSnake 2009) cannot
 keep others out.
 """
 
@@ -82,7 +82,7 @@ class Connections:
         return len(self.open) > self.config.max_connections
 
     def make_room_for(self, newcomer: Connection) -> None:
-        """Add a connection; if there are too many, close the one that has waited longest for its request."""
+        """Add a connection; if there are too many, close the one longest without a complete request."""
         waiting = [one for one in self.open if one.keeps_waiting]
         self.open.add(newcomer)
         if waiting and self.is_full:
