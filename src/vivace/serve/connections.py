@@ -2,8 +2,8 @@
 
 uvicorn limits none of these. It waits forever for a head, or for a discarded body, that arrives one byte at a time, and
 its ``limit_concurrency`` counts only connections that have sent a whole head. When all places are taken, the connection
-that has gone longest without completing a request is closed for the new one, so idle connections (Slowloris, RSnake 2009) cannot
-keep others out.
+that has gone longest without completing a request is closed for the new one, so idle connections (Slowloris, RSnake
+2009) cannot keep others out.
 """
 
 from __future__ import annotations
