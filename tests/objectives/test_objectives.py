@@ -33,7 +33,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "confidence": rivals.confidence,
     "multistream": streams.multistream,
     "multistream feedback": lambda: streams.multistream(feedback=True),
-    "multistream rotation": lambda: streams.multistream(marks="rotation"),
+    "multistream rotation": lambda: streams.multistream(identifier="rotation"),
     "shared": streams.shared,
     "shared unpruned": lambda: streams.shared(pruner_rank=0),
     "next token": whole.plain,
