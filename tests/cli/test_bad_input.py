@@ -250,7 +250,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "a gate above the model": (
         ("train", "recipe.yaml", "adapter.exit_layer=9", "--model", "tiny", "--out", "out", "--data", "rows.jsonl"),
         USAGE,
-        "gate 9 must lie below the top of a model of 2 layers",
+        "exit_layer 9 must lie below the top of a model of 2 layers",
     ),
     "a decoder on a device": (
         ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--device", "cuda"),

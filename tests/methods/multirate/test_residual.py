@@ -121,5 +121,5 @@ def test_config_refuses_what_cannot_be(deep: Callable[[torch.dtype], Decoder]) -
     for fields in ({"exit_layer": 0}, {"mode": "fast"}, {"rank": -1}, {"bottleneck": 0}):
         with pytest.raises(ConfigError):
             MultirateConfig(**fields)
-    with pytest.raises(ConfigError, match="gate 6 must lie below the top of a model of 6 layers"):
+    with pytest.raises(ConfigError, match="exit_layer 6 must lie below the top of a model of 6 layers"):
         Accelerator(MultirateConfig(exit_layer=6), deep(FP32).config)
