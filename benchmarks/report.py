@@ -26,6 +26,7 @@ from benchmarks import (
     pass_tables,
     plots,
     rivals_table,
+    screened_tables,
     speed_law,
     stream_tables,
     tradeoff,
@@ -124,6 +125,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "multirate.md": {"law": law(everything), "results": technique(everything, "multirate")},
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
+        techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},
         docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},
         CARD: {"quality": bars.card(QUALITY)},
     }

@@ -147,7 +147,7 @@ def test_calls_of_an_engine_share_what_was_read(place: Path, method: str, kind: 
     folder = make_model(place, method)
     free, engine = vivace.load(folder), vivace.load(folder, prefix_cache="16MiB")
     short, longer = long_prompts(free)
-    fields = {"method": method, "max_new_tokens": 6, "ignore_eos": True, "raw": True}
+    fields = {"method": method, "max_new_tokens": 6, "ignore_eos": True, "raw": True, "logprobs": True}
     fields |= SAMPLED if kind == "sampled" else GREEDY
     length = len(free.tokenizer.encode(short))
     wanted = {prompt: free.generate(prompt, **fields)[0] for prompt in (short, longer)}

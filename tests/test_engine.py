@@ -31,17 +31,17 @@ def engine(checkpoint: Path) -> vivace.Engine:
 
 
 def test_results_come_in_order_and_do_not_depend_on_the_batch(engine: vivace.Engine) -> None:
-    together = engine.generate(PROMPTS * 3, max_new_tokens=12, method="plain", batch_size=5)
+    together = engine.generate(PROMPTS * 3, max_new_tokens=12, method="plain", batch_size=5, logprobs=True)
     for result, prompt in zip(together, PROMPTS * 3, strict=True):
-        [alone] = engine.generate(prompt, max_new_tokens=12, method="plain")
+        [alone] = engine.generate(prompt, max_new_tokens=12, method="plain", logprobs=True)
         assert (alone.token_ids, alone.text, alone.logprobs) == (result.token_ids, result.text, result.logprobs)
     assert engine.generate([]) == []
 
 
 @pytest.mark.parametrize("method", ["lookup", "auto"])
 def test_methods_agree_with_plain(engine: vivace.Engine, method: str) -> None:
-    plain = engine.generate(PROMPTS, max_new_tokens=40, method="plain")
-    other = engine.generate(PROMPTS, max_new_tokens=40, method=method)
+    plain = engine.generate(PROMPTS, max_new_tokens=40, method="plain", logprobs=True)
+    other = engine.generate(PROMPTS, max_new_tokens=40, method=method, logprobs=True)
     assert [r.token_ids for r in plain] == [r.token_ids for r in other]
     assert [r.logprobs for r in plain] == [r.logprobs for r in other]
     assert all((r.choice is not None) == (method == "auto") for r in other)

@@ -27,13 +27,14 @@ def engine(checkpoint: Path, body: NativeBody) -> vivace.Engine:
 
 
 def test_every_method_gives_the_text_of_plain_decoding(engine: vivace.Engine) -> None:
-    plain = engine.generate(PROMPTS, max_new_tokens=24, method="plain")
+    plain = engine.generate(PROMPTS, max_new_tokens=24, method="plain", logprobs=True)
     for method in ("lookup", "auto"):
         for batch_size in (1, 4):
-            other = engine.generate(PROMPTS, max_new_tokens=24, method=method, batch_size=batch_size)
+            settings = {"max_new_tokens": 24, "method": method, "batch_size": batch_size, "logprobs": True}
+            other = engine.generate(PROMPTS, **settings)
             assert [r.token_ids for r in other] == [r.token_ids for r in plain]
             assert [r.logprobs for r in other] == [r.logprobs for r in plain]
-    silent = engine.generate(PROMPTS, max_new_tokens=24, method="plain", logprobs=False)
+    silent = engine.generate(PROMPTS, max_new_tokens=24, method="plain")
     assert [r.token_ids for r in silent] == [r.token_ids for r in plain]
 
 

@@ -43,7 +43,7 @@ CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "seed": (DRAWN, 7),
     "method": (PLAIN, "lookup"),
     "raw": (PLAIN, True),
-    "logprobs": (PLAIN, False),
+    "logprobs": (PLAIN, True),
     "batch_size": (PLAIN, 1),
     "exact": (PLAIN, True),
     "num_draft_tokens": (LOOKED_UP | {"ignore_eos": True}, 1),

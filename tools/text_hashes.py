@@ -87,7 +87,7 @@ def hashes(backends: Sequence[str], limit: int) -> Iterator[tuple[str, str]]:
 
 def answers(engine: Engine, prompts: Sequence[Any], method: str, options: dict[str, Any]) -> list[Result]:
     """Answer the even prompts one by one, and the odd ones in batches of eight."""
-    options = {"method": method, "max_new_tokens": NEW_TOKENS, **options}
+    options = {"method": method, "max_new_tokens": NEW_TOKENS, "logprobs": True, **options}
     alone = [engine.generate(prompt, **options)[0] for prompt in prompts[::2]]
     return alone + engine.generate(list(prompts[1::2]), batch_size=8, **options)
 

@@ -78,8 +78,10 @@ class Options:
     method: str = "auto"
     raw: bool = False
     """Whether to use the prompt as it is, without the chat template."""
-    logprobs: bool = True
-    """Whether to return log p of every token under the model, before any logits processor."""
+    logprobs: bool = False
+    """Whether to return log p of every token under the model, before any logits processor. Then all logits of every
+    token are computed, where greedy decoding needs the largest only.
+    """
     batch_size: int = 16
     """Number of sequences decoded at once; further prompts wait."""
     exact: bool = False
@@ -153,6 +155,7 @@ def load(
     memory: str | int | None = None,
     prefix_cache: str | int | None = None,
     reader: str = "auto",
+    screened_head: bool | None = None,
 ) -> Engine:
     """Load a checkpoint.
 
@@ -173,6 +176,8 @@ def load(
         prefix_cache: memory for prompts that were read, such as "256MiB". Calls whose prompts begin alike read the
             beginning once, and a prompt that is repeated is not read again; answers do not change. None keeps none.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
+        screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
+            reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
@@ -193,6 +198,7 @@ def load(
     folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
     if is_store(folder):
         refusals.check_weights(kept, device)
+        refusals.check_screen(screened_head)
         beside = 0 if limit is None else bytes_beside(folder, smaller, folders)
         model, storage = load_stored(folder, limit, reader=reader, beside_bytes=beside, body=choice.body)
         refusals.check_dtype(dtype, model.dtype)
@@ -203,7 +209,8 @@ def load(
     backend = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
     if storage is None:
         check_room(budget, folder, "the model", dtype, kept, ", or a store, which runs in less: vivace convert --store")
-        model = load_decoder(folder, dtype=dtype, device=device, backend=backend)
+        screens = False if screened_head is None and limit is not None else screened_head
+        model = load_decoder(folder, dtype=dtype, device=device, backend=partial(backend, screens_head=screens))
     budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
     tokenizer = load_tokenizer(folder)
     if smaller is not None:

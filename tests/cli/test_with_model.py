@@ -26,7 +26,7 @@ def test_streamed_text_is_the_text_of_the_result(cli: Cli, folder: Path) -> None
     words = ("generate", "Hello", "--model", folder, "--max-new-tokens", 12, "--method", "lookup")
     outcome = cli(*words)
     assert outcome.status == 0, outcome.err
-    (result,) = cli(*words, "--json").json["results"]
+    (result,) = cli(*words, "--json", "--logprobs").json["results"]
     assert outcome.out == result["text"] + "\n"
     assert len(result["token_ids"]) == len(result["logprobs"]) == result["stats"]["num_tokens"]
     assert result["stats"]["method"] == "lookup"

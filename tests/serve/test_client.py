@@ -89,7 +89,7 @@ def test_a_prompt_may_be_tokens(client: OpenAI, engine: Engine) -> None:
 
 def test_logprobs_are_the_models(client: OpenAI, engine: Engine) -> None:
     reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3)
-    expected = engine.generate([MESSAGES], max_new_tokens=5, method="plain")[0]
+    expected = engine.generate([MESSAGES], max_new_tokens=5, method="plain", logprobs=True)[0]
     content = reply.choices[0].logprobs.content
     assert [entry.logprob for entry in content] == pytest.approx(expected.logprobs, abs=1e-6)
     for entry in content:

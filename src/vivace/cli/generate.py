@@ -37,8 +37,11 @@ def generate(
     exact: options.Exact = False,
     sampling: options.SamplingFlags,
     as_json: options.AsJson = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log p of every token.")] = False,
 ) -> None:
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
+    if logprobs and not as_json:
+        raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file)
     engine = open_engine(model, [method], load, store)
     settings = options.given(
@@ -47,6 +50,7 @@ def generate(
         quality=quality,
         raw=raw,
         exact=exact or None,
+        logprobs=logprobs or None,
         **vars(sampling),
     )
     with console.progress("reading the prompt") as progress:

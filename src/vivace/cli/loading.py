@@ -51,6 +51,7 @@ def open_engine(
         draft_model=load.draft_model,
         kernels=load.kernels,
         weights=load.weights,
+        screened_head=load.screened_head,
         memory=store.memory,
         reader=store.reader,
     )

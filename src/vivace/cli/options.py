@@ -48,6 +48,14 @@ Weights = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+ScreenedHead = Annotated[
+    bool | None,
+    typer.Option(
+        "--screened-head/--no-screened-head",
+        help="Keep the head in int8 too, so that greedy decoding reads half of it; left out: for large heads.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -97,6 +105,7 @@ class LoadFlags:
     dtype: Dtype = "auto"
     kernels: Kernels = "auto"
     weights: Weights = "bf16"
+    screened_head: ScreenedHead = None
 
 
 @dataclass(frozen=True)

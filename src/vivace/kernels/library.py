@@ -37,7 +37,14 @@ class CMatrix(Structure):
         ("format", c_int64),
         ("scales", c_void_p),
         ("table", c_void_p),
+        ("screen", c_void_p),
     ]
+
+
+class CScreen(Structure):
+    """Mirrors ``Screen``: a matrix in fewer bits, with bounds for what the rounding changed."""
+
+    _fields_ = [("codes", CMatrix), ("lost", c_void_p), ("kept", c_void_p), ("counts", c_void_p)]
 
 
 class CLinear(Structure):

@@ -36,8 +36,10 @@ from vivace.kernels.library import (
     CNorm,
     CPlan,
     CRouters,
+    CScreen,
 )
 from vivace.kernels.low_bit import TABLE, Rounded
+from vivace.kernels.screen import Screen
 from vivace.kernels.threads import num_threads
 
 MAX_GROUP = 128
@@ -72,6 +74,8 @@ class Matrix:
     """(out,) bfloat16, or None."""
     in_width: int
     out_width: int
+    screen: Screen | None = None
+    """Bounds by which ``greedy`` skips most outputs; None computes all of them."""
 
     @property
     def format(self) -> str:
@@ -89,10 +93,24 @@ class Matrix:
             codes, scales = self.weight.codes, self.weight.scales
             assert codes.is_contiguous()
             assert scales.is_contiguous()
-            return CMatrix(codes.data_ptr(), bias, *sizes, scales.data_ptr(), _Q4_TABLE.data_ptr())
+            return CMatrix(codes.data_ptr(), bias, *sizes, scales.data_ptr(), _Q4_TABLE.data_ptr(), self._screen)
         assert self.weight.dtype == torch.bfloat16
         assert self.weight.is_contiguous()
-        return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None)
+        return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None, self._screen)
+
+    @property
+    def _screen(self) -> int | None:
+        """Address of the struct of the screen."""
+        return None if self.screen is None else ctypes.addressof(self._screen_struct)
+
+    @cached_property
+    def _screen_struct(self) -> CScreen:
+        """The screen as a struct of the native library, which lives as long as the matrix."""
+        assert self.screen is not None
+        codes = Matrix(self.screen.codes, None, self.in_width, self.out_width)
+        parts = (self.screen.lost, self.screen.kept, self.screen.counts)
+        assert all(part.is_contiguous() for part in parts)
+        return CScreen(codes.struct, *(part.data_ptr() for part in parts))
 
     def rows_of_weights(self) -> Tensor:
         """Return the weights as a row-major matrix (out, in) bfloat16."""

@@ -21,6 +21,18 @@ def check_weights(kept: str, device: str) -> None:
         raise UnsupportedError(f"a store keeps its weights as they were converted, {kept} was asked for; leave it out")
 
 
+def check_screen(asked: bool | None) -> None:
+    """Refuse a screened head for weights of a store.
+
+    Raises:
+        UnsupportedError: one was asked for.
+    """
+    if asked:
+        raise UnsupportedError(
+            "a store keeps its head as it was converted, --screened-head was asked for; leave it out"
+        )
+
+
 def check_dtype(asked: str, found: torch.dtype) -> None:
     """Refuse another precision than a store has.
 

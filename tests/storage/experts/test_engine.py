@@ -41,7 +41,7 @@ def make_foresight(folder: Path, mixture: Path) -> Path:
 def test_every_method_says_what_the_resident_model_says(mixture: Path, tmp_path: Path) -> None:
     store = write_store(mixture, tmp_path / "store").folder
     ahead = make_foresight(tmp_path / "ahead", mixture)
-    resident = vivace.load(mixture).generate("aka", method="plain", max_new_tokens=12)[0]
+    resident = vivace.load(mixture).generate("aka", method="plain", max_new_tokens=12, logprobs=True)[0]
     planned = vivace.load(store, memory="100MiB").storage
     assert planned is not None
     least = planned.plan.num_bytes
@@ -51,7 +51,7 @@ def test_every_method_says_what_the_resident_model_says(mixture: Path, tmp_path:
     cache = engine.storage.experts
     assert cache.num_slots < 48
     for method in ("plain", "foresight", "lookup"):
-        found = engine.generate("aka", method=method, max_new_tokens=12)[0]
+        found = engine.generate("aka", method=method, max_new_tokens=12, logprobs=True)[0]
         assert (found.token_ids, found.logprobs) == (resident.token_ids, resident.logprobs), method
         assert (cache.counts.prefetched + cache.counts.late > 0) == (method != "plain")
 

@@ -32,10 +32,16 @@ from vivace.errors import UnsupportedError
 from vivace.kernels.exact import pack_exact
 from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, NativeBody
+from vivace.kernels.screen import Screen, screen_of
 
 ROWS_UP_TO = 512
 """Last position at which prompt chunks are computed as single rows, all layers in one call. Beyond it, attention over a
 whole chunk at once saves more than the single call does (measured)."""
+
+
+SCREENED_BYTES = 32 << 20
+"""Bytes of a head from which on it is screened unless the caller decides: more than the caches of most processors
+hold, so that greedy decoding reads them from memory in every step."""
 
 
 class CpuBackend:
@@ -47,19 +53,22 @@ class CpuBackend:
         weights: Weights = "bf16",
         *,
         joins_layers: bool = True,
+        screens_head: bool | None = None,
     ) -> None:
         """Set the format of the weights and the kernels that run them.
 
         Args:
             body: native kernels; None is PyTorch, for quantized weights.
             weights: format of the matrices. In the quantized formats the embedding and the head have eight bits;
-            routers
-                of experts and everything that is no matrix stay as they are.
+                routers of experts and everything that is no matrix stay as they are.
             joins_layers: whether layers may run as a span; False where the weights of layers move between calls.
+            screens_head: whether the head is kept a second time in int8, so that greedy decoding reads half of its
+                bytes (``kernels/screen.py``); None screens heads from ``SCREENED_BYTES`` on where that is possible.
         """
         self.body = body
         self.weights = weights
         self.joins_layers = joins_layers
+        self.screens_head = screens_head
         self.span: Span | None = None
         self.chain: Chain | None = None
         self.rows_up_to = 0
@@ -83,31 +92,54 @@ class CpuBackend:
                 f"the {self.body.name} kernels are for bfloat16 weights, this model's are {_name(decoder.dtype)}; "
                 "give --dtype bfloat16 or --kernels torch"
             )
+        if self.screens_head and (reason := self._why_no_screen(decoder)) is not None:
+            raise UnsupportedError(f"the head cannot be screened: {reason}; leave --screened-head out")
 
     def pack_ends(self, decoder: Decoder) -> None:
         """Pack the embedding, the final norm and the head."""
         self.check(decoder)
+        head = decoder.lm_head
         if self.weights != "bf16":
             self._round_ends(decoder)
-        elif decoder.lm_head is None:
+        elif head is None:
             assert self.body is not None
-            decoder.lm_head = TiedHead(self.body, decoder.embedding)
-        elif isinstance(decoder.lm_head, Linear):
-            decoder.lm_head = self.linear(decoder.lm_head.weight, decoder.lm_head.bias)
+            decoder.lm_head = TiedHead(self.body, decoder.embedding, self._screen(decoder, decoder.embedding))
+        elif isinstance(head, Linear):
+            assert self.body is not None
+            decoder.lm_head = PackedLinear(self.body, head.weight, head.bias, self._screen(decoder, head.weight))
         if self.body is not None and isinstance(decoder.final_norm, RMSNorm):
             decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
 
+    def _screen(self, decoder: Decoder, weight: Tensor) -> Screen | None:
+        """Return the screen of a head (V, E), or None where it has none."""
+        if self.screens_head is None:
+            reason = self._why_no_screen(decoder)
+            return screen_of(weight) if reason is None and weight.nbytes >= SCREENED_BYTES else None
+        return screen_of(weight) if self.screens_head else None
+
+    def _why_no_screen(self, decoder: Decoder) -> str | None:
+        """Return why a decoder's head cannot be screened, or None if it can."""
+        if self.body is None:
+            return "it runs on native kernels"
+        if self.weights not in ("bf16", "exact12"):
+            return f"with {self.weights} weights the head has eight bits itself"
+        if decoder.config.logit_softcap is not None:
+            return "this model caps its logits"
+        return "the width of this model is odd" if decoder.config.width % 2 else None
+
     def _round_ends(self, decoder: Decoder) -> None:
         is_exact = self.weights == "exact12"
+        weight = decoder.embedding if decoder.lm_head is None else getattr(decoder.lm_head, "weight", None)
+        screen = None if weight is None else self._screen(decoder, weight)
         table = pack_exact(decoder.embedding, "exact12_rows") if is_exact else quantise(decoder.embedding, "int8")
         decoder.embedding_rows = LowBitRows(table, decoder.dtype, self.body)
         decoder.embedding = frozen(decoder.embedding.new_empty(0, decoder.config.width))
         head = decoder.lm_head
         if head is None:
-            decoder.lm_head = LowBitLinear(table, None, self.body)
+            decoder.lm_head = LowBitLinear(table, None, self.body, screen)
         elif isinstance(head, Linear):
             kept = quantise(head.weight, "exact12" if is_exact else "int8")
-            decoder.lm_head = LowBitLinear(kept, head.bias, self.body)
+            decoder.lm_head = LowBitLinear(kept, head.bias, self.body, screen)
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
         """Pack one layer."""
@@ -172,7 +204,12 @@ class CpuBackend:
 
 
 def backend_of(
-    body: NativeBody | None, weights: Weights, dtype: torch.dtype, *, is_required: bool
+    body: NativeBody | None,
+    weights: Weights,
+    dtype: torch.dtype,
+    *,
+    is_required: bool,
+    screens_head: bool | None = None,
 ) -> CpuBackend | None:
     """What runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
 
@@ -181,7 +218,9 @@ def backend_of(
     """
     takes = is_required or dtype == torch.bfloat16 or weights == "exact12"
     used = body if takes else None
-    return None if used is None and weights == "bf16" else CpuBackend(used, weights)
+    if used is None and weights == "bf16" and not screens_head:
+        return None
+    return CpuBackend(used, weights, screens_head=screens_head)
 
 
 def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "bf16") -> None:

@@ -14,15 +14,23 @@ from torch import Tensor, nn
 from vivace.errors import UnsupportedError
 from vivace.kernels.low_bit import Rounded, multiply
 from vivace.kernels.native import Matrix, NativeBody
+from vivace.kernels.screen import Screen
 
 
 class LowBitLinear(nn.Module):
     """``x W^T + b`` with quantized weights, optionally added to a residual."""
 
-    def __init__(self, weight: Rounded, bias: Tensor | None = None, body: NativeBody | None = None) -> None:
+    def __init__(
+        self,
+        weight: Rounded,
+        bias: Tensor | None = None,
+        body: NativeBody | None = None,
+        screen: Screen | None = None,
+    ) -> None:
         super().__init__()
         self.body = body
         self.weight = weight
+        self.screen = screen
         self.codes = frozen(weight.codes)
         self.scales = frozen(weight.scales)
         self.bias = None if bias is None else frozen(bias.clone())
@@ -30,7 +38,7 @@ class LowBitLinear(nn.Module):
     @cached_property
     def matrix(self) -> Matrix:
         """The weights in the form that native kernels take."""
-        return Matrix(self.weight, self.bias, self.weight.in_width, self.weight.out_width)
+        return Matrix(self.weight, self.bias, self.weight.in_width, self.weight.out_width, self.screen)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""

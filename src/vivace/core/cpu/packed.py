@@ -21,6 +21,7 @@ from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.kernels.library import LANES
 from vivace.kernels.native import Matrix, NativeBody, pack
+from vivace.kernels.screen import Screen
 
 
 class NativeProjection(Protocol):
@@ -37,10 +38,20 @@ class NativeProjection(Protocol):
 class PackedLinear(nn.Module):
     """``x W^T + b`` with packed weights, optionally added to a residual."""
 
-    def __init__(self, body: NativeBody, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Pack a matrix (out, in), or share tiles (tiles, pairs, 16, 2) that were packed before."""
+    def __init__(
+        self, body: NativeBody, weight: Tensor, bias: Tensor | None = None, screen: Screen | None = None
+    ) -> None:
+        """Pack a matrix (out, in), or share tiles (tiles, pairs, 16, 2) that were packed before.
+
+        Args:
+            body: kernels that multiply.
+            weight: the matrix, or its tiles.
+            bias: (out,), or None.
+            screen: bounds by which ``greedy`` skips most outputs.
+        """
         super().__init__()
         self.body = body
+        self.screen = screen
         is_packed = weight.dim() == 4
         tiles, pairs = weight.shape[:2]
         self.out_width, self.in_width = (tiles * LANES, pairs * 2) if is_packed else weight.shape
@@ -51,7 +62,7 @@ class PackedLinear(nn.Module):
     @cached_property
     def matrix(self) -> Matrix:
         """The weights in the form that native kernels take."""
-        return Matrix(self.weight, self.bias, self.in_width, self.out_width)
+        return Matrix(self.weight, self.bias, self.in_width, self.out_width, self.screen)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
@@ -66,15 +77,16 @@ class PackedLinear(nn.Module):
 class TiedHead(nn.Module):
     """A head that shares the embedding's row-major matrix."""
 
-    def __init__(self, body: NativeBody, embedding: nn.Parameter) -> None:
+    def __init__(self, body: NativeBody, embedding: nn.Parameter, screen: Screen | None = None) -> None:
         super().__init__()
         self.body = body
         self.weight = embedding
+        self.screen = screen
 
     @cached_property
     def matrix(self) -> Matrix:
         """The weights in the form that native kernels take."""
-        return Matrix(self.weight, None, self.weight.shape[1], self.weight.shape[0])
+        return Matrix(self.weight, None, self.weight.shape[1], self.weight.shape[0], self.screen)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, (T, E) -> (T, V)."""

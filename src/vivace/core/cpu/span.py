@@ -290,6 +290,8 @@ def quantized_copy(part: object, weights: Weights) -> Matrix:
     assert isinstance(matrix, Matrix)
     if weights == "bf16" or isinstance(matrix.weight, LowBit):
         return matrix
+    if weights == "int8" and matrix.screen is not None:  # the screen is that copy
+        return Matrix(matrix.screen.codes, matrix.bias, matrix.in_width, matrix.out_width)
     return Matrix(quantise(matrix.rows_of_weights(), weights), matrix.bias, matrix.in_width, matrix.out_width)
 
 

@@ -49,6 +49,8 @@ struct ExactSide {
 
 extern "C" {
 
+struct Screen;
+
 // A matrix in one of the formats (enum Format).
 struct Matrix {
     const bf16* weight;
@@ -57,6 +59,16 @@ struct Matrix {
     int64_t format;
     const void* scales;   // of INT8 and Q4, entries of LUT4, ExactSide of EXACT12
     const int8_t* table;  // of Q4
+    const Screen* screen;  // null: none
+};
+
+// The same weights in fewer bits, with bounds for what the rounding changed: the largest output of a row is found
+// without reading most of the matrix (screen.h).
+struct Screen {
+    Matrix codes;        // INT8
+    const float* lost;   // (out,) at least |w - w'| of each output, plus what floating-point sums may be off, for |x| = 1
+    const float* kept;   // (out,) at least |w'|
+    int64_t* counts;     // (3,) added to: calls, outputs of the calls, outputs that were computed exactly
 };
 
 struct Linear {
@@ -97,6 +109,15 @@ struct Greedy {
     Linear linear;
     float* best;       // (chunks, rows)
     int64_t* index;    // (chunks, rows)
+};
+
+// The same through a screen. `size` and `missed` are norms: of a row, and of what quantizing it changed.
+struct Screened {
+    Greedy greedy;
+    float *size, *missed;  // (rows,)
+    float* upper;          // (rows, tiles * 16) upper bounds of the outputs
+    float* least;          // (chunks, rows) the largest lower bound
+    int64_t* exact;        // (chunks,) outputs that were computed exactly
 };
 
 struct Norm {

@@ -6,6 +6,7 @@
 #include "layers.h"
 #include "neurons.h"
 #include "quantize.h"
+#include "screen.h"
 
 namespace {
 
@@ -39,6 +40,16 @@ void greedy_item(const void* context, int64_t phase, int64_t item) {
     choose_greedily(l, first, stop, work.greedy->best + item * l.rows, work.greedy->index + item * l.rows);
 }
 
+// Phase 0 quantizes a row of inputs, phase 1 bounds some outputs, phase 2 computes those that may be the largest.
+void screened_item(const void* context, int64_t phase, int64_t item) {
+    const ScreenedWork& work = *(const ScreenedWork*)context;
+    const Screened& s = *work.screened;
+    if (phase == 0) return prepare_screened_row(s, work.prepared, item);
+    int64_t first, stop;
+    split_range(item, s.greedy.linear.matrix, work.threads, &first, &stop);
+    phase == 1 ? bound_outputs(s, work.prepared, first, stop, item) : choose_within_bounds(s, work.threads, first, stop, item);
+}
+
 void activate_item(const void* context, int64_t, int64_t) {
     const Activated& a = *(const Activated*)context;
     activate(a.gate, a.up, a.out, a.count, a.activation);
@@ -58,7 +69,7 @@ void attention_item(const void* context, int64_t, int64_t item) {
     attend_some(*(const Attention*)context, item);
 }
 
-constexpr Body BODY{linear_item, gated_item, greedy_item, activate_item, norm_item,
-                    attention_item, span_item, quantise_item, likeliest, rotate, neurons_item};
+constexpr Body BODY{linear_item, gated_item, greedy_item, screened_item, activate_item, norm_item, attention_item,
+                    span_item, quantise_item, likeliest, rotate, neurons_item};
 
 }  // namespace

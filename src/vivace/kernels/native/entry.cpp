@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include <cpuid.h>
@@ -131,6 +132,22 @@ void run_prepared(int64_t threads, const Matrix& m, int64_t rows, Item item, con
     run_phases(threads, 2, counts, item, work);
 }
 
+// Computes `greedy` through the screen of its matrix.
+void run_screened(int64_t body, int64_t threads, const Greedy& greedy) {
+    const Matrix& m = greedy.linear.matrix;
+    const int64_t count = items(m, threads), rows = greedy.linear.rows, width = tiles(m) * LANES;
+    std::vector<bf16> prepared = room_for(m.screen->codes, rows);
+    std::vector<float> norms((size_t)(2 * rows)), least((size_t)(count * rows));
+    const std::unique_ptr<float[]> upper(new float[rows * width]);
+    std::vector<int64_t> exact((size_t)count);
+    const Screened screened{greedy, norms.data(), norms.data() + rows, upper.get(), least.data(), exact.data()};
+    const ScreenedWork work{&screened, threads, prepared.data()};
+    const int64_t counts[] = {rows, count, count};
+    run_phases(threads, 3, counts, body_of(body)->screened, &work);
+    m.screen->counts[0] += 1, m.screen->counts[1] += m.out;
+    for (const int64_t some : exact) m.screen->counts[2] += some;
+}
+
 }  // namespace
 
 EXPORT const char* vivace_sources() { return VIVACE_SOURCES; }
@@ -164,9 +181,13 @@ EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, i
     std::vector<float> best((size_t)(count * rows));
     std::vector<int64_t> index((size_t)(count * rows));
     const Greedy greedy{*linear, best.data(), index.data()};
-    std::vector<bf16> prepared = room_for(linear->matrix, rows);
-    const GreedyWork work{&greedy, threads, prepared.data()};
-    run_prepared(threads, linear->matrix, rows, body_of(body)->greedy, &work);
+    if (linear->matrix.screen != nullptr) {
+        run_screened(body, threads, greedy);
+    } else {
+        std::vector<bf16> prepared = room_for(linear->matrix, rows);
+        const GreedyWork work{&greedy, threads, prepared.data()};
+        run_prepared(threads, linear->matrix, rows, body_of(body)->greedy, &work);
+    }
     for (int64_t row = 0; row < rows; ++row) {
         int64_t winner = 0;
         for (int64_t chunk = 1; chunk < count; ++chunk)

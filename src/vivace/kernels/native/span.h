@@ -97,12 +97,18 @@ struct GreedyWork {
     int64_t threads;
     bf16* prepared;
 };
+struct ScreenedWork {
+    const Screened* screened;
+    int64_t threads;
+    bf16* prepared;
+};
 constexpr int64_t NEURONS = 64;   // neurons whose activations one item computes
 constexpr int64_t COLUMNS = 512;  // columns of the output that one item adds to
 struct Body {
     void (*linear)(const void*, int64_t, int64_t);
     void (*gated)(const void*, int64_t, int64_t);
     void (*greedy)(const void*, int64_t, int64_t);
+    void (*screened)(const void*, int64_t, int64_t);
     void (*activate)(const void*, int64_t, int64_t);
     void (*norm)(const void*, int64_t, int64_t);
     void (*attention)(const void*, int64_t, int64_t);
