@@ -87,6 +87,8 @@ def test_each_body_chooses_the_same(body: NativeBody) -> None:
 def test_the_norms_bound_what_the_screen_changes(kind: str, outs: int, width: int, seed: int) -> None:
     weight, x = adversarial(kind, outs, width, seed)
     screen = screen_of(weight)
+    changed = weight.double() - screen.codes.dense().double()
+    x = torch.cat((x, 127 * changed[:4].sign().bfloat16()))  # along what rounding changed, and nothing lost in x
     whole, scales = prepare(x)
     rounded = (whole.double() * scales[:, :, None].double()).flatten(1)[:, :width]
     size, missed = x.double().norm(dim=1), (x.double() - rounded).norm(dim=1)
@@ -95,6 +97,31 @@ def test_the_norms_bound_what_the_screen_changes(kind: str, outs: int, width: in
     assert bool(((exactly - rounded @ screen.codes.dense().double().T).abs() <= bound).all())
     in_float32 = multiply(x.float(), screen.codes)
     assert bool(((exactly - in_float32.double()).abs() <= bound).all()), "sums in float32 are within the bounds too"
+
+
+def test_the_first_of_outputs_that_round_to_one_number_wins(body: NativeBody) -> None:
+    """Eight bits hold these integers exactly, so bounds are narrow; 1000 and 1001 are one number in bfloat16."""
+    weight, x = torch.zeros(64, 64), torch.zeros(1, 64)
+    x[0, :3] = torch.tensor([127.0, 100.0, 1.0])
+    weight[:, 0] = -127  # sets the step of every output to 1
+    weight[10, :3], weight[20, :3] = torch.tensor([0.0, 10.0, 0.0]), torch.tensor([0.0, 10.0, 1.0])
+    weight[[10, 20], 63] = 127
+    for first, second in ((10, 20), (20, 10)):
+        swapped = weight[torch.arange(64)]
+        swapped[[10, 20]] = weight[[first, second]]
+        matrix = laid_out(swapped.bfloat16(), "row_major", None, screen_of(swapped.bfloat16()))
+        assert body.greedy(matrix, x.bfloat16()).tolist() == [10]
+
+
+def test_inputs_that_eight_bits_lose_are_bounded(body: NativeBody) -> None:
+    """Beside one large input the others round to zero; the output that lives on them is the largest all the same."""
+    weight, x = torch.zeros(64, 64), torch.full((1, 64), 0.45)
+    x[0, 0] = 127
+    weight[:, 63] = 127
+    weight[5, 0], weight[9, 0] = 2, 1
+    weight[9, 1:] = 127
+    matrix = laid_out(weight.bfloat16(), "row_major", None, screen_of(weight.bfloat16()))
+    assert body.greedy(matrix, x.bfloat16()).tolist() == [9]
 
 
 def test_most_outputs_are_never_computed(body: NativeBody) -> None:
