@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# One thread each, whoever reads this first: with pytest-xdist the process that only hands out tests does, and what it
+# sets its workers inherit. Two workers of two threads on two cores wait for each other's turns, three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,15 +42,28 @@ def library() -> ctypes.CDLL:
         return open_library()
 
 
-@pytest.fixture(params=["avx2", "avx512", "amx"])
+BODIES = ("avx2", "avx512", "amx")
+
+
+@pytest.fixture(params=BODIES)
 def body(request: pytest.FixtureRequest, library: ctypes.CDLL) -> object:
     """Each native body this processor runs."""
+    return _body(request.param, library)
+
+
+@pytest.fixture(params=["torch", *BODIES])
+def body_or_none(request: pytest.FixtureRequest) -> object | None:
+    """PyTorch, which is None, and each native body."""
+    return None if request.param == "torch" else _body(request.param, request.getfixturevalue("library"))
+
+
+def _body(name: str, library: ctypes.CDLL) -> object:
     from vivace.kernels.library import runnable
     from vivace.kernels.native import NativeBody
 
-    if request.param not in runnable(library):
-        pytest.skip(f"this processor does not run the {request.param} kernels")
-    return NativeBody(request.param, library)
+    if name not in runnable(library):
+        pytest.skip(f"this processor does not run the {name} kernels")
+    return NativeBody(name, library)
 
 
 @pytest.fixture(scope="session")

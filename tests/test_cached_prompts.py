@@ -48,7 +48,7 @@ class Reader:
     prefix: PrefixCache
 
     def request(self, prompt: str, method: str, *, uses_cache: bool, shows: bool, **options: Any) -> Request:
-        fields = {"max_new_tokens": 16, "ignore_eos": True, "logprobs": False, "raw": True, **options}
+        fields = {"max_new_tokens": 10, "ignore_eos": True, "logprobs": False, "raw": True, **options}
         made = self.engine.request(prompt, Options.of({"method": method, **fields}))
         return replace(made, shows_guesses=shows, prefix=self.prefix.salted(None) if uses_cache else None)
 

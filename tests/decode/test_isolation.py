@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -53,8 +54,14 @@ def alone(models: Models, asked: Sequence[Request]) -> list[Outcome]:
     return [outcomes(session(models, 1), [request])[0] for request in asked]
 
 
+@cache
+def undisturbed(models: Models) -> tuple[Outcome, ...]:
+    """What the four requests of most tests get so."""
+    return tuple(alone(models, requests(drafted(models))))
+
+
 def only_one_failed(
-    found: list[Outcome], expected: list[Outcome], place: int, says: str, kind: type[Exception]
+    found: list[Outcome], expected: Sequence[Outcome], place: int, says: str, kind: type[Exception]
 ) -> None:
     for index, (got, want) in enumerate(zip(found, expected, strict=True)):
         if index != place:
@@ -81,7 +88,7 @@ def test_a_pass_that_fails_once_changes_nothing(
     drafter = drafted(models)
     found = outcomes(session(models), requests(Failing(drafter, plan)), every=2)
     assert plan.num_failed == 1
-    assert found == alone(models, requests(drafter))
+    assert found == [*undisturbed(models)]
 
 
 # A pass that fails whenever one request is in it
@@ -95,18 +102,17 @@ def test_whom_a_pass_always_fails_for_ends_alone(models: Models, call: str, plac
     slot_of_it = place  # slots are given in order while none is free again
     plan = Plan(call, 3, stays=True, concerns=lambda slots: slot_of_it in slots)
     found = outcomes(running, requests(Failing(drafter, plan)))
-    only_one_failed(found, alone(models, requests(drafter)), place, "planted", DecodingError)
+    only_one_failed(found, undisturbed(models), place, "planted", DecodingError)
     assert isinstance(found[place].error.__cause__, RuntimeError)  # type: ignore[union-attr]
     later = outcomes(running, requests(drafter))
-    assert later == alone(models, requests(drafter)), "its slot is as good as new"
+    assert later == [*undisturbed(models)], "its slot is as good as new"
 
 
 @pytest.mark.parametrize("call", ["truncate", "release", "open"])
 def test_other_calls_of_a_drafter_may_fail_too(models: Models, call: str) -> None:
     """One request has a drafter of its own, and ends inside a block."""
     drafter = drafted(models)
-    asked = requests(drafter)
-    expected = alone(models, asked)
+    asked, expected = requests(drafter), undisturbed(models)
     plan = Plan(call, stays=True)
     stop = StopRule(end_tokens=frozenset(expected[1].tokens[3:4]))
     failing = Failing(drafter, plan)
@@ -123,13 +129,13 @@ def test_other_calls_of_a_drafter_may_fail_too(models: Models, call: str) -> Non
         assert found[1].reason == "stop", "a text that was complete is"
         assert running.drafting(failing) is not before, "what could not be forgotten serves nobody else"
     assert len(running._free) == 4
-    assert outcomes(running, requests(drafter)) == alone(models, requests(drafter))
+    assert outcomes(running, requests(drafter)) == [*undisturbed(models)]
 
 
 def test_a_drafter_that_always_fails_ends_its_own_requests(models: Models) -> None:
     good, bad = drafted(models), Failing(PromptLookup(), Plan("propose", stays=True))
     asked = [replace(r, drafter=bad) if place in (1, 2) else r for place, r in enumerate(requests(good))]
-    found, expected = outcomes(session(models), asked), alone(models, requests(good))
+    found, expected = outcomes(session(models), asked), undisturbed(models)
     for place in (1, 2):
         assert isinstance(found[place].error, DecodingError)
     assert [found[0], found[3]] == [expected[0], expected[3]]
@@ -177,8 +183,7 @@ def fails_from(length: int, error: BaseException) -> Callable[[Tensor, Tensor], 
 @pytest.mark.parametrize("error", [*ERRORS, CapacityError("too much")], ids=lambda error: type(error).__name__)
 def test_a_processor_fails_for_its_request(models: Models, sampling: Sampling, error: BaseException) -> None:
     drafter = drafted(models)
-    asked = requests(drafter)
-    expected = alone(models, asked)
+    asked, expected = requests(drafter), [*undisturbed(models)]
     bad = fails_from(len(asked[2].tokens) + 5, error)
     asked[2] = replace(asked[2], processors=(bad,), sampling=sampling)
     expected[2] = alone(models, [replace(asked[2], processors=())])[0]
@@ -231,7 +236,7 @@ def test_a_stop_rule_fails_for_its_request(models: Models) -> None:
         raise UnicodeDecodeError("utf-8", b"", 0, 1, "planted")
 
     drafter = drafted(models)
-    expected = alone(models, requests(drafter))
+    expected = undisturbed(models)
     for stop in (StopRule(criterion=criterion), StopRule(stop_strings=("x",), detokenize=detokenize)):
         asked = requests(drafter)
         asked[1] = replace(asked[1], stop=stop)
@@ -261,8 +266,7 @@ class FailingPrefix:
 @pytest.mark.parametrize("call", ["attach", "keep", "lies"])
 def test_a_cached_prompt_fails_for_its_request(models: Models, call: str) -> None:
     drafter = drafted(models)
-    asked = requests(drafter)
-    expected = alone(models, asked)
+    asked, expected = requests(drafter), [*undisturbed(models)]
     asked[1] = replace(asked[1], tokens=tuple(range(20)), prefix=FailingPrefix(call))
     expected[1] = alone(models, [replace(asked[1], prefix=None)])[0]
     running = session(models, slots=2)
@@ -270,7 +274,7 @@ def test_a_cached_prompt_fails_for_its_request(models: Models, call: str) -> Non
     only_one_failed(found, expected, 1, "prompt", DecodingError)
     assert running.cache.lengths == [0, 0]
     assert running._prompts.num_read == running._prompts.num_asked
-    assert outcomes(running, requests(drafter)) == alone(models, requests(drafter))
+    assert outcomes(running, requests(drafter)) == [*undisturbed(models)]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -309,7 +313,7 @@ def test_draining_raises_what_failed_and_leaves_the_session_usable(models: Model
         for _ in running.drain():
             pass
     assert running.is_idle
-    assert outcomes(running, asked) == alone(models, asked)
+    assert outcomes(running, asked) == [*undisturbed(models)]
 
 
 def test_random_numbers_of_a_slot_are_its_own(models: Models) -> None:

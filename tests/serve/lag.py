@@ -30,7 +30,7 @@ def loop_lag(loop: asyncio.AbstractEventLoop) -> Iterator[Lateness]:
         probe.cancel()
 
 
-def calmest(measure: Callable[[], Lateness], attempts: int = 3) -> Lateness:
+def calmest(measure: Callable[[], Lateness], attempts: int = 6) -> Lateness:
     """The least late of a few measurements, the first that keeps the promise if one does.
 
     Other programs on the machine only ever make a loop later, so one measurement that keeps the promise shows that the

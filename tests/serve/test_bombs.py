@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from tests.serve.conftest import Local, local
 from tests.serve.lag import calmest
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
+from vivace.serve import long_text
 from vivace.serve.api_error import APIError
 from vivace.serve.config import ServeConfig
 from vivace.serve.encoding import encoded
@@ -137,13 +142,28 @@ def test_a_lane_refuses_what_it_cannot_keep() -> None:
     asyncio.run(ask())
 
 
-def test_a_process_finds_the_same_tokens(engine: Engine) -> None:
+def test_a_process_finds_the_same_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own, which takes seconds to begin, and what it does, in this one."""
     tokenizer: Tokenizer = engine.tokenizer
     text = TEXT[: LONG // 8] + "é東 <|end|>"
-    for special in (True, False):
-        tokens = encode_apart(engine.folder, text, special=special)
-        assert tokens == tokenizer.encode(text, special=special)
-    assert decode_apart(engine.folder, tokens) == tokenizer.decode(tokens)
+    assert encode_apart(engine.folder, text, special=True) == tokenizer.encode(text, special=True)
+
+    def here(command: list[str], *, input: bytes, **_: Any) -> Any:
+        out = io.BytesIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command[2:])
+            patch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(input)))
+            patch.setattr(sys, "stdout", SimpleNamespace(buffer=out))
+            patch.setattr(os, "nice", lambda _: 0)
+            long_text.main()
+        return SimpleNamespace(stdout=out.getvalue())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(long_text.subprocess, "run", here)
+        for special in (True, False):
+            tokens = encode_apart(engine.folder, text, special=special)
+            assert tokens == tokenizer.encode(text, special=special)
+        assert decode_apart(engine.folder, tokens) == tokenizer.decode(tokens)
     with pytest.raises(APIError, match="send it in parts") as caught:
         encode_apart(engine.folder / "nowhere", text, special=True)
     assert caught.value.status == 503

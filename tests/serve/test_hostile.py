@@ -2,9 +2,9 @@
 
 What is asserted holds on a machine that is busy with something else. How late the event loop is does not: beside
 another process on two cores, a thread that is ready waits tens of milliseconds for a core, which says nothing of the
-server. What each kind of request does to the loop is measured one by one, the calmest of three (``test_bombs.py``), and
-under this load by the long form, which has the machine to itself. Memory is compared there too, after the minute that
-caches take to fill.
+server. What each kind of request does to the loop is measured one by one, the calmest of several times
+(``test_bombs.py``), and under this load by the long form, which has the machine to itself. Memory is compared there
+too, after the minute that caches take to fill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import vivace
 from benchmarks.hostile import KINDS, ROUND, attack, growth
 
-SECONDS = 25
+SECONDS = 12
 ALONE = {"event loop, p99 below 100 ms", "/health, p99 below 100 ms", "memory within 5 %"}
 """Bars of the long form only."""
 MOST_GROWTH = 0.2

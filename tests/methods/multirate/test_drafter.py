@@ -19,7 +19,7 @@ from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan
 from vivace.methods.multirate.drafter import self_speculation
 
-COUNT = 21
+COUNT = 13
 CHAINS = [(1, 1), (1, 8), (2, 3), (3, 2), (3, 5), (4, 4), (4, 7), (5, 6), (5, 8)]
 """Every gate of six layers, every length up to eight, as (gate, guesses)."""
 PLANS = [*((gate, (1,) * length) for gate, length in CHAINS), (2, (2, 1, 1)), (3, (3, 2, 1)), (5, (3, 2, 1))]
@@ -93,7 +93,7 @@ def test_after_every_cycle_the_cache_is_a_fresh_prefill(deep, accelerator) -> No
     drafter = self_speculation(model, accelerator(torch.float32, exit_layer=5), DraftPlan((3, 2, 1)))
     prompt = prompts(1, seed=8)[0] + (4, 8, 15)
     session = Session(model, num_slots=1, capacity=64)
-    session.admit(Request(prompt, COUNT, drafter))
+    session.admit(Request(prompt, 21, drafter))
     text, cycles = list(prompt), 0
     while not session.is_idle:
         for emitted in session.step():
