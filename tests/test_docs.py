@@ -152,6 +152,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, target
 
 
+def test_every_page_is_linked_from_another() -> None:
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in PAGES
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in target and not target.startswith("#")
+    }
+    alone = [page for page in PAGES if page not in linked and page.name != "README.md"]
+    assert not alone, f"no page leads to {[str(page.relative_to(ROOT)) for page in alone]}: README.md lists them"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|tools|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8"))
