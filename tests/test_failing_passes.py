@@ -46,7 +46,7 @@ def requests(engine: Engine, method: str) -> list[Request]:
     for place, prompt in enumerate(PROMPTS):
         draws = place % 2 == 1 and method not in TIMED
         more = {"temperature": 1.1, "seed": place} if draws else {}
-        options = Options(max_new_tokens=16, ignore_eos=True, method=method, raw=True, logprobs=False, **more)  # type: ignore[arg-type]
+        options = Options(max_new_tokens=24, ignore_eos=True, method=method, raw=True, logprobs=False, **more)  # type: ignore[arg-type]
         found.append(replace(engine.request(prompt, options), shows_guesses=True))
     return found
 
