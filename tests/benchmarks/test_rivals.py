@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from vivace.train.resume import write_state
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> argparse.Namespace:
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
+    """A small model and rows to learn; drafts are compared on answers of a few tokens."""
+    search = rivals.search
+    monkeypatch.setattr(rivals, "search", lambda *args, **fields: search(*args, **{**fields, "max_new_tokens": 8}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     make_checkpoint(tmp_path / "base", layers=4)

@@ -387,20 +387,23 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, save: Save) -> None:
     monkeypatch.setattr(save.write, write)
 
 
-def test_a_file_that_really_cannot_grow_ends_a_process_the_same_way(place: Path) -> None:
+def test_a_file_that_really_cannot_grow_is_one_line_and_loses_nothing(place: Path) -> None:
+    """In a process of its own, whose limit ends with it; both commands in one, as it takes seconds to begin."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
-    for words in (WIDEN, ADAPT):
-        before = files(place)
-        done = process(place, "--quiet", *words, code=limit)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (FAILED, "", 1), done.stderr
-        assert "out" in done.stderr
-        left = {path for path in files(place) if path not in before}
-        assert not [path for path in left if "partial" in path]
-        assert {path: content for path, content in files(place).items() if path in before} == before
+    commands = [["--quiet", *words] for words in (WIDEN, ADAPT)]
+    before = files(place)
+    done = process(place, code=f"{limit}\nfrom vivace.cli.app import run; exit(sum(map(run, {commands!r})))")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2 * FAILED, "", 2), done.stderr
+    assert all("out" in line for line in done.stderr.splitlines())
+    left = {path for path in files(place) if path not in before}
+    assert not [path for path in left if "partial" in path]
+    assert {path: content for path, content in files(place).items() if path in before} == before
 
 
-def process(place: Path, *words: str, code: str = "") -> subprocess.CompletedProcess[str]:
-    """A command line in a process of its own; ``code`` runs first."""
-    code += "\nfrom vivace.cli.app import main; main()"
+MAIN = "from vivace.cli.app import main; main()"
+
+
+def process(place: Path, *words: str, code: str = MAIN) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, a command line unless told otherwise."""
     line = [sys.executable, "-c", code, *words]
     return subprocess.run(line, cwd=place, capture_output=True, text=True, check=False)

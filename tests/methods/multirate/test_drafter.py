@@ -28,9 +28,9 @@ PLANS = [*((gate, (1,) * length) for gate, length in CHAINS), (2, (2, 1, 1)), (3
 
 @pytest.fixture(scope="module")
 def texts(deep):
-    """What plain decoding makes of five prompts, by precision."""
+    """What plain decoding makes of three prompts, by precision."""
     return {
-        dtype: [plain_text(deep(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
+        dtype: [plain_text(deep(dtype), prompt, COUNT) for prompt in prompts(3, seed=2)]
         for dtype in (torch.float32, torch.bfloat16)
     }
 
@@ -43,7 +43,7 @@ def test_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts,
     for noise, mode, feedback in ((0.0, "delta", False), (0.3, "lite", False), (0.05, "delta", True)):
         fast = accelerator(dtype, noise=noise, mode=mode, feedback=feedback, exit_layer=gate)
         drafter = self_speculation(model, fast, DraftPlan(widths))
-        session = Session(model, num_slots=5, capacity=64, chunk=8)
+        session = Session(model, num_slots=3, capacity=64, chunk=8)
         found = finish(session, [Request(t.prompt, COUNT, drafter) for t in texts[dtype]])
         for result, text in zip(found, texts[dtype], strict=True):
             assert result.tokens == text.new
