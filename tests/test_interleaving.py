@@ -26,7 +26,7 @@ from vivace.serve.worker import Event, Job, Worker
 PROMPTS = ("aka bob aka bob aka bob", "the quick fox the quick fox the")
 OTHERS = ("fox", "bob aka the fox the quick", "aka")
 NEW_TOKENS = 32
-ON_PYTORCH = 14
+ON_PYTORCH = 24
 """New tokens where every step is made by PyTorch, which takes twenty times as long."""
 COUNTED = (
     "num_spec_steps",
