@@ -90,9 +90,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TRAIN = "train multirate --model my-model --data prompts/e2e-train.jsonl --out my-model/adapters/multirate"
 
 
+WRITES = ("generate", "check", "bench", "tune")
+"""Commands that write answers as long as they are told."""
+
+
 def tuned(words: list[str]) -> list[str]:
-    """A command as the page has it, made small where it trains."""
-    return [*words, *SMALL[words[1]]] if words[0] == "train" else words
+    """A command as the page has it, made small where it trains, and short where the page does not say how long."""
+    if words[0] == "train":
+        return [*words, *SMALL[words[1]]]
+    is_open = words[0] in WRITES and "--max-new-tokens" not in words
+    return [*words, "--max-new-tokens", "12"] if is_open else words
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict
 from functools import cache
@@ -17,7 +18,7 @@ from vivace.checkpoint.load import load_config
 from vivace.decode.shallow import DraftPlan
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.residual import Accelerator
-from vivace.prompts import packaged_prompts
+from vivace.prompts import Prompt, packaged_prompts, save_prompts
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -80,3 +81,14 @@ def make_adapter(folder: Path, checkpoint: Path, *, kind: str = "multirate", gat
     plan = asdict(DraftPlan.chain(3))
     save_adapter(folder, kind, base_hash(checkpoint), plan, asdict(config), tensors)
     return folder
+
+
+def main() -> None:
+    """``python -m tests.tiny_checkpoints FOLDER``: a model to try something on, and rows that it can learn."""
+    folder = make_checkpoint(Path(sys.argv[1]), layers=4)
+    rows = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
+    save_prompts(folder / "rows.jsonl", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -139,7 +139,7 @@ def test_after_a_fork(body: NativeBody) -> None:
     busy = threading.Thread(target=keep_busy)
     busy.start()
     try:
-        for _ in range(40):  # some of them while the pool is at work
+        for _ in range(12):  # some of them while the pool is at work
             child = os.fork()
             if child == 0:
                 signal.alarm(10)  # ends a child that hangs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,10 +35,9 @@ def trained(tmp_path: Path) -> Path:
     """A model beside which ``vivace train`` has put the toy's weights, by the recipe that its spec implies."""
     model = make_checkpoint(tmp_path / "model")
     save_prompts(tmp_path / "words.jsonl", WORDS)
-    recipe = {"kind": "bigram", "loop": {"steps": 3, "warmup_steps": 1}, "tokens_per_batch": 128, "held_back": 8}
-    (tmp_path / "bigram.yaml").write_text(json.dumps(recipe))
     into = ["--data", str(tmp_path / "words.jsonl"), "--out", str(model / "adapters" / "bigram")]
-    assert run(["train", str(tmp_path / "bigram.yaml"), "--model", str(model), *into]) == 0
+    short = ["loop.minutes=null", "loop.steps=3", "loop.warmup_steps=1", "tokens_per_batch=128", "held_back=8"]
+    assert run(["train", "bigram", "--model", str(model), *into, *short]) == 0
     return model
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe file (YAML or JSON), or the name of one that ships.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file (YAML or JSON), or the name of one that ships or of a method.")
+    ],
     changes: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as loop.minutes=5.", metavar="KEY=VALUE...")
     ] = None,
@@ -41,12 +43,12 @@ def train(
 ) -> None:
     """Train what a recipe describes. It can be interrupted at any time; the same command continues."""
     from vivace.recipes.decoder import WholeRecipe
-    from vivace.recipes.kinds import recipe_of
-    from vivace.recipes.reading import override, read_recipe
+    from vivace.recipes.kinds import recipe_named, recipe_of
+    from vivace.recipes.reading import override
     from vivace.recipes.trainer import train_beside
     from vivace.storage.store import is_store
 
-    values = override(read_recipe(recipe), changes or [])
+    values = override(recipe_named(recipe), changes or [])
     if out is None:
         raise ConfigError("say where the result goes: --out DIR")
     if not data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from vivace.configuration import build
@@ -18,6 +19,8 @@ from vivace.recipes.method import method_recipe
 from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.multistream import MultistreamRecipe
+from vivace.recipes.reading import RECIPES as PACKAGED
+from vivace.recipes.reading import read_recipe
 from vivace.recipes.shared import SharedRecipe
 from vivace.recipes.whole import SupervisedRecipe
 
@@ -39,11 +42,28 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
 }
 """Recipe classes by kind; methods that are not here are trained by the recipe that their spec describes."""
 
+LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
+"""Settings of the loop for a method without a recipe file."""
+
 
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
     return list(dict.fromkeys(("decoder", "supervised", "shared", *methods)))
+
+
+def recipe_named(name: str) -> dict[str, Any]:
+    """Return the values of a recipe file, or those that a method without a file is trained with.
+
+    Args:
+        name: a recipe file, the name of one that ships, or a method whose spec describes its training.
+
+    Raises:
+        NotFoundError: there is no such file, recipe or method.
+        CorruptError: the file is not YAML or JSON, or does not hold a mapping.
+    """
+    has_file = (PACKAGED / f"{name}.yaml").is_file() or Path(name).exists()
+    return {"kind": name, "loop": dict(LOOP)} if name in kinds() and not has_file else read_recipe(name)
 
 
 def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe:
