@@ -17,11 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session", autouse=True)
 def short_timings() -> Iterator[None]:
-    """What was trained is timed on two prompts; how fast it is, is nobody's concern here."""
+    """What was trained is timed on two prompts and a few tokens; how fast it is, is nobody's concern here."""
     from vivace.recipes import frozen
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(frozen, "NUM_MEASURED", 2)
+        patched.setattr(frozen, "MEASURED_TOKENS", 16)
         yield
 
 

@@ -28,6 +28,7 @@ PROMPT = "the quick fox and bob the aka fox the quick fox and bob the aka fox th
 LONGER = PROMPT + " and aka the fox"
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 11}
+DTYPES = ("float32", "bfloat16")
 COUNTED = ("num_spec_steps", "num_draft_tokens", "accepted_per_position", "drafted_per_position", "exit_layers")
 
 
@@ -83,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prefix")
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=DTYPES)
 def reader(request: pytest.FixtureRequest, place: Path) -> Callable[[str], Reader]:
     """Of a method's model; bfloat16 runs on native kernels where there are some."""
 
@@ -94,7 +95,11 @@ def reader(request: pytest.FixtureRequest, place: Path) -> Callable[[str], Reade
     return get
 
 
-@pytest.mark.parametrize("kind", ["greedy", "greedy, guesses shown", "sampled"])
+@pytest.mark.parametrize(
+    ("reader", "kind"),
+    [("bfloat16", "greedy"), *((dtype, kind) for dtype in DTYPES for kind in ("greedy, guesses shown", "sampled"))],
+    indirect=["reader"],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_are_those_without_a_cache(reader: Callable[[str], Reader], method: str, kind: str) -> None:
     """The whole prompt, or its first chunks, were sent before by somebody who drafts nothing or by this method."""

@@ -101,7 +101,9 @@ def test_only_rounded_matrices_stay(variant: str, weights: str, packed: Decoder)
             assert isinstance(module.router, PackedLinear), "routers keep their digits"
 
 
+@pytest.mark.parametrize("variant", ["experts", "plain"])
 def test_torch_rows_keep_their_bits(variant: str, weights: str) -> None:
+    """What the others differ in has no weights in few bits."""
     decoder = build(variant, torch.bfloat16)
     pack_decoder(decoder, None, weights)
     assert decoder.backend.span is None

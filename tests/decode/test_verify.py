@@ -198,11 +198,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
 def test_the_law_of_the_text_is_the_targets(name: str, shape: tuple[int, ...]) -> None:
     target = Target()
-    counts, accepted = texts(target, shape, PROPOSERS[name], 20_000)
+    counts, accepted = texts(target, shape, PROPOSERS[name], 12_000)
     assert chi_square(counts, target.joint) > LIKELY
     assert accepted > (0.99 if name == "the target itself" else 0.01)
 
 
+@pytest.mark.slow
 def test_forty_thousand_texts() -> None:
     """The sharpest look, at the hardest case."""
     target = Target()

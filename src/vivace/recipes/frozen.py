@@ -29,6 +29,8 @@ from vivace.train.variation import Pair
 
 NUM_MEASURED = 24
 """Number of held-back prompts on which the result of a training is timed."""
+MEASURED_TOKENS = 64
+"""Longest answer to one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,7 @@ class TrainContext:
         """Time plain decoding and the trained method on held-back prompts, with the kernels that decode."""
         asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
         questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
-        systems = [MethodSystem(name, ready, max_new_tokens=64) for name in ("plain", saved.method)]
+        systems = [MethodSystem(name, ready, max_new_tokens=MEASURED_TOKENS) for name in ("plain", saved.method)]
         return summarise(run_benchmark(systems, questions, repeats=1), "plain")
 
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
