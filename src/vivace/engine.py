@@ -372,6 +372,7 @@ class Engine:
             prefix=None if self.prefix_cache is None else self.prefix_cache.salted(),
         )
         request.check_fits(context)
+        request.check_rotation(self.model.config)
         return request
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
@@ -394,7 +395,7 @@ class Engine:
         """
         if options.max_new_tokens is not None:
             return options.max_new_tokens
-        room = self.model.config.max_positions - num_prompt_tokens
+        room = max(1, self.model.config.room(num_prompt_tokens) - num_prompt_tokens)
         if "max_new_tokens" in self.defaults:
             return min(room, int(self.defaults["max_new_tokens"]))
         if "max_length" in self.defaults:

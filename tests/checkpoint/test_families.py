@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.parity.families import CONFIGS
 from vivace.checkpoint.families import FAMILIES, translate
+from vivace.checkpoint.neutral_keys import ANY_FAMILY, NEUTRAL
 from vivace.core.config import RopeConfig
+from vivace.core.rope import frequencies
 from vivace.errors import ConfigError, UnsupportedError
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 32, "num_hidden_layers": 6, "intermediate_size": 96}
@@ -58,12 +62,17 @@ def test_a_missing_size_is_named() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu'"),
-    ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
+    ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type = 'su'"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast for rope_type 'linear'"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ("llama", {"pruned_heads": {"1": [0]}}, "pruned_heads"),
-    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}}, "longrope"),
-    ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "new": 1}}, "new for rope_type 'linear'"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    ("phi3", {"attention_bias": True}, "attention_bias = True"),
+    ("llama", {"use_rope": False}, "--ignore-config-key use_rope"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved = True"),
+    ("mistral", {"rope_interleaved": False}, "rope_interleaved = False"),
+    ("gpt2", {"n_special": False}, "n_special = False"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3_text", {"layer_types": ["chunked_attention"] * 6}, "chunked_attention"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 6}, "use_sliding_window is off"),
@@ -136,3 +145,72 @@ def test_null_switches_off_and_absence_means_the_default() -> None:
     assert translate(gemma).logit_softcap == 30.0
     assert translate(gemma | {"final_logit_softcapping": None}).logit_softcap is None
     assert translate(base | {"num_key_value_heads": None}).num_kv_heads == 32
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [1.0, 2.0, 8.0, 32.0]}
+
+
+def longrope(**settings: object) -> RopeConfig:
+    base = {"model_type": "phi3", **SIZES, "max_position_embeddings": 512, "original_max_position_embeddings": 64}
+    return translate(base | {"rope_scaling": LONGROPE | settings}).ropes[0]
+
+
+def test_longrope_matches_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = {"max_position_embeddings": 512, "original_max_position_embeddings": 64, "pad_token_id": 0}
+    config = transformers.Phi3Config(**SIZES, **settings, rope_scaling=dict(LONGROPE))
+    short, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    long, _ = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=65)
+    rope = longrope()
+    assert rope.attention_factor == pytest.approx(scale)
+    assert rope.original_positions == 64
+    torch.testing.assert_close(frequencies(rope, 8), short)
+    torch.testing.assert_close(frequencies(replace(rope, short_factors=rope.long_factors), 8), long)
+    assert longrope(attention_factor=1.5).attention_factor == 1.5
+    assert longrope(type="su") == longrope(type="yarn") == rope
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_longrope_needs_a_divisor_for_every_pair(name: str) -> None:
+    for wrong, found in (([1.0] * 3, "3"), (None, "None")):
+        with pytest.raises(ConfigError, match=f"needs 4 of {name}, found {found}"):
+            longrope(**{name: wrong})
+
+
+def test_an_unknown_key_may_be_ignored_by_name() -> None:
+    base = {"model_type": "llama", **SIZES}
+    assert translate(base | {"use_rope": False}, ["use_rope"]) == translate(base)
+    with pytest.raises(
+        UnsupportedError, match=r"= 1; .*such as .*SmolLM2.*; --ignore-config-key trick reads"
+    ) as caught:
+        translate(base | {"use_rope": False, "trick": 1}, ["use_rope"])
+    assert "use_rope" not in str(caught.value)
+    with pytest.raises(ConfigError, match="hidden_size is a setting that llama models use"):
+        translate(base, ["hidden_size"])
+    with pytest.raises(ConfigError, match=r"no key 'use_ropes' to ignore; did you mean 'use_rope'"):
+        translate(base | {"use_rope": False}, ["use_ropes"])
+
+
+def test_a_neutral_key_has_one_value_in_one_family() -> None:
+    for row in NEUTRAL:
+        for family in FAMILIES if row.family == ANY_FAMILY else [row.family]:
+            raw = written("gemma3_text" if family == "gemma3" else family) | {"model_type": family}
+            assert translate(raw | {row.key: row.value}) == translate(raw), row
+            others = (7, "x", [1], None, 1 if row.value is True else 0 if row.value is False else False)
+            for other in [] if row.key == "add_cross_attention" else others:
+                with pytest.raises(UnsupportedError, match=f"{row.key} = "):
+                    translate(raw | {row.key: other})
+
+
+def test_the_second_name_of_a_setting_has_its_value() -> None:
+    gemma = {"model_type": "gemma2", **SIZES}
+    assert translate(gemma | {"sliding_window": 9, "sliding_window_size": 9}).windows[0] == 9
+    with pytest.raises(ConfigError, match="sliding_window_size = 9, another name of sliding_window, which is 4096"):
+        translate(gemma | {"sliding_window_size": 9})
+
+
+@pytest.mark.parametrize(("asked", "found"), [("gemma", "gemma3"), ("qwen2_moe", "qwen3_moe"), ("phi", "phi3")])
+def test_the_nearest_family_is_named(asked: str, found: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"; the nearest is {found} \(such as .*/"):
+        translate({"model_type": asked})

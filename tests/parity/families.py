@@ -28,6 +28,11 @@ _LLAMA3 = {
     **{"original_max_position_embeddings": 64, "rope_theta": 500.0},
 }
 _DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
+_LONGROPE = {
+    **{"rope_type": "longrope", "short_factor": [1.0, 1.3], "long_factor": [1.2, 9.0]},
+    **{"original_max_position_embeddings": 72, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+"""Texts of these tests are on either side of the length at which it changes, and none goes beyond it."""
 _LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
 
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -73,7 +78,8 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "phi3": (
         transformers.Phi3Config,
         {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 72,
             "sliding_window": 21,
         },
     ),

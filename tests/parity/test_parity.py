@@ -196,8 +196,11 @@ def variants(config: ModelConfig) -> dict[str, ModelConfig]:
     if config.positions == "rotary":
         for name, value in {"kind": "default", "width": None, "attention_factor": 1.0, "truncate": True}.items():
             bare = tuple(replace(rope, **{name: value}) for rope in config.ropes)
-            if bare != config.ropes:
+            if bare != config.ropes and not (name == "width" and bare[0].kind == "longrope"):  # as many as divisors
                 found[f"rope {name}"] = replace(config, ropes=bare)
+        short = tuple(replace(rope, long_factors=rope.short_factors) for rope in config.ropes)
+        if short != config.ropes:
+            found["rope long_factors"] = replace(config, ropes=short)
     if config.moe is not None:
         found["normalise"] = replace(config, moe=replace(config.moe, normalise=not config.moe.normalise))
     found["activation"] = replace(config, activation="silu" if config.activation != "silu" else "gelu")

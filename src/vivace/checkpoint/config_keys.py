@@ -1,21 +1,23 @@
 """Reading a ``config.json`` so that no key is overlooked.
 
-Every key is either read by the family's translator, known not to change the mathematics of inference
-(``HARMLESS``), or refused by name. A new key of a new transformers version is therefore an error here instead of
-a wrong answer later.
+Every key is either read by the family's translator, known not to change the mathematics of inference whatever its
+value (``HARMLESS``) or at its value (``neutral_keys.py``), or refused by name. A new key of a new transformers version
+is therefore an error here instead of a wrong answer later, unless the caller says by name that it is to be ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vivace.errors import ConfigError, UnsupportedError
+from vivace.checkpoint.neutral_keys import is_neutral
+from vivace.errors import ConfigError, UnsupportedError, nearest
 
 HARMLESS = frozenset(
     {
         # the program that wrote the file, and settings for running it elsewhere
-        *("_name_or_path", "architectures", "auto_map", "model_type", "name_or_path", "transformers_version"),
+        *("_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "name_or_path"),
+        "transformers_version",
         *("transformers.js_config", "unsloth_version", "unsloth_fixed", "torchscript", "use_cache", "use_bfloat16"),
         *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "cache_implementation"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -49,9 +51,6 @@ HARMLESS = frozenset(
 )
 """Keys that do not change the numbers of a text-generating forward pass, whatever their value."""
 
-NEUTRAL: Mapping[str, Any] = {"pruned_heads": {}, "is_encoder_decoder": False, "add_cross_attention": False}
-"""Keys that old versions wrote into every file, with the value that switches them off."""
-
 _REQUIRED = object()
 
 
@@ -61,11 +60,13 @@ class Keys:
     Args:
         raw: the parsed file.
         defaults: what a missing key means in this family (transformers' own defaults).
+        example: a published checkpoint of this family that is read, for messages.
     """
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], example: str = "") -> None:
         self.raw = raw
         self.family = str(raw.get("model_type"))
+        self._nearest = f"; {self.family} models such as {example} are read" if example else ""
         self._defaults = defaults
         self._read: set[str] = set()
 
@@ -102,16 +103,35 @@ class Keys:
 
     def refusal(self, name: str, value: Any, reason: str) -> UnsupportedError:
         """Return the error to raise for a key whose value is not supported."""
-        return UnsupportedError(f"config.json says {name} = {value!r}, which changes the mathematics; {reason}")
+        return UnsupportedError(
+            f"config.json says {name} = {value!r}, which changes the mathematics; {reason}{self._nearest}"
+        )
 
-    def finish(self) -> None:
+    def same(self, name: str, other: str) -> None:
+        """Read a second name of a setting; it may be missing.
+
+        Raises:
+            ConfigError: it has another value than the first name, or than the family's default.
+        """
+        used, again = self.take(name, None), self.written(other)
+        if None not in (used, again) and used != again:
+            raise ConfigError(
+                f"config.json says {other} = {again!r}, another name of {name}, which is {used!r}; make them equal"
+            )
+
+    def finish(self, ignored: Sequence[str] = ()) -> None:
         """Refuse every key that has not been read.
+
+        Args:
+            ignored: unknown keys that the caller takes to change nothing.
 
         Raises:
             UnsupportedError: a key is neither read nor known to be harmless.
+            ConfigError: a key that is to be ignored is read, or is not there.
         """
+        self._check_ignored(ignored)
         unread = {k: v for k, v in self.raw.items() if k not in self._read and k not in HARMLESS}
-        rest = {k: v for k, v in unread.items() if k not in NEUTRAL or v != NEUTRAL[k]}
+        rest = {k: v for k, v in unread.items() if k not in ignored and not is_neutral(self.family, k, v)}
         if "quantization_config" in rest:
             method = rest["quantization_config"].get("quant_method", "unknown")
             raise UnsupportedError(
@@ -120,7 +140,19 @@ class Keys:
             )
         if rest:
             listed = ", ".join(f"{key} = {value!r}" for key, value in sorted(rest.items()))
+            flags = " ".join(f"--ignore-config-key {key}" for key in sorted(rest))
             raise UnsupportedError(
                 f"config.json of a {self.family} model has keys unknown to vivace, which may change the "
-                f"mathematics: {listed}"
+                f"mathematics: {listed}{self._nearest}; {flags} reads the model as if they were not there"
             )
+
+    def _check_ignored(self, ignored: Sequence[str]) -> None:
+        """Refuse to ignore what is read, and what is not there."""
+        for key in ignored:
+            if key in self._read:
+                raise ConfigError(
+                    f"config.json: {key} is a setting that {self.family} models use, and cannot be ignored; change it "
+                    "in the file"
+                )
+            if key not in self.raw:
+                raise ConfigError(f"config.json has no key {key!r} to ignore{nearest(key, self.raw)}")

@@ -6,8 +6,9 @@ the table of tensor names (``names.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from vivace.checkpoint import names, translators
@@ -28,6 +29,8 @@ class Family:
     """Table of tensor names."""
     defaults: Mapping[str, Any]
     """Values that transformers assumes for keys missing from the file."""
+    example: str
+    """A published checkpoint that is read."""
 
 
 _LLAMA: Fields = {"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
@@ -58,23 +61,24 @@ _OLMOE: Fields = _OLMO | {
     **{"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
 }
 _PHI3: Fields = {"vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_OPT: Fields = {"vocab_size": 50272, "max_position_embeddings": 2048}
 _GPT2: Fields = {"vocab_size": 50257, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 
 FAMILIES: dict[str, Family] = {
-    "gemma2": Family(translators.gemma2, names.GEMMA, _GEMMA2),
-    "gemma3": Family(translators.gemma3, names.GEMMA3_MULTIMODAL, _GEMMA3),
-    "gemma3_text": Family(translators.gemma3, names.GEMMA3, _GEMMA3),
-    "gpt2": Family(translators.gpt2, names.GPT2, _GPT2),
-    "llama": Family(translators.llama, names.LLAMA, _LLAMA),
-    "mistral": Family(translators.mistral, names.LLAMA, _MISTRAL),
-    "mixtral": Family(translators.mixtral, names.MIXTRAL, _MIXTRAL),
-    "olmo2": Family(translators.olmo2, names.OLMO2, _OLMO),
-    "olmoe": Family(translators.olmoe, names.OLMOE, _OLMOE),
-    "opt": Family(translators.opt, names.OPT, {"vocab_size": 50272, "max_position_embeddings": 2048}),
-    "phi3": Family(translators.phi3, names.PHI3, _PHI3),
-    "qwen2": Family(translators.qwen2, names.LLAMA, _QWEN),
-    "qwen3": Family(translators.qwen3, names.QWEN3, _QWEN | {"head_dim": 128}),
-    "qwen3_moe": Family(translators.qwen3_moe, names.QWEN3_MOE, _QWEN3_MOE),
+    "gemma2": Family(translators.gemma2, names.GEMMA, _GEMMA2, "google/gemma-2-2b-it"),
+    "gemma3": Family(translators.gemma3, names.GEMMA3_MULTIMODAL, _GEMMA3, "google/gemma-3-4b-it"),
+    "gemma3_text": Family(translators.gemma3, names.GEMMA3, _GEMMA3, "google/gemma-3-270m"),
+    "gpt2": Family(translators.gpt2, names.GPT2, _GPT2, "openai-community/gpt2"),
+    "llama": Family(translators.llama, names.LLAMA, _LLAMA, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "mistral": Family(translators.mistral, names.LLAMA, _MISTRAL, "mistralai/Mistral-7B-Instruct-v0.3"),
+    "mixtral": Family(translators.mixtral, names.MIXTRAL, _MIXTRAL, "mistralai/Mixtral-8x7B-v0.1"),
+    "olmo2": Family(translators.olmo2, names.OLMO2, _OLMO, "allenai/OLMo-2-1124-7B"),
+    "olmoe": Family(translators.olmoe, names.OLMOE, _OLMOE, "allenai/OLMoE-1B-7B-0924"),
+    "opt": Family(translators.opt, names.OPT, _OPT, "facebook/opt-1.3b"),
+    "phi3": Family(translators.phi3, names.PHI3, _PHI3, "microsoft/Phi-3-mini-4k-instruct"),
+    "qwen2": Family(translators.qwen2, names.LLAMA, _QWEN, "Qwen/Qwen2.5-7B-Instruct"),
+    "qwen3": Family(translators.qwen3, names.QWEN3, _QWEN | {"head_dim": 128}, "Qwen/Qwen3-0.6B"),
+    "qwen3_moe": Family(translators.qwen3_moe, names.QWEN3_MOE, _QWEN3_MOE, "Qwen/Qwen3-30B-A3B"),
 }
 """All supported families by ``model_type``."""
 
@@ -92,24 +96,27 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     """
     kind = raw.get("model_type")
     if kind not in FAMILIES:
-        raise UnsupportedError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+        close = get_close_matches(str(kind), FAMILIES, n=1)
+        hint = f"; the nearest is {close[0]} (such as {FAMILIES[close[0]].example})" if close else ""
+        raise UnsupportedError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}{hint}")
     return FAMILIES[kind]
 
 
-def translate(raw: Mapping[str, Any]) -> ModelConfig:
+def translate(raw: Mapping[str, Any], ignored: Sequence[str] = ()) -> ModelConfig:
     """Translate a Hugging Face ``config.json`` into a ``ModelConfig``.
 
     Args:
         raw: the parsed file.
+        ignored: unknown keys that are read as if they were not there.
 
     Raises:
         UnsupportedError: the family is not supported, or a key that would change the mathematics.
-        ConfigError: a required key is missing, or numbers contradict each other.
+        ConfigError: a required key is missing, numbers contradict each other, or a key cannot be ignored.
     """
     family = family_of(raw)
-    keys = Keys(_text_part(raw), family.defaults)
+    keys = Keys(_text_part(raw), family.defaults, family.example)
     fields = family.translate(keys)
-    keys.finish()
+    keys.finish(ignored)
     return ModelConfig(**fields)
 
 

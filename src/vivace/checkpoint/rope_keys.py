@@ -26,8 +26,14 @@ _SETTINGS: dict[str, frozenset[str]] = {
             *("mscale", "mscale_all_dim", "truncate"),
         }
     ),
+    "longrope": frozenset(
+        {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"}
+    ),
 }
 """Settings that each kind reads, besides theta and the partial factor."""
+
+_OTHER_NAMES = {("phi3", "su"): "longrope", ("phi3", "yarn"): "longrope"}
+"""Names of a kind in one family's older files (transformers, models/phi3/configuration_phi3.py)."""
 
 _SHARED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 """Settings that every kind reads."""
@@ -64,6 +70,7 @@ def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig
         ConfigError: a setting that the kind needs is missing.
     """
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = _OTHER_NAMES.get((keys.family, kind), kind)
     if kind not in _SETTINGS:
         raise UnsupportedError(
             f"config.json says rope_type = {kind!r}, which is not supported; supported: {', '.join(_SETTINGS)}"
@@ -74,13 +81,13 @@ def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig
         raise UnsupportedError(f"config.json sets {listed} for rope_type {kind!r}, which does not read it")
     width = int(head_dim * (given.get("partial_rotary_factor") or 1.0))
     factor = given.get("factor")
-    if kind != "default" and factor is None:
+    if kind not in ("default", "longrope") and factor is None:
         raise ConfigError(f"config.json has rope_type {kind!r} without its factor")
     settings: dict[str, Any] = {}
     longest = int(keys.take("max_position_embeddings"))
     if kind == "dynamic":
         settings["original_positions"] = longest
-    elif kind in ("llama3", "yarn"):
+    elif kind in ("llama3", "yarn", "longrope"):
         original = keys.take("original_max_position_embeddings", None) or given.get("original_max_position_embeddings")
         settings["original_positions"] = int(original or longest)
     if kind == "llama3":
@@ -92,6 +99,9 @@ def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig
             "truncate": bool(given.get("truncate", True)),
             "attention_factor": _yarn_attention(given),
         }
+    if kind == "longrope":
+        settings |= _longrope(given, width, longest, settings["original_positions"])
+        factor = None
     return RopeConfig(
         theta=float(given["rope_theta"]),
         kind=cast(RopeKind, kind),
@@ -99,6 +109,27 @@ def make_rope(keys: Keys, given: Mapping[str, Any], head_dim: int) -> RopeConfig
         factor=1.0 if kind == "default" else float(factor or 1.0),
         **settings,
     )
+
+
+def _longrope(given: Mapping[str, Any], width: int, longest: int, original: int) -> dict[str, Any]:
+    """Return the divisors and the factor on cosine and sine: as written, else ``sqrt(1 + ln(s) / ln(n0))``, where s is
+    how much longer texts may be than n0 (Ding et al. 2024).
+
+    Raises:
+        ConfigError: divisors are missing, or are not one for each pair of components.
+    """
+    divisors = {}
+    for field, name in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
+        values = given.get(name)
+        if not isinstance(values, list) or len(values) != width // 2:
+            found = len(values) if isinstance(values, list) else values
+            raise ConfigError(f"config.json has rope_type 'longrope' and needs {width // 2} of {name}, found {found}")
+        divisors[field] = tuple(float(value) for value in values)
+    attention = given.get("attention_factor")
+    if attention is None:
+        stretch = float(given.get("factor") or longest / original)
+        attention = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return {**divisors, "attention_factor": float(attention)}
 
 
 def _yarn_attention(given: Mapping[str, Any]) -> float:

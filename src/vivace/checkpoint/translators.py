@@ -135,6 +135,7 @@ def _gemma(keys: Keys) -> Fields:
     fields = _rotary_core(keys, activation="hidden_activation") | _attention_bias(keys)
     keys.only("use_bidirectional_attention", False)
     keys.written("hidden_act")  # old versions write it, and no version uses it
+    keys.same("sliding_window", "sliding_window_size")  # the first files of Gemma 2 have both names
     return fields | {
         "norm_offset": 1.0,
         "norm_placement": "sandwich",
@@ -163,6 +164,7 @@ def gemma3(keys: Keys) -> Fields:
     layers.
     """
     fields = _softcaps(keys, _gemma(keys)) | {"qk_norm": "head"}
+    keys.same("sliding_window_pattern", "_sliding_window_pattern")
     pattern = int(keys.written("sliding_window_pattern") or keys.written("_sliding_window_pattern") or 6)
     windows = _windows(keys, fields, lambda layer: (layer + 1) % pattern != 0)
     is_local = [window is not None for window in windows.get("windows", (None,) * fields["num_layers"])]
@@ -187,10 +189,10 @@ def phi3(keys: Keys) -> Fields:
     """Translate Phi-3, which has fused projections and rotates part of each head."""
     fields = _rotary_core(keys)
     fields = _with_rope(keys, fields) | _one_window(keys, fields)
-    keys.written("original_max_position_embeddings")  # only the kind longrope uses it, which is refused below
+    keys.written("original_max_position_embeddings")  # of the kind longrope
     kind = fields["ropes"][0].kind
-    if kind != "default":
-        raise keys.refusal("rope_type", kind, "phi3 models are read with the default rotary embedding only")
+    if kind not in ("default", "longrope"):
+        raise keys.refusal("rope_type", kind, "phi3 models have the kinds default and longrope")
     return fields
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from vivace.errors import ConfigError
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -25,15 +25,30 @@ class RopeConfig:
     """Number of leading components of a head that are rotated; None rotates all D."""
     factor: float = 1.0
     original_positions: int = 0
-    """Length that the model was trained for before scaling (dynamic, llama3, yarn)."""
+    """Length that the model was trained for before scaling (dynamic, llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """Factor on cosine and sine (yarn)."""
+    """Factor on cosine and sine (yarn, longrope)."""
     truncate: bool = True
     """Whether yarn's correction range is rounded to whole components."""
+    short_factors: tuple[float, ...] = ()
+    """Divisor of each frequency in texts of up to ``original_positions`` tokens (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """Divisor of each frequency in longer texts (longrope)."""
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a row's rotation depends on the length of its text, and not only on its position."""
+        return self.kind in ("dynamic", "longrope")
+
+    def length_class(self, length: int) -> int:
+        """Return a number that two lengths share exactly where prompts of these lengths are rotated alike."""
+        if self.kind == "dynamic":
+            return max(length, self.original_positions)
+        return int(self.kind == "longrope" and length > self.original_positions)
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,15 @@ class ModelConfig:
     def rope(self, layer: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
         return self.ropes[self.rope_of_layer[layer] if self.rope_of_layer else 0]
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Return the number of positions that a text may have whose prompt has so many tokens.
+
+        The kind longrope rotates texts beyond a length in another way from their first token on. A text that begins
+        below that length therefore ends there: entries that are stored already would not fit those after them.
+        """
+        turns = [rope.original_positions for rope in self.ropes if rope.kind == "longrope"]
+        return min([self.max_positions, *(turn for turn in turns if num_prompt_tokens <= turn)])
 
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer's feed-forward is a mixture of experts."""

@@ -101,7 +101,8 @@ class Layer(nn.Module):
         assert self.rotary is not None
         key = (id(self.rotary), dtype)
         if key not in step.rotations:
-            step.rotations[key] = self.rotary.at(step.position, step.extent, dtype)
+            whole = None if step.grid is None else step.grid[1]
+            step.rotations[key] = self.rotary.at(step.position, step.extent, dtype, whole)
         return step.rotations[key]
 
     def positions(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

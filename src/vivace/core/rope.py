@@ -10,11 +10,15 @@ The pair of components i has the frequency ``f_i = theta^(-2i/width)``; a row at
 * llama3: low frequencies are divided by factor, high ones are kept, with a linear ramp between them.
 * yarn (Peng et al. 2023, arXiv:2309.00071): a ramp between divided and kept frequencies; cosine and sine are multiplied
   by ``attention_factor``.
+* longrope (Ding et al. 2024, arXiv:2402.13753): ``f_i / s_i`` in texts of up to n0 tokens and ``f_i / l_i`` in longer
+  ones, with cosine and sine multiplied by ``attention_factor``. **Where we differ** from transformers: a text whose
+  prompt has at most n0 tokens ends at n0 (``ModelConfig.room``), where transformers reads all of it again.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +27,9 @@ from vivace.core.config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return f_i, (width / 2,) float32; for the dynamic kind without its scaling, which depends on the text."""
+    """Return f_i, (width / 2,) float32; for the dynamic kind without its scaling, which depends on the text, and for
+    longrope those of short texts.
+    """
     width = rope.width or head_dim
     pairs = torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width  # also when built on "meta"
     base = 1.0 / rope.theta**pairs
@@ -33,6 +39,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(rope, base)
     if rope.kind == "yarn":
         return _yarn(rope, base, width)
+    if rope.kind == "longrope":
+        return base / torch.tensor(rope.short_factors, dtype=torch.float32, device="cpu")
     return base
 
 
@@ -77,22 +85,51 @@ class Rotary:
         self.width = rope.width or head_dim
         self._frequencies = frequencies(rope, head_dim)
         self._table: tuple[Tensor, Tensor] | None = None
+        self._long: Rotary | None = None
+        if rope.kind == "longrope":
+            self._long = Rotary(replace(rope, kind="default"), head_dim)
+            self._long._frequencies = frequencies(replace(rope, short_factors=rope.long_factors), head_dim)
 
-    def at(self, position: Tensor, extent: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def at(
+        self, position: Tensor, extent: Tensor | None, dtype: torch.dtype, whole: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the cosines and signed sines that ``kernels.reference.rotate`` takes, each (T, 1, width).
 
         Args:
             position: (T,) positions of the rows.
-            extent: (T,) length of the text when the row was written (dynamic kind); None means position + 1.
+            extent: (T,) length of the text when the row was written (dynamic, longrope); None means position + 1.
             dtype: dtype of the rows to be rotated.
+            whole: length of the texts where the rows are all of their tokens; longrope rotates every one as part of it.
         """
         if self.rope.kind == "dynamic":
             return self._dynamic(position, position + 1 if extent is None else extent, dtype)
+        if self._long is not None:
+            if extent is None:
+                extent = position + 1 if whole is None else torch.full_like(position, whole)
+            return self._by_length(position, extent, dtype)
+        return self._from_table(position, dtype)
+
+    def _from_table(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = self.table(int(position.max()) + 1, dtype, position.device)
         return cos.index_select(0, position), sin.index_select(0, position)
 
+    def _by_length(self, position: Tensor, extent: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the rotations of rows of short texts and of long ones."""
+        assert self._long is not None
+        is_long = extent > self.rope.original_positions
+        if not is_long.any():
+            return self._from_table(position, dtype)
+        long = self._long._from_table(position, dtype)
+        if is_long.all():
+            return long
+        pairs = zip(long, self._from_table(position, dtype), strict=True)
+        cos, sin = (torch.where(is_long[:, None, None], far, near) for far, near in pairs)
+        return cos, sin
+
     def table(self, count: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-        """Return those of at least ``count`` positions, each (positions, 1, width); not for the dynamic kind."""
+        """Return those of at least ``count`` positions, each (positions, 1, width); for longrope those of short texts,
+        and none for the dynamic kind.
+        """
         assert self.rope.kind != "dynamic"
         table = self._table
         if table is None or table[0].shape[0] < count or (table[0].dtype, table[0].device) != (dtype, device):

@@ -44,7 +44,8 @@ class Step:
     """What rows of this call carry beside their slots' adapters."""
     """Low-rank deltas that are added to projections of some rows."""
     extent: Tensor | None = None
-    """(T,) length of the text when the row was written, for dynamic rotary embeddings; None means position + 1."""
+    """(T,) length of the text when the row was written, for rotary embeddings that depend on it. None means
+    position + 1; for longrope in a dense call it means the whole length."""
     grid: tuple[int, int] | None = None
     """(B, T/B) of a dense call, whose rows read the rows of their own batch element; None for other calls."""
     causal: bool = True
@@ -79,7 +80,7 @@ class Step:
             chunks = None
             position, seen, tail = _tree(draft, [lengths[s] for s in slots])
         count = len(slots)
-        extent = _extent(slots, position, memory)
+        extent = _extent(slots, [lengths[s] for s in slots], position, memory)
         return Step(
             memory,
             draft.slot,
@@ -113,7 +114,7 @@ class Step:
         if holes is not None and any(holes.values()):
             seen, tail = _around(slots, positions, holes, memory.device)
         count = len(slots)
-        extent = _extent(slots, position, memory)
+        extent = _extent(slots, positions, position, memory)
         slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
         return Step(
             memory,
@@ -364,9 +365,12 @@ class Step:
         return {}
 
 
-def _extent(slots: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
-    """Return the length of each row's text: its prompt's length, or its position + 1 where that is more; or None."""
-    if all(memory.prompts[slot] <= memory.lengths[slot] + 1 for slot in set(slots)):
+def _extent(slots: list[int], firsts: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
+    """Return the length of each row's text: its prompt's length, or its position + 1 where that is more; or None.
+
+    ``firsts`` are positions that the rows' positions are not below.
+    """
+    if all(memory.prompts[slot] <= first + 1 for slot, first in zip(slots, firsts, strict=True)):
         return None
     prompts = torch.tensor([memory.prompts[slot] for slot in slots], device=position.device)
     return torch.maximum(position + 1, prompts)

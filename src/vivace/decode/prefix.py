@@ -38,8 +38,8 @@ class Root(NamedTuple):
     """Stands for the API key of the request; empty in Python, and where a server asks for none."""
     salt: str
     """The request's own ``cache_salt``; empty for none."""
-    rotated_length: int
-    """Length of the whole prompt where rotary embeddings depend on it, else 0."""
+    rotated_length: tuple[int, ...]
+    """Class of the whole prompt's length in each rotary embedding that depends on it, else 0."""
     row_count: int
     """What the rows of a call were padded to: in ``exact`` mode bits may be others."""
 
@@ -87,8 +87,8 @@ class PrefixCache:
         self.num_hits = 0
         """Prompt tokens that were there."""
         self._num_layers = config.num_layers
-        # there a prompt is rotated as a text of its whole length, so only prompts of one length share entries
-        self._is_rotated_by_length = any(rope.kind == "dynamic" for rope in config.ropes)
+        # where a prompt is rotated as a text of its whole length, only prompts of one length class share entries
+        self._ropes = config.ropes
         self._pieces: OrderedDict[Place, Piece] = OrderedDict()
         self._numbers = count()
 
@@ -142,7 +142,8 @@ class PrefixCache:
             self.nbytes -= _held(*self._pieces.popitem(last=False))
 
     def _root(self, tokens: Sequence[int], cache: KVCache, owner: bytes, salt: str) -> Root:
-        return Root(owner, salt, len(tokens) if self._is_rotated_by_length else 0, cache.row_count)
+        lengths = tuple(rope.length_class(len(tokens)) for rope in self._ropes)
+        return Root(owner, salt, lengths, cache.row_count)
 
     def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Return (start, stop) of every chunk of a prompt."""

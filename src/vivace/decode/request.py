@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from vivace.core.config import ModelConfig
 from vivace.core.low_rank import Adapter
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
@@ -124,6 +125,21 @@ class Request:
             raise CapacityError(
                 f"the prompt has {len(self.tokens)} tokens and max_new_tokens is {self.max_new_tokens}, together "
                 f"{needed}; the context holds {capacity}; shorten one of them"
+            )
+
+    def check_rotation(self, config: ModelConfig) -> None:
+        """Refuse a text that would go beyond the length at which the model's rotary embedding changes.
+
+        Raises:
+            CapacityError: the prompt is of the length of short texts, and the answer may not be.
+        """
+        room = config.room(len(self.tokens))
+        if room < config.max_positions and len(self.tokens) + self.max_new_tokens > room:
+            raise CapacityError(
+                f"the prompt has {len(self.tokens)} tokens and max_new_tokens is {self.max_new_tokens}; this model "
+                f"rotates texts of more than {room} tokens in another way (longrope), so a text that begins with a "
+                f"shorter prompt ends there: ask for {max(0, room - len(self.tokens))} new tokens at most, or give "
+                f"more than {room} tokens"
             )
 
 

@@ -120,9 +120,11 @@ class Session:
         """Raise an error for a request that no free slot could ever take.
 
         Raises:
-            CapacityError: it is longer than a slot, or its keys and values need more than the memory for texts.
+            CapacityError: it is longer than a slot, its keys and values need more than the memory for texts, or the
+                model's rotary embedding changes before its end.
         """
         request.check_fits(self.capacity)
+        request.check_rotation(self.model.config)
         self.memory.check_text(self.text_bytes(request), len(request.tokens) + request.max_new_tokens)
 
     def can_begin(self, request: Request) -> bool:

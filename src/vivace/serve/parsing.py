@@ -279,7 +279,7 @@ class RequestParser:
         """Make one request; if the body sets no limit, its answer may fill the rest of a slot."""
         self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
         longest = self.engine.memory.longest_text(self.engine.model, drafter, self.max_model_len)
-        room = max(1, longest - len(tokens))
+        room = max(1, min(longest, self.engine.model.config.room(len(tokens))) - len(tokens))
         is_open = options.max_new_tokens is None
         if is_open and (self.default_max_tokens is not None or not _SAY_LIMIT & self.engine.defaults.keys()):
             options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))

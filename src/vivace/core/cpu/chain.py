@@ -62,9 +62,11 @@ class NativeChain:
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
-        """Make it for a decoder with a span, without experts, logit softcap and dynamic rotations; None for others."""
+        """Make it for a decoder with a span, without experts, logit softcap and rotations that depend on the length of
+        a text; None for others.
+        """
         c = decoder.config
-        is_capped, moves = c.logit_softcap is not None, any(rope.kind == "dynamic" for rope in c.ropes)
+        is_capped, moves = c.logit_softcap is not None, any(rope.depends_on_length for rope in c.ropes)
         if span is None or c.moe is not None or is_capped or moves:
             return None
         return NativeChain(decoder, span)
