@@ -55,7 +55,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     kv_heads = config.get("num_key_value_heads", heads)
     few_kv = min(kv_heads, 2)
     few = few_kv * heads // kv_heads
-    tiny = few * HEAD * width // (heads * config.get("head_dim", width // heads))
+    wide = few * HEAD * width / (heads * config.get("head_dim", width // heads))
+    tiny = 2 * few * round(wide / (2 * few)) or 2 * few  # transformers asks Gemma 3 for a multiple of the heads
     sizes = {
         spelt["hidden_size"]: tiny,
         spelt["num_attention_heads"]: few,

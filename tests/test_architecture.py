@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "speech": 5,
     "methods": 6,
     "evaluate": 7,
+    "answer": 7,
     "engine": 8,
     "assistant": 9,
     "transformers_bridge": 9,

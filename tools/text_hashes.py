@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 import vivace
-from vivace.engine import Engine, Result
+from vivace.answer import Result
+from vivace.engine import Engine
 from vivace.evaluate.provenance import provenance
 from vivace.kernels.choice import choose
 from vivace.prompts import packaged_prompts

@@ -16,11 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests import published_checkpoints
 from tests.test_architecture import FLOORS, PACKAGE
 from tools import rooms
 from tools.blocks import fill_file, settle, table
 from vivace import errors
-from vivace.checkpoint import config_keys, families, rope_keys
+from vivace.checkpoint import config_keys, families, neutral_keys, rope_keys
 from vivace.cli import app
 from vivace.kernels import reference
 from vivace.methods.dynamic.gates import GatesConfig
@@ -46,7 +47,7 @@ PECULIARITIES = {
     "gemma2": "scaled embeddings, norms before and after each half, soft-caps, alternating windows",
     "gemma3_text": "as Gemma 2 with normed queries and keys, and two rotary embeddings",
     "gemma3": "the text half of a multimodal Gemma 3 checkpoint; its vision half is not used",
-    "phi3": "fused matrices, partial rotary embedding, sliding window",
+    "phi3": "Phi-3, 3.5 and 4: fused matrices, partial rotary embedding, longrope, sliding window",
     "olmo2": "norms after each half, queries and keys normed over their full width",
     "olmoe": "mixture of experts, clipped queries, keys and values",
     "mixtral": "mixture of experts, weights of the chosen experts normalised",
@@ -85,6 +86,37 @@ def rotary_table() -> str:
     """Return the table of rotary kinds and the settings that each reads."""
     rows = [(f"`{kind}`", _listed(sorted(read)) or "none") for kind, read in rope_keys._SETTINGS.items()]
     return table(("`rope_type`", "settings read"), rows)
+
+
+def published_table() -> str:
+    """Return the table of published configurations by family: those that open, and those that are refused and why."""
+    opens: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for one in published_checkpoints.published():
+        try:
+            families.translate(one.config)
+            opens.setdefault(one.family, []).append(f"`{one.name}`")
+        except errors.UnsupportedError as error:
+            reason = str(error).split(";")[0].removeprefix("config.json says ")
+            refused.setdefault(one.family, []).append(f"`{one.name}`: {reason}")
+    rows = [
+        (f"`{family}`", ", ".join(opens.get(family, [])), "; ".join(refused.get(family, [])) or "none")
+        for family in families.FAMILIES
+    ]
+    return table(("`model_type`", "opens", "is refused"), rows)
+
+
+def neutral_table() -> str:
+    """Return the table of keys that are accepted at one value in one family."""
+    rows = [
+        (f"`{row.key}`", f"`{json.dumps(row.value)}`", _family(row.family), row.source) for row in neutral_keys.NEUTRAL
+    ]
+    return table(("key", "value", "in", "why it changes nothing"), rows)
+
+
+def _family(name: str) -> str:
+    """Return a family as it is written in a table."""
+    return "every family" if name == neutral_keys.ANY_FAMILY else f"`{name}`"
 
 
 def harmless_line() -> str:
@@ -203,6 +235,8 @@ def wanted() -> dict[Path, str]:
             "families": families_table(),
             "rotary": rotary_table(),
             "harmless": harmless_line(),
+            "neutral": neutral_table(),
+            "published": published_table(),
         },
         ROOT / "docs" / "errors.md": {"tree": error_tree()},
         ROOT / "docs" / "losslessness.md": {"rules": bit_rules()},

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vivace.errors import VivaceError
 
 if TYPE_CHECKING:
-    from vivace.engine import Chunk, Engine, Options, Result, load
+    from vivace.answer import Chunk, Result
+    from vivace.engine import Engine, Options, load
     from vivace.transformers_bridge import custom_generate
 
 __version__ = "0.1.0"

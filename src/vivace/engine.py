@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import choose_device, load_decoder
-from vivace.checkpoint.tokenizer import TextStream, Tokenizer, load_tokenizer
+from vivace.checkpoint.load import choose_device, load_decoder, read_config
+from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
@@ -31,9 +32,8 @@ from vivace.core.sampling import Sampling
 from vivace.core.step import Step
 from vivace.decode.memory import MemoryBudget
 from vivace.decode.prefix import PrefixCache
-from vivace.decode.request import Emitted, FinishReason, Request, StopRule
+from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Progress, Session
-from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
 from vivace.kernels.choice import KernelChoice, choose
 from vivace.kernels.low_bit import check_weights
@@ -43,7 +43,7 @@ from vivace.storage.loading import Storage, bytes_beside, load_stored
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes
 
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text, which becomes one user message unless ``raw``, or a list of messages."""
 
 SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
@@ -116,33 +116,6 @@ class Options:
         return Options(**values)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The answer to one prompt."""
-
-    text: str
-    """The text, without special tokens and without the stop string that ended it."""
-    token_ids: tuple[int, ...]
-    """The generated tokens, including an end token."""
-    logprobs: tuple[float, ...] | None
-    """log p of each generated token, if it was asked for."""
-    finish_reason: FinishReason
-    stats: DecodeStats
-    method: str
-    """The method that was asked for."""
-    choice: str | None = None
-    """What ``auto`` chose; None for other methods."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of an answer while it is generated; the last one also has the result."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    result: Result | None = None
-
-
 def load(
     path: str | Path | None = None,
     *,
@@ -156,6 +129,7 @@ def load(
     prefix_cache: str | int | None = None,
     reader: str = "auto",
     screened_head: bool | None = None,
+    ignore_config_keys: Sequence[str] = (),
 ) -> Engine:
     """Load a checkpoint.
 
@@ -178,6 +152,8 @@ def load(
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
         screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
+        ignore_config_keys: keys of ``config.json`` that are unknown and that you take to change nothing, also of the
+            draft model's where it has them. ``Engine.notes`` says that they were ignored.
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
@@ -191,6 +167,8 @@ def load(
     if path is None and not SHIPPED.is_dir():
         raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
     folder = resolve(SHIPPED if path is None else path)
+    ignored = (ignore_config_keys,) if isinstance(ignore_config_keys, str) else tuple(ignore_config_keys)
+    read_config(folder, ignored)
     limit = None if memory is None else parse_bytes(memory)
     budget, storage, second = MemoryBudget(limit), None, None
     own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
@@ -208,13 +186,25 @@ def load(
         )
     backend = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
     if storage is None:
-        check_room(budget, folder, "the model", dtype, kept, ", or a store, which runs in less: vivace convert --store")
+        store_hint = ", or a store, which runs in less: vivace convert --store"
+        check_room(budget, folder, "the model", dtype, kept, store_hint, ignored=ignored)
         screens = False if screened_head is None and limit is not None else screened_head
-        model = load_decoder(folder, dtype=dtype, device=device, backend=partial(backend, screens_head=screens))
+        made_by = partial(backend, screens_head=screens)
+        model = load_decoder(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
     budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = find_tokenizer(folder)
     if smaller is not None:
-        read = partial(read_draft_model, smaller, tokenizer, budget, kept, dtype=dtype, device=device, backend=backend)
+        read = partial(
+            read_draft_model,
+            smaller,
+            tokenizer,
+            budget,
+            kept,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            ignored=ignored,
+        )
         second = DraftModelSource(read, is_asked=draft_model is not None)
         if second.is_asked:
             second.decoder  # noqa: B018 - a draft model that was named is read now, so that errors come from here
@@ -227,6 +217,7 @@ def load(
     methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
+    engine.ignored_config_keys = ignored
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
     return engine
 
@@ -260,6 +251,15 @@ class Engine:
         """Counts the memory of weights and drafters, and what is promised to texts."""
         self.prefix_cache: PrefixCache | None = None
         """Entries of prompts that were read, shared by all calls."""
+        self.ignored_config_keys: tuple[str, ...] = ()
+        """Unknown keys of ``config.json`` that were ignored because the caller said so."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is unusual about the checkpoint and may surprise, one line each; commands print them."""
+        raw = read_config(self.folder)
+        found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
+        return found + self.tokenizer.notes(self.model.config.vocab_size)
 
     @property
     def folder(self) -> Path:
@@ -291,7 +291,7 @@ class Engine:
         """Answer prompts in batches; keyword arguments are the fields of ``Options``.
 
         Args:
-            prompts: one prompt or several; a prompt is text or a list of messages.
+            prompts: one prompt or several; a prompt is text, a list of messages, or a list of token ids.
             options: see ``Options``.
 
         Returns:
@@ -341,18 +341,24 @@ class Engine:
         Raises:
             ConfigError: the prompt is empty or a value is out of range.
             CapacityError: prompt and answer do not fit the model's context.
+            UnsupportedError: the prompt is a text or messages, and the checkpoint has no tokenizer.
         """
-        return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
+        if not prompt or (not isinstance(prompt, str) and isinstance(prompt[0], int)):
+            return self.request_for(prompt, options)  # type: ignore[arg-type]
+        return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw), options)  # type: ignore[arg-type]
 
     def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
         """Do the same as ``request`` for a prompt that is already in tokens."""
         tokens = tuple(prompt_tokens)
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
+        self.tokenizer.check_ids(tokens, self.model.config.vocab_size)
         context = self.model.config.max_positions
         if len(tokens) >= context:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
         limit, stops = self._limit(options, len(tokens)), self._stop_strings(options)
+        if stops and self.tokenizer.is_missing:
+            raise UnsupportedError("this checkpoint has no tokenizer, so a text cannot end it; leave out stop_strings")
         if options.min_new_tokens > limit:
             raise ConfigError(f"min_new_tokens is {options.min_new_tokens}, more than the {limit} tokens at most")
         stop = StopRule(
@@ -427,70 +433,10 @@ class Engine:
         return Sampling(**values)
 
 
-class Answer:
-    """Turns the tokens of one request into text, and holds back what may become a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Request, method: str) -> None:
-        """Start an answer without tokens; ``method`` is the name that was asked for."""
-        self._request = request
-        self._method = method
-        self._stops = request.stop.stop_strings
-        self._stream: TextStream = tokenizer.stream()
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._pending = ""
-        self._text = ""
-        self._last: Emitted | None = None
-
-    def take(self, emitted: Emitted) -> str:
-        """Add the tokens of a step and return the text that can no longer change."""
-        self._tokens += emitted.tokens
-        self._logprobs += emitted.logprobs or ()
-        self._last = emitted
-        ended = emitted.finish_reason is not None
-        self._pending += self._stream.push(emitted.tokens) + (self._stream.finish() if ended else "")
-        if ended:
-            certain = self._cut_at_stop(self._pending)
-        else:
-            held = _possible_start(self._pending, self._stops)
-            certain = self._pending[: len(self._pending) - held]
-        self._pending = self._pending[len(certain) :]
-        self._text += certain
-        return certain
-
-    def _cut_at_stop(self, text: str) -> str:
-        """Return the text before the first stop string."""
-        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        return text[: min(places)] if places else text
-
-    def result(self) -> Result:
-        """Return the finished answer."""
-        assert self._last is not None
-        assert self._last.finish_reason is not None
-        return Result(
-            text=self._text,
-            token_ids=tuple(self._tokens),
-            logprobs=tuple(self._logprobs) if self._request.logprobs else None,
-            finish_reason=self._last.finish_reason,
-            stats=self._last.stats,
-            method=self._method,
-            choice=self._last.stats.choice,
-        )
-
-
-def _possible_start(text: str, stops: Sequence[str]) -> int:
-    """Return the number of characters at the end of ``text`` that may be the beginning of a stop string."""
-    longest = max((len(stop) for stop in stops), default=0)
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], Mapping):
+    if len(prompts) > 0 and isinstance(prompts[0], (Mapping, int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

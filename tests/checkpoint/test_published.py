@@ -49,7 +49,7 @@ def test_a_published_configuration_computes_the_same(one: Published, tmp_path: P
     with torch.inference_mode():
         expected = model(input_ids=tokens[None]).logits[0]
         torch.testing.assert_close(ours(tmp_path, tokens), expected, atol=2e-4, rtol=1e-4)
-    assert len(set(expected.argmax(-1).tolist())) > 5, "logits that are all alike prove little"
+    assert expected.std(0).mean() > 0.01, "logits that are all alike prove little"
 
 
 @pytest.mark.parametrize("one", OPEN, ids=lambda one: one.name)

@@ -59,6 +59,7 @@ class FakeEngine:
         self.opened: dict[str, Any] = {}
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.storage = None
+        self.notes: list[str] = []
         self.memory = MemoryBudget()
 
     def answer(self, request: Any) -> str:

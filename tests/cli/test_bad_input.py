@@ -123,7 +123,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "half a configuration": (("generate", "Hi", "--model", "half-json"), FAILED, "not readable JSON"),
     "truncated weights": (("generate", "Hi", "--model", "truncated"), FAILED, "is truncated or not safetensors"),
     "missing shard": (("generate", "Hi", "--model", "no-shard"), FAILED, "model-00001-of-00002.safetensors"),
-    "no tokenizer": (("generate", "Hi", "--model", "no-tokenizer"), FAILED, "has no tokenizer"),
+    "no tokenizer": (("generate", "Hi", "--model", "no-tokenizer"), USAGE, "has no tokenizer"),
     "check, missing checkpoint": (("check", "nowhere"), FAILED, "no checkpoint directory nowhere"),
     "check, two models": (
         ("check", "tiny", "--model", "other"),

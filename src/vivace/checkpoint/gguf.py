@@ -12,7 +12,7 @@ quality a little lower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve
+from vivace.checkpoint.files import TensorFiles, open_tensors, resolve
 from vivace.checkpoint.gguf_blocks import KINDS, Kind, find_kind
 from vivace.checkpoint.gguf_file import Entry, Value, write_gguf
 from vivace.checkpoint.gguf_tokenizer import tokenizer_keys
-from vivace.checkpoint.load import check, plan_of
+from vivace.checkpoint.load import check, plan_of, read_config
 from vivace.checkpoint.names import TensorPiece
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.rope import frequencies
@@ -64,7 +64,9 @@ class Written:
     """Whether llama.cpp splits text like this tokenizer does; if not, it has to be given token ids."""
 
 
-def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *, tokenizer: bool = True) -> Written:
+def write_checkpoint(
+    source: str | Path, out: str | Path, kind: str = "auto", *, tokenizer: bool = True, ignored: Sequence[str] = ()
+) -> Written:
     """Write a checkpoint as GGUF.
 
     Args:
@@ -72,6 +74,7 @@ def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *,
         out: the file to write.
         kind: format of the matrices, a name of ``gguf_blocks.KINDS``; "auto" keeps the checkpoint's.
         tokenizer: whether to write the tokenizer; without it llama.cpp runs on token ids only.
+        ignored: unknown keys of config.json that are read as if they were not there.
 
     Raises:
         UnsupportedError: the family is not Llama, a setting does not exist in GGUF's Llama, or GGUF cannot hold the
@@ -80,7 +83,7 @@ def write_checkpoint(source: str | Path, out: str | Path, kind: str = "auto", *,
         CheckpointError: the checkpoint is missing or broken, or the disk is full; ``out`` is left as it was.
     """
     folder = resolve(source)
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder, ignored)
     if raw.get("model_type") != FAMILY:
         raise UnsupportedError(f"only {FAMILY} checkpoints can be written as GGUF; this one is {raw.get('model_type')}")
     config, stored = translate(raw), open_tensors(folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from vivace.checkpoint.families import Family, family_of, translate
 from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, summary
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
+from vivace.checkpoint.neutral_keys import without
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import num_bytes
@@ -26,14 +28,29 @@ from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.low_bit import Weights
 
 
-def load_config(path: str | Path) -> ModelConfig:
-    """Return the model configuration of a checkpoint directory or Hub id.
+def read_config(path: str | Path, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the ``config.json`` of a checkpoint directory or Hub id, without keys that are to be ignored.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        UnsupportedError: a family or setting is not supported; only where keys are ignored.
+        ConfigError: a key cannot be ignored, as it is read or is not there.
+    """
+    raw = read_json(resolve(path) / "config.json")
+    if not ignored:
+        return raw
+    translate(raw, ignored)
+    return without(raw, tuple(ignored))
+
+
+def load_config(path: str | Path, ignored: Sequence[str] = ()) -> ModelConfig:
+    """Return the model configuration of a checkpoint directory or Hub id; ``ignored`` as for ``read_config``.
 
     Raises:
         NotFoundError: there is no such checkpoint.
         UnsupportedError: a family or setting is not supported.
     """
-    return translate(read_json(resolve(path) / "config.json"))
+    return translate(read_config(path, ignored))
 
 
 def load_decoder(
@@ -43,6 +60,7 @@ def load_decoder(
     *,
     parts: Parts | None = None,
     backend: Callable[[torch.dtype], Backend | None] | None = None,
+    ignored: Sequence[str] = (),
 ) -> Decoder:
     """Load a decoder with the weights of a checkpoint, without gradients.
 
@@ -55,6 +73,7 @@ def load_decoder(
         backend: makes the backend that runs a decoder of this dtype, or returns None to run the modules with PyTorch. A
             backend takes over each layer as soon as its weights are loaded, so that never more than one layer is in
             memory in its stored form.
+        ignored: unknown keys of config.json that are read as if they were not there.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -63,7 +82,7 @@ def load_decoder(
         UnsupportedError: a family or setting is not supported.
     """
     folder = resolve(path)
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder, ignored)
     family, config = family_of(raw), translate(raw)
     stored = open_tensors(folder)
     plan = plan_of(family, config, stored.names)
@@ -110,9 +129,9 @@ def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:
     stored.release()
 
 
-def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16") -> int:
+def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16", ignored: Sequence[str] = ()) -> int:
     """Memory that the weights of a checkpoint take at least once they are loaded, by its config.json alone."""
-    raw = read_json(resolve(path) / "config.json")
+    raw = read_config(path, ignored)
     written = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     kind = choose_dtype(dtype, written, torch.device("cpu"))
     in_bfloat16 = num_bytes(translate(raw), weights)

@@ -36,6 +36,11 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids) or own
 
     @property
+    def is_missing(self) -> bool:
+        """Whether the checkpoint has no tokenizer, so that only token ids go in and out."""
+        return isinstance(self.inner, NoTokenizer)
+
+    @property
     def has_template(self) -> bool:
         """Whether there is a chat template."""
         return bool(self.inner.chat_template)
@@ -62,6 +67,8 @@ class Tokenizer:
         Raises:
             UnsupportedError: there is no template, or it rejects the messages.
         """
+        if self.is_missing:
+            raise UnsupportedError(NO_TOKENIZER)
         if not self.has_template:
             raise UnsupportedError("this checkpoint has no chat template; give a plain prompt instead of messages")
         try:
@@ -91,6 +98,32 @@ class Tokenizer:
             raise ConfigError("messages are written with the chat template; give a text to be taken as it is (raw)")
         return self.encode(self.prompt_text(prompt), special=False)
 
+    def check_ids(self, ids: Sequence[int], num_tokens: int) -> None:
+        """Refuse ids that a model of so many tokens does not have, which its tokenizer may have all the same.
+
+        Raises:
+            ConfigError: there is such an id; the message says where and how it is spelt.
+        """
+        for place, index in enumerate(ids):
+            if not 0 <= index < num_tokens:
+                piece = self.inner.convert_ids_to_tokens(index) if index >= 0 else ""
+                spelt = f" ({piece!r})" if piece else ""
+                raise ConfigError(
+                    f"token {place + 1} of the prompt is {index}{spelt}; this model has tokens 0 to {num_tokens - 1}"
+                )
+
+    def notes(self, num_tokens: int) -> list[str]:
+        """Return what is unusual about the tokenizer of a model of so many tokens, one line each."""
+        if self.is_missing:
+            return ["this checkpoint has no tokenizer: token ids go in, and token ids come out"]
+        found = [] if self.has_template else ["this checkpoint has no chat template: prompts are read as they are"]
+        if len(self.inner) > num_tokens:
+            found.append(
+                f"the tokenizer has {len(self.inner)} tokens and the model {num_tokens}: a prompt with one of the "
+                "others is refused"
+            )
+        return found
+
     def stream(self) -> TextStream:
         """Return a decoder that turns tokens into text as they come."""
         return TextStream(self)
@@ -98,6 +131,39 @@ class Tokenizer:
     def pieces(self) -> dict[int, str]:
         """Return the spelling of each id in the vocabulary."""
         return {index: piece for piece, index in self.inner.get_vocab().items()}
+
+
+NO_TOKENIZER = "this checkpoint has no tokenizer, so a text cannot be read; give token ids"
+"""Message where a text is given to a model that has no tokenizer."""
+
+
+class NoTokenizer:
+    """Stands where a checkpoint has no tokenizer: ids have no text, and a text cannot be read."""
+
+    eos_token_id = None
+    chat_template = None
+    all_special_ids: Sequence[int] = ()
+    all_special_tokens: Sequence[str] = ()
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Refuse the text."""
+        raise UnsupportedError(NO_TOKENIZER)
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """Return the empty text."""
+        return ""
+
+    def convert_ids_to_tokens(self, index: int) -> str:
+        """Return the empty spelling."""
+        return ""
+
+    def convert_tokens_to_ids(self, piece: str) -> int | None:
+        """Return None: no piece is known."""
+        return None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return an empty vocabulary."""
+        return {}
 
 
 class TextStream:
@@ -147,13 +213,27 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     folder = resolve(path)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not _has_tokenizer(folder):
         raise NotFoundError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
     try:
         inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as exc:  # the tokenizers library raises bare Exception on malformed files
         raise CorruptError(f"the tokenizer of {folder} cannot be read: {' '.join(str(exc).split())[:300]}") from exc
     return Tokenizer(inner, load_eos_ids(folder))
+
+
+def find_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a checkpoint, or one that stands for none if there are no tokenizer files.
+
+    Raises:
+        CorruptError: the files cannot be read.
+    """
+    folder = resolve(path)
+    return load_tokenizer(folder) if _has_tokenizer(folder) else Tokenizer(NoTokenizer(), load_eos_ids(folder))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 def require_same_pieces(first: Tokenizer, second: Tokenizer) -> None:
@@ -163,7 +243,10 @@ def require_same_pieces(first: Tokenizer, second: Tokenizer) -> None:
 
     Raises:
         MismatchError: some ids differ; the message names the first of them and both spellings.
+        UnsupportedError: one of them is missing, so that nothing can be compared.
     """
+    if first.is_missing or second.is_missing:
+        raise UnsupportedError("a model without tokenizer cannot draft, or be drafted for: its tokens are not known")
     ours, theirs = first.pieces(), second.pieces()
     common = min(max(ours, default=-1), max(theirs, default=-1)) + 1
     wrong = [index for index in range(common) if ours.get(index) != theirs.get(index)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.families import translate
-from vivace.checkpoint.files import INDEX, read_json, resolve, staged, tensor_paths
-from vivace.checkpoint.load import load_decoder, put
+from vivace.checkpoint.files import INDEX, resolve, staged, tensor_paths
+from vivace.checkpoint.load import load_decoder, put, read_config
 from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.core.config import ModelConfig, MoeConfig
 from vivace.core.model import Decoder
@@ -34,7 +34,14 @@ ROUTER_STD = 0.02
 
 
 def upcycle_checkpoint(
-    source: str | Path, out: str | Path, *, num_experts: int = 16, top_k: int = 2, noise: float = 0.1, seed: int = 0
+    source: str | Path,
+    out: str | Path,
+    *,
+    num_experts: int = 16,
+    top_k: int = 2,
+    noise: float = 0.1,
+    seed: int = 0,
+    ignored: Sequence[str] = (),
 ) -> Path:
     """Write the mixture of experts that a dense checkpoint becomes.
 
@@ -45,6 +52,7 @@ def upcycle_checkpoint(
         top_k: number of experts that each token is sent to.
         noise: standard deviation of the noise added to each copy, as a multiple of that of its weights.
         seed: seed of routers and noise.
+        ignored: unknown keys of config.json that are read as if they were not there, and not written.
 
     Raises:
         ConfigError: the numbers do not describe a mixture, or ``out`` is the source.
@@ -58,8 +66,8 @@ def upcycle_checkpoint(
         )
     if target.resolve() == folder.resolve():
         raise ConfigError(f"{out} is the model itself; name another folder for the mixture")
-    raw = _mixtral(read_json(folder / "config.json"), num_experts, top_k)
-    dense = load_decoder(folder, device="cpu")
+    raw = _mixtral(read_config(folder, ignored), num_experts, top_k)
+    dense = load_decoder(folder, device="cpu", ignored=ignored)
     mixture = upcycle(dense, num_experts, top_k, noise, seed)
     if translate(raw) != mixture.config:
         raise UnsupportedError("this model has parts that no Mixtral has (biases, other norms); it cannot be upcycled")

@@ -17,7 +17,7 @@ k^2 times as many bytes of weights. It serves measurements only, and results tha
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
 from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, resolve, staged, tensor_paths
-from vivace.checkpoint.load import load_decoder, put
+from vivace.checkpoint.load import load_decoder, put, read_config
 from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
@@ -49,7 +49,9 @@ class AdapterTwin(NamedTuple):
     """Returns whether weights of this configuration can be widened."""
 
 
-def widen_checkpoint(source: str | Path, out: str | Path, factor: int, twins: Mapping[str, AdapterTwin]) -> Path:
+def widen_checkpoint(
+    source: str | Path, out: str | Path, factor: int, twins: Mapping[str, AdapterTwin], *, ignored: Sequence[str] = ()
+) -> Path:
     """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
 
     Args:
@@ -57,6 +59,7 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int, twins: Ma
         out: directory to write.
         factor: k; with a power of two every rescaled weight is exact.
         twins: how to widen adapters, by the kind in their ``config.json``.
+        ignored: unknown keys of config.json that are read as if they were not there, and not written.
 
     Raises:
         ConfigError: the factor is less than 2, or ``out`` is the source.
@@ -68,9 +71,9 @@ def widen_checkpoint(source: str | Path, out: str | Path, factor: int, twins: Ma
         raise ConfigError(f"the factor must be at least 2, found {factor}")
     if Path(out).resolve() == folder.resolve():
         raise ConfigError(f"{out} is the model itself; name another folder for its twin")
-    narrow = load_decoder(folder, device="cpu")
+    narrow = load_decoder(folder, device="cpu", ignored=ignored)
     wide = widen(narrow, factor)
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder, ignored)
     head_dim = wide.config.head_dim
     scaled = {key: raw[key] * factor for key in _WIDTHS if raw.get(key) is not None}
     target = Path(out)

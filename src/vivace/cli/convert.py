@@ -32,6 +32,8 @@ class StoreChoice:
     """Share of the neurons that calibration keeps."""
     kernels: str
     """Kernels that the store is packed for."""
+    ignored: tuple[str, ...]
+    """Unknown keys of config.json that are read as if they were not there."""
 
 
 def convert(
@@ -61,6 +63,7 @@ def convert(
     kernels: Annotated[
         str, typer.Option(help="Those that shall stream a store: auto, torch, avx2, avx512 or amx.")
     ] = "auto",
+    ignore_config_key: options.IgnoreConfigKey = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write a Llama checkpoint as GGUF, the file format of llama.cpp, or any checkpoint as a store.
@@ -70,8 +73,10 @@ def convert(
     """
     from vivace.checkpoint.gguf import write_checkpoint
 
+    ignored = tuple(ignore_config_key or ())
     if store:
-        _write_store(folder_of(model), output, StoreChoice(layout, dtype, calibrate, active, kernels), as_json=as_json)
+        choice = StoreChoice(layout, dtype, calibrate, active, kernels, ignored)
+        _write_store(folder_of(model), output, choice, as_json=as_json)
         return
     if layout != "layers" or calibrate is not None or (dtype, kernels) != ("auto", "auto"):
         raise ConfigError(
@@ -81,7 +86,7 @@ def convert(
     if output.suffix != SUFFIX:
         raise ConfigError(f"{output} does not end in {SUFFIX}, the one format that is written; name the file so")
     with console.progress("writing"):
-        written = write_checkpoint(folder_of(model), output, kind)
+        written = write_checkpoint(folder_of(model), output, kind, ignored=ignored)
     if not written.splits_text_alike:
         console.note(
             "llama.cpp does not know how this tokenizer splits text and will use its default: the same text may "
@@ -101,13 +106,21 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
     texts = None if choice.calibrate is None else _texts(folder, choice.calibrate)
     with console.progress("writing") as progress:
         how = check_layout(choice.layout)
-        written = write_store(folder, output, layout=how, dtype=choice.dtype, kernels=choice.kernels, progress=progress)
+        written = write_store(
+            folder,
+            output,
+            layout=how,
+            dtype=choice.dtype,
+            kernels=choice.kernels,
+            progress=progress,
+            ignored=choice.ignored,
+        )
     report: list[dict[str, object]] = []
     if texts is not None:
         from vivace.storage.neurons.calibration import calibrate
 
         console.note(f"calibrating on {len(texts)} texts, with the whole model in memory")
-        report = [asdict(line) for line in calibrate(folder, written, texts, choice.active)]
+        report = [asdict(line) for line in calibrate(folder, written, texts, choice.active, ignored=choice.ignored)]
     facts = {"folder": str(written.folder), "layout": written.layout, "bytes": written.num_bytes}
     if as_json:
         console.json({**facts, "dtype": str(written.dtype).removeprefix("torch."), "calibration": report})

@@ -21,6 +21,7 @@ MAX_NEW_TOKENS = 96
 
 def demo(
     model: options.Model = None,
+    ignore_config_key: options.IgnoreConfigKey = None,
     prompts: Annotated[int, typer.Option(help="Prompts of each task that are timed.", min=1, max=100)] = 8,
     repeats: Annotated[int, typer.Option(help="Times each is answered by every method.", min=1)] = 2,
     as_json: options.AsJson = False,
@@ -31,7 +32,7 @@ def demo(
     from vivace.evaluate.benchmark import run_benchmark, summarise
     from vivace.evaluate.systems import MethodSystem
 
-    engine = open_engine(model)
+    engine = open_engine(model, (), options.LoadFlags(ignore_config_key=ignore_config_key))
     names = [name for name in METHODS_SHOWN if name in engine.methods.ready()]
     for name in METHODS_SHOWN:
         if name not in names:

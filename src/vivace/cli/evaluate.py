@@ -36,6 +36,7 @@ def evaluate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    ignore_config_key: options.IgnoreConfigKey = None,
     raw: options.Raw = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -48,7 +49,7 @@ def evaluate(
     if not names:
         raise ConfigError(f"--weights {weights!r} names no format; give some of bf16, exact12, int8, q4, lut4")
     rows = read_prompts(prompts, limit)
-    load = options.LoadFlags(device=device, dtype=dtype, kernels=kernels)
+    load = options.LoadFlags(device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
     base = open_engine(model, (), load)
     with console.progress("answering") as progress:
         stored = answer(base, rows, max_new_tokens, raw=raw)

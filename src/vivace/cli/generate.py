@@ -15,9 +15,10 @@ from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import Message, load_prompts
 
 if TYPE_CHECKING:
-    from vivace.engine import Engine, Result
+    from vivace.answer import Result
+    from vivace.engine import Engine
 
-Request = str | list[Message]
+Request = str | list[Message] | list[int]
 
 
 @options.grouped
@@ -26,6 +27,10 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt, or - for stdin.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="One prompt as text, or many as .jsonl (one JSON object a line).")
+    ] = None,
+    token_ids: Annotated[
+        str | None,
+        typer.Option(help="The prompt as token ids; the answer is printed so too.", metavar="ID,ID,..."),
     ] = None,
     model: options.Model = None,
     method: options.Method = "auto",
@@ -42,7 +47,7 @@ def generate(
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
-    requests = read_requests(prompt, prompt_file)
+    requests = read_requests(prompt, prompt_file, token_ids)
     engine = open_engine(model, [method], load, store)
     settings = options.given(
         max_new_tokens=max_new_tokens,
@@ -55,7 +60,7 @@ def generate(
     )
     with console.progress("reading the prompt") as progress:
         settings["progress"] = progress
-        if len(requests) == 1 and not as_json:
+        if len(requests) == 1 and not as_json and token_ids is None:
             stream_answer(engine, requests[0], settings)
             return
         results = engine.generate(requests, **settings)
@@ -65,16 +70,20 @@ def generate(
         return
     for number, result in enumerate(results, 1):
         console.note(f"[{number}/{len(requests)}] {summary(result)}")
-        console.result(result.text)
+        console.result(result.text if token_ids is None else ",".join(map(str, result.token_ids)))
 
 
-def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
-    """Return the prompts that the command line names: the argument, standard input (``-``), or a file.
+def read_requests(prompt: str | None, prompt_file: Path | None, token_ids: str | None = None) -> list[Request]:
+    """Return the prompts that the command line names: the argument, standard input (``-``), a file, or token ids.
 
     Raises:
         ConfigError: there is no prompt or there are two, or the prompt is empty.
         NotFoundError: there is no such file.
     """
+    if token_ids is not None:
+        if prompt is not None or prompt_file is not None:
+            raise ConfigError("expected a prompt as text or as --token-ids, found both")
+        return [_read_ids(token_ids)]
     if (prompt is None) == (prompt_file is None):
         found = "neither" if prompt is None else "both"
         raise ConfigError(f"expected a prompt (or - for stdin) or --prompt-file, found {found}")
@@ -112,6 +121,19 @@ def summary(result: Result) -> str:
         line += f", {stats.early_exit_share:.0%} left early, {stats.mean_exit_layer:.1f} layers a token"
     chosen = f"; auto: {result.choice}" if result.choice else ""
     return f"{line}, ended by {result.finish_reason}{chosen}"
+
+
+def _read_ids(text: str) -> list[int]:
+    """Return the token ids that are written with commas between them.
+
+    Raises:
+        ConfigError: one of them is not a number.
+    """
+    words = [word.strip() for word in text.split(",")]
+    wrong = [word for word in words if not word.isdigit()]
+    if wrong:
+        raise ConfigError(f"--token-ids has {wrong[0]!r}; write numbers with commas between them, such as 1,17,4")
+    return [int(word) for word in words]
 
 
 def _read_text(path: Path) -> str:

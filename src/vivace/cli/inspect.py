@@ -15,6 +15,8 @@ from vivace.errors import ConfigError
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -26,6 +28,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read a store and compare every checksum.")] = False,
     weights: options.Weights = "bf16",
+    ignore_config_key: options.IgnoreConfigKey = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show the configuration, size and adapters of a checkpoint, or the contents of a store or adapter."""
@@ -35,10 +38,13 @@ def inspect(
     folder = folder_of(model)
     if verify and not is_store(folder):
         raise ConfigError(f"--verify is for a store, {folder} is none; leave it out")
+    is_adapter = (folder / TENSORS).is_file()
+    if ignore_config_key and (is_store(folder) or is_adapter):
+        raise ConfigError(f"--ignore-config-key is for a checkpoint, {folder} is none; leave it out")
     if is_store(folder):
         facts = store_facts(folder, verify=verify)
     else:
-        facts = adapter_facts(folder) if (folder / TENSORS).is_file() else model_facts(folder, weights)
+        facts = adapter_facts(folder) if is_adapter else model_facts(folder, weights, ignore_config_key or ())
     if not tensors:
         del facts["tensors"]
     if as_json:
@@ -54,12 +60,13 @@ def inspect(
             console.result(f"{name:<18}{_plain(name, value)}")
 
 
-def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
+def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()) -> dict[str, Any]:
     """Return the facts that are shown about a checkpoint.
 
     Args:
         folder: the checkpoint.
         weights: weight format for which to compute the size in memory.
+        ignored: unknown keys of config.json that are read as if they were not there.
 
     Raises:
         CheckpointError: a file is missing or broken.
@@ -71,7 +78,7 @@ def model_facts(folder: Path, weights: str = "bf16") -> dict[str, Any]:
     from vivace.kernels.low_bit import check_weights
 
     kept = check_weights(weights)
-    config = load_config(folder)
+    config = load_config(folder, ignored)
     stored = open_tensors(folder)
     stored_tensors = {name: stored.tensor(name) for name in stored.names}
     adapters = folder / "adapters"

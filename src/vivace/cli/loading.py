@@ -54,7 +54,10 @@ def open_engine(
         screened_head=load.screened_head,
         memory=store.memory,
         reader=store.reader,
+        ignore_config_keys=load.ignore_config_key or (),
     )
+    for note in engine.notes:
+        console.note(note)
     if engine.storage is not None:
         console.note(engine.storage.report)
     if engine.memory.room_bytes is not None:

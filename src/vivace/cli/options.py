@@ -35,6 +35,15 @@ Quality = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+IgnoreConfigKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-config-key",
+        help="Unknown key of config.json that changes nothing, repeatable.",
+        metavar="KEY",
+        rich_help_panel=_MODEL,
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto (the CPU), cpu or cuda.", rich_help_panel=_MODEL)]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
@@ -106,6 +115,7 @@ class LoadFlags:
     kernels: Kernels = "auto"
     weights: Weights = "bf16"
     screened_head: ScreenedHead = None
+    ignore_config_key: IgnoreConfigKey = None
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def train(
     dtype: options.Dtype = "auto",
     memory: options.Memory = None,
     reader: options.Reader = "auto",
+    ignore_config_key: options.IgnoreConfigKey = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard curves; needs the extra 'train'.", metavar="DIR")
     ] = None,
@@ -61,12 +62,14 @@ def train(
             )
         if (device, dtype) != ("auto", "auto"):
             raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
+        if ignore_config_key:
+            raise ConfigError("the trained model keeps config.json: remove the key there, not by --ignore-config-key")
         outcome = _train_whole(found, _rows(data), out, model, _report(tensorboard))
     else:
         if memory is not None and not is_store(folder_of(model)):
             raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
         prompts = _rows(data)
-        load = options.LoadFlags(device=device, dtype=dtype, kernels="torch")
+        load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
         runs = train_beside(found, engine, prompts, out, _report(tensorboard))
         if not as_json:

@@ -21,6 +21,7 @@ def upcycle(
     top_k: Annotated[int, typer.Option(help="Of them, those each token goes through.")] = 2,
     noise: Annotated[float, typer.Option(help="What is added to each copy, in standard deviations of weights.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of routers and noise.")] = 0,
+    ignore_config_key: options.IgnoreConfigKey = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write the mixture of experts that a dense model becomes: copies of its feed-forwards behind routers.
@@ -31,7 +32,15 @@ def upcycle(
 
     source = folder_of(model)
     with console.progress("upcycling"):
-        target = upcycle_checkpoint(source, output, num_experts=experts, top_k=top_k, noise=noise, seed=seed)
+        target = upcycle_checkpoint(
+            source,
+            output,
+            num_experts=experts,
+            top_k=top_k,
+            noise=noise,
+            seed=seed,
+            ignored=ignore_config_key or (),
+        )
     facts = model_facts(target)
     if as_json:
         sizes = {name: facts[name] for name in ("parameters", "bytes")}

@@ -20,6 +20,7 @@ def widen(
     output: Annotated[Path, typer.Argument(help="Folder to write.", metavar="OUT")],
     model: options.Model = None,
     factor: Annotated[int, typer.Option(help="How many times as wide; a power of two keeps weights exact.")] = 4,
+    ignore_config_key: options.IgnoreConfigKey = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write a copy of a model and its adapters that is wider and computes the same.
@@ -32,7 +33,7 @@ def widen(
 
     source = folder_of(model)
     with console.progress("widening"):
-        target = widen_checkpoint(source, output, factor, twins())
+        target = widen_checkpoint(source, output, factor, twins(), ignored=ignore_config_key or ())
     facts, left_out = model_facts(target), without_twin(source, twins())
     if as_json:
         sizes = {name: facts[name] for name in ("parameters", "bytes")}

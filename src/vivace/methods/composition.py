@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
-from vivace.checkpoint.files import OWN_DRAFT, resolve
-from vivace.checkpoint.load import least_bytes, load_decoder
-from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_pieces
+from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.load import least_bytes, load_decoder, read_config
+from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer, require_same_pieces
 from vivace.checkpoint.widen import AdapterTwin
 from vivace.configuration import build
 from vivace.core.config import ModelConfig
@@ -126,7 +126,16 @@ def adapters_by_method(folders: Iterable[str | Path], base: Path | None) -> dict
     return found
 
 
-def check_room(memory: MemoryBudget, path: str | Path, what: str, dtype: str, kept: Weights, hint: str = "") -> None:
+def check_room(
+    memory: MemoryBudget,
+    path: str | Path,
+    what: str,
+    dtype: str,
+    kept: Weights,
+    hint: str = "",
+    *,
+    ignored: Sequence[str] = (),
+) -> None:
     """Raise an error for a model that cannot fit into memory, before it is read.
 
     Args:
@@ -136,26 +145,39 @@ def check_room(memory: MemoryBudget, path: str | Path, what: str, dtype: str, ke
         dtype: as ``load_decoder`` takes it.
         kept: format of its matrices.
         hint: what can be done besides giving more memory.
+        ignored: as ``load_decoder`` takes it.
 
     Raises:
         MemoryLimitError: its weights alone are too large.
     """
     if memory.limit_bytes is not None:
-        memory.check_held(least_bytes(path, dtype, kept), what, hint)
+        memory.check_held(least_bytes(path, dtype, kept, ignored), what, hint)
 
 
 def read_draft_model(
-    path: str | Path, tokenizer: Tokenizer, memory: MemoryBudget, kept: Weights, *, dtype: str, **how: Any
+    path: str | Path,
+    tokenizer: Tokenizer,
+    memory: MemoryBudget,
+    kept: Weights,
+    *,
+    dtype: str,
+    ignored: Sequence[str] = (),
+    **how: Any,
 ) -> Decoder:
-    """Load a draft model, which must have the target's tokens, and count its memory; ``how`` goes to ``load_decoder``.
+    """Load a draft model, which must have the target's tokens, and count its memory.
+
+    ``how`` is as for ``load_decoder``. Keys of ``ignored`` that its configuration does not have are passed over, as
+    they are those of the model.
 
     Raises:
         CheckpointError: it is missing, broken or of other tokens.
         MemoryLimitError: it does not fit into memory.
     """
-    require_same_pieces(tokenizer, load_tokenizer(resolve(path)))
-    check_room(memory, path, "the draft model", dtype, kept)
-    decoder = load_decoder(path, dtype=dtype, **how)
+    require_same_pieces(tokenizer, find_tokenizer(path))
+    written = read_config(path)
+    ignored = [key for key in ignored if key in written]
+    check_room(memory, path, "the draft model", dtype, kept, ignored=ignored)
+    decoder = load_decoder(path, dtype=dtype, ignored=ignored, **how)
     memory.hold(decoder, held_bytes(decoder)[0], "the draft model")
     return decoder
 

@@ -9,7 +9,7 @@ from typing import Literal
 from vivace.checkpoint.files import read_json
 from vivace.checkpoint.save import write_checkpoint
 from vivace.core.model import Decoder
-from vivace.engine import load
+from vivace.engine import Engine, load
 from vivace.methods.draft.drafter import DraftModelConfig
 from vivace.methods.draft.objective import StudentObjective
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
@@ -58,4 +58,10 @@ class StudentTraining(Trainable):
         config |= {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_checkpoint(self.student, config, engine.folder, out)
         what = f"{sum(p.numel() for p in self.student.parameters()):,} weights"
-        return SavedTraining(what, "draft", lambda: load(engine.folder, **placed(engine), draft_model=out))
+        return SavedTraining(what, "draft", lambda: _with_draft(engine, out))
+
+
+def _with_draft(engine: Engine, out: Path) -> Engine:
+    """Open the base again, with a draft model."""
+    keys = engine.ignored_config_keys
+    return load(engine.folder, **placed(engine), ignore_config_keys=keys, draft_model=out)

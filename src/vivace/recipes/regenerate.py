@@ -23,6 +23,7 @@ def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) ->
     return load(
         engine.folder,
         **placed(engine),
+        ignore_config_keys=engine.ignored_config_keys,
         adapters=adapters,
         memory=engine.memory.limit_bytes,
         reader="auto" if stored is None else stored.reader.reader.name,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from vivace.checkpoint.adapters import base_hash
-from vivace.checkpoint.files import read_json
+from vivace.checkpoint.load import read_config
 from vivace.checkpoint.save import write_checkpoint
 from vivace.engine import load
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
@@ -59,7 +59,7 @@ class SharedTraining(StreamTraining):
         engine = self.context.engine
         self.shared.merge(engine.model)
         trained = self.finish()
-        write_checkpoint(engine.model, read_json(engine.folder / "config.json"), engine.folder, out)
+        write_checkpoint(engine.model, read_config(engine.folder, engine.ignored_config_keys), engine.folder, out)
         what = trained.write(out / "adapters" / "multistream", "multistream", base_hash(out), engine)
         what = f"the model and {what} of streams{trained.note}"
         return SavedTraining(what, "multistream", lambda: load(out, **placed(engine)))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vivace.answer import Answer
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
-from vivace.engine import Answer
 from vivace.serve.token_text import Offsets, TokenPiece, piece
 from vivace.serve.tool_reader import ToolReader
 

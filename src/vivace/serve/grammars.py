@@ -200,6 +200,8 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as exc:
             raise DependencyError("response_format and tools need llguidance; install vivace[serve]") from exc
+        if self._tokenizer.is_missing:
+            raise APIError(400, "answers of this model cannot be bound: the checkpoint has no tokenizer")
         ends = list(self._tokenizer.eos_ids)
         if not ends:
             raise APIError(400, "answers of this model cannot be bound: its tokenizer has no token that ends a text")

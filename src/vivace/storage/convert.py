@@ -19,8 +19,8 @@ from torch import Tensor
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX as SHARDS
-from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, staged
-from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of
+from vivace.checkpoint.files import TensorFiles, open_tensors, resolve, staged
+from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of, read_config
 from vivace.checkpoint.names import Target
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, UnsupportedError
@@ -63,6 +63,7 @@ def write_store(
     kernels: str = "auto",
     orders: Sequence[Tensor] | None = None,
     progress: Progress | None = None,
+    ignored: Sequence[str] = (),
 ) -> Store:
     """Write a checkpoint as a store.
 
@@ -75,6 +76,7 @@ def write_store(
             where they run here and the layout is "layers" in bfloat16.
         orders: which neuron lies at each place, (F,) for each layer (``ordering.py``); None is as in the checkpoint.
         progress: called after each bundle.
+        ignored: unknown keys of config.json that are read as if they were not there, and not written.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -87,7 +89,7 @@ def write_store(
     folder, target = resolve(model), Path(output).expanduser()
     if target.exists() and (target.resolve() == folder.resolve() or not (target.is_dir() and _is_free(target))):
         raise ConfigError(f"{target} holds something else than a store; name a folder that is not there yet")
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder, ignored)
     config = translate(raw)
     check_fits(config, check_layout(layout))
     stored = open_tensors(folder)
@@ -105,6 +107,8 @@ def write_store(
             for path in folder.glob(pattern):
                 if path.name not in (SHARDS, INDEX):
                     shutil.copyfile(path, staging / path.name)
+        if ignored:
+            (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         if (folder / "adapters").is_dir():
             shutil.copytree(folder / "adapters", staging / "adapters")
         if orders is not None:

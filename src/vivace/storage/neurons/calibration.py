@@ -19,6 +19,8 @@ def calibrate(
     texts: Sequence[Sequence[int]],
     active: float = 0.5,
     predictors: PredictorConfig | None = None,
+    *,
+    ignored: Sequence[str] = (),
 ) -> Sequence[PredictorReport] | Sequence[ThresholdReport]:
     """Find predictors (layout ``neurons``) or thresholds (layout ``selected``), and write them into a store.
 
@@ -28,6 +30,7 @@ def calibrate(
         texts: token ids of at least ten texts.
         active: share of the neurons that thresholds keep.
         predictors: how they are trained.
+        ignored: unknown keys of the checkpoint's config.json that are read as if they were not there.
 
     Returns:
         Reports on texts held back, one for each layer.
@@ -37,7 +40,7 @@ def calibrate(
     """
     if store.layout == "layers":
         raise ConfigError("layout layers keeps every neuron: there is nothing to calibrate; leave it out")
-    decoder = load_decoder(model, dtype=store.dtype)
+    decoder = load_decoder(model, dtype=store.dtype, ignored=ignored)
     if store.layout == "neurons":
         trained, found = train_predictors(decoder, texts, predictors or PredictorConfig())
         orders = load_orders(store.folder)
