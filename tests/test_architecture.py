@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "answer": 7,
     "engine": 8,
     "assistant": 9,
+    "conversation": 9,
     "transformers_bridge": 9,
     "recipes": 9,
     "tuning": 9,

@@ -18,7 +18,6 @@ from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
-from vivace.errors import MemoryLimitError
 from vivace.methods.table import METHODS
 from vivace.serve.app import Server
 from vivace.serve.config import ServeConfig
@@ -178,16 +177,18 @@ def test_bits_of_padded_passes_are_kept_apart(place: Path) -> None:
     assert known == [0, 0, length - 1, length - 1]
 
 
-def test_cached_prompts_count_in_the_memory_of_the_engine(place: Path) -> None:
+def test_cached_prompts_give_way_to_texts(place: Path) -> None:
     folder = make_model(place, "plain")
-    with pytest.raises(MemoryLimitError, match=r"cached prompts takes 4.0 MiB beside weights"):
-        vivace.load(folder, memory="4MiB", prefix_cache="4MiB")
-    engine = vivace.load(folder, memory="4MiB", prefix_cache="1MiB")
-    assert "cached prompts 1.0 MiB" in engine.memory.report
+    free = vivace.load(folder)
+    block = free.model.blocks.block_bytes
+    engine = vivace.load(folder, memory=free.memory.held_bytes + 8 * block, prefix_cache="1GiB")
     for first in range(12):
-        engine.generate(f"{first} " + long_prompts(engine)[0], method="plain", max_new_tokens=1, raw=True)
+        prompt = f"{first} " + long_prompts(engine)[0]
+        found = engine.generate(prompt, method="plain", max_new_tokens=1, raw=True)
+        assert found[0].token_ids == free.generate(prompt, method="plain", max_new_tokens=1, raw=True)[0].token_ids
     assert engine.prefix_cache is not None
-    assert 0 < engine.prefix_cache.nbytes <= 1 << 20
+    assert 0 < engine.prefix_cache.nbytes <= 8 * block
+    assert engine.prefix_cache.num_evicted > 0
     assert engine.prefix_cache.num_queries > engine.prefix_cache.num_hits == 0
 
 
@@ -197,5 +198,5 @@ def test_a_server_shares_the_cache_of_its_engine(place: Path) -> None:
     assert server.worker.prefix is engine.prefix_cache
     own = Server(vivace.load(engine.folder), ServeConfig())
     assert own.worker.prefix is not None
-    assert own.engine.memory.report.endswith("cached prompts 256.0 MiB")
+    assert own.worker.prefix.max_bytes == 256 << 20
     assert own.engine.prefix_cache is None, "calls of the engine itself read their prompts"

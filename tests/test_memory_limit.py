@@ -61,7 +61,7 @@ def test_many_prompts_run_in_turn(checkpoint: Path, free: Engine) -> None:
     assert [r.token_ids for r in engine.generate(PROMPTS, **LONG)] == [
         r.token_ids for r in free.generate(PROMPTS, **LONG)
     ]
-    assert engine.memory.promised_bytes == 0
+    assert engine.memory.taken_bytes == 0
 
 
 def test_a_stream_beside_keeps_its_room(checkpoint: Path, free: Engine) -> None:
@@ -171,7 +171,7 @@ def test_no_text_takes_more_than_it_was_promised(
     request = engine.request(PROMPTS[1], Options.of({**LONG, "method": method}))
     promised = text_bytes(engine.model, request.drafter, len(request.tokens) + request.max_new_tokens)
     assert 0 < sum(cache.slot_bytes(entries) for cache, entries in furthest.items()) <= promised
-    assert engine.memory.promised_bytes == 0
+    assert engine.memory.taken_bytes == 0
 
 
 def test_a_store_leaves_room_for_what_comes_beside(tmp_path: Path) -> None:

@@ -12,19 +12,32 @@ from vivace.errors import VivaceError
 
 if TYPE_CHECKING:
     from vivace.answer import Chunk, Result
+    from vivace.conversation import Conversation
     from vivace.engine import Engine, Options, load
     from vivace.transformers_bridge import custom_generate
 
 __version__ = "0.1.0"
 
-__all__ = ["Chunk", "Engine", "Options", "Result", "VivaceError", "__version__", "custom_generate", "load"]
+_HOMES = {"Conversation": "vivace.conversation", "custom_generate": "vivace.transformers_bridge"}
+"""Modules of public names that are not in ``vivace.engine``."""
+
+__all__ = [
+    "Chunk",
+    "Conversation",
+    "Engine",
+    "Options",
+    "Result",
+    "VivaceError",
+    "__version__",
+    "custom_generate",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use."""
     if name in __all__:
-        home = "vivace.transformers_bridge" if name == "custom_generate" else "vivace.engine"
-        return getattr(import_module(home), name)
+        return getattr(import_module(_HOMES.get(name, "vivace.engine")), name)
     raise AttributeError(f"module 'vivace' has no attribute {name!r}")
 
 

@@ -127,6 +127,7 @@ def load(
     weights: str = "bf16",
     memory: str | int | None = None,
     prefix_cache: str | int | None = None,
+    kv: str = "same",
     reader: str = "auto",
     screened_head: bool | None = None,
     ignore_config_keys: Sequence[str] = (),
@@ -147,8 +148,10 @@ def load(
         memory: limit for weights, drafters and the keys and values of texts together, such as "2GiB"; texts wait for
             room. Weights of a store (``vivace convert --store``) that do not fit are read while they are used. None
             sets no limit.
-        prefix_cache: memory for prompts that were read, such as "256MiB". Calls whose prompts begin alike read the
-            beginning once, and a prompt that is repeated is not read again; answers do not change. None keeps none.
+        prefix_cache: most memory for texts that were read or written, such as "256MiB", given back when running texts
+            need it. Calls whose prompts begin alike read the beginning once; answers do not change. None keeps none.
+        kv: how keys and values of texts are stored: "same" (in the dtype of the weights), or "int8" in half the memory,
+            which is lossy.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
         screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
@@ -191,6 +194,7 @@ def load(
         screens = False if screened_head is None and limit is not None else screened_head
         made_by = partial(backend, screens_head=screens)
         model = load_decoder(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
+    model.store_entries(kv)
     budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
     tokenizer = find_tokenizer(folder)
     if smaller is not None:
@@ -283,8 +287,8 @@ class Engine:
             raise UnsupportedError(
                 "a store of neurons keeps no prompts, as it has to read them; leave out prefix_cache"
             )
-        cache = PrefixCache(self.model.config, max_bytes=max_bytes)
-        self.memory.hold(cache, max_bytes, "cached prompts")
+        cache = PrefixCache.of(self.model, max_bytes)
+        self.memory.may_evict(cache)
         return cache
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
@@ -316,10 +320,13 @@ class Engine:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
         """Answer one prompt and yield text as soon as it can no longer change; closing the iterator stops decoding."""
         chosen = Options.of(options)
-        request = self.request(prompt, chosen)
-        session = self.session([request], chosen)
+        yield from self.answer(self.request(prompt, chosen), chosen)
+
+    def answer(self, request: Request, options: Options) -> Iterator[Chunk]:
+        """Do the same as ``stream`` for a request that is made."""
+        session = self.session([request], options)
         session.admit(request)
-        answer = Answer(self.tokenizer, request, chosen.method)
+        answer = Answer(self.tokenizer, request, options.method)
         for emitted in session.drain():
             text = answer.take(emitted)
             done = answer.result() if emitted.finish_reason else None

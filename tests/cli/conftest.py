@@ -20,6 +20,8 @@ from vivace.decode.memory import MemoryBudget
 class FakeStats:
     method: str = "plain"
     num_tokens: int = 3
+    num_prompt_tokens: int = 9
+    num_cached_tokens: int = 0
     num_draft_tokens: int = 4
     num_accepted_draft_tokens: int = 2
     decode_s: float = 0.5

@@ -1,23 +1,55 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from tests.cli.conftest import FakeEngine, Outcome
+import pytest
+
+from tests.cli.conftest import FakeChunk, FakeEngine, Outcome
+from vivace.errors import CapacityError
 
 Cli = Callable[..., Outcome]
 
 
-def test_every_turn_sees_the_conversation(cli: Cli, engine: FakeEngine) -> None:
+class Talk:
+    """Stands for ``Conversation``: answers in capitals, three messages at most."""
+
+    def __init__(self, engine: FakeEngine, *, system: str | None = None, **settings: Any) -> None:
+        self.engine, self.opening = engine, [] if system is None else [system]
+        self.reset()
+
+    def reset(self) -> None:
+        self.said = list(self.opening)
+
+    def stream(self, line: str) -> Iterator[FakeChunk]:
+        if len(self.said) == 3:
+            raise CapacityError("too long; nothing was cut")
+        self.said.append(line)
+        yield from self.engine.stream(list(self.said))
+
+
+@pytest.fixture(autouse=True)
+def talking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vivace.conversation.Conversation", Talk)
+
+
+@pytest.fixture
+def engine(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    monkeypatch.setattr(engine, "answer", lambda request: request[-1].upper())
+    return engine
+
+
+def test_every_line_is_a_turn_of_the_conversation(cli: Cli, engine: FakeEngine) -> None:
     outcome = cli("chat", "--system", "Be brief.", stdin="one\n\n two \n/reset\nthree\n/exit\nnever\n")
     assert outcome.out == "ONE\nTWO\nTHREE\n"
-    system, one, two = (
-        {"role": role, "content": text} for role, text in [("system", "Be brief."), ("user", "one"), ("user", "two")]
-    )
-    assert [request for request, _ in engine.asked] == [
-        [system, one],
-        [system, one, {"role": "assistant", "content": "ONE"}, two],
-        [system, {"role": "user", "content": "three"}],
-    ]
+    asked = [said for said, _ in engine.asked]
+    assert asked == [["Be brief.", "one"], ["Be brief.", "one", "two"], ["Be brief.", "three"]]
+
+
+def test_a_conversation_that_is_too_long_is_told_and_goes_on(cli: Cli, engine: FakeEngine) -> None:
+    outcome = cli("chat", stdin="a\nb\nc\nd\n/reset\ne\n")
+    assert outcome.out == "A\nB\nC\nE\n"
+    assert "too long; nothing was cut" in outcome.err
 
 
 def test_unknown_commands_are_not_sent_to_the_model(cli: Cli, engine: FakeEngine) -> None:

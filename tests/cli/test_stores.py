@@ -84,8 +84,6 @@ def test_memory_wherever_a_model_is_opened(cli: Cli, model: Path, tmp_path: Path
         assert (found.status, "are too few for store" in found.err, "at least" in found.err) == (2, True, True), words
     found = cli(*measure, *stored, "430KiB", "--peers", "transformers")
     assert (found.status, "--peers read checkpoints" in found.err) == (2, True)
-    found = cli("serve", *stored, "430KiB", "--prefix-cache", "1MiB")
-    assert (found.status, "cached prompts takes 1.0 MiB beside weights" in found.err) == (2, True)
 
 
 def test_thresholds(cli: Cli, model: Path, tmp_path: Path) -> None:

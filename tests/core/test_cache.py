@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.core.decoders import VOCAB, build, tokens
-from vivace.core.cache import KVCache, LayerSpec, PendingKV
+from tests.core.entries import spoil, write_entries
+from vivace.core.blocks import LayerSpec
+from vivace.core.cache import KVCache, PendingKV
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -88,10 +90,7 @@ def release(cache: KVCache, oracle: Oracle, rng: random.Random) -> None:
 
 def poison(cache: KVCache, value: float = math.nan) -> None:
     """Everything behind the committed tokens."""
-    for layer in range(len(cache._keys)):
-        for stored in cache.stored(layer):
-            for slot, length in enumerate(cache.lengths):
-                stored[slot, :, length:] = value
+    spoil(cache, value)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -146,8 +145,7 @@ def test_a_released_slot_leaves_nothing_to_the_next(dtype: torch.dtype) -> None:
     decoder = build("plain", dtype)
     cache = decoder.new_cache(2, 64)
     fill(decoder, cache, {0: tokens(40, 1)})
-    for stored in cache.stored(1):
-        stored[0, :, :40] = math.nan
+    write_entries(cache, 1, 0, 0, 40, math.nan)
     cache.release([0])
     fill(decoder, cache, {0: tokens(9, 2)})
     draft = Draft.committed_only({0: [3]})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.core.decoders import build, tokens
+from tests.core.entries import all_entries
 from vivace.core.cache import KVCache
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
@@ -148,6 +149,6 @@ def test_readers_leave_the_writing_rows_alone(decoder: Decoder) -> None:
     both = decoder.run(torch.cat((h, h[[1, 3, 5]])), riding)
     assert torch.equal(both[:6], bare)
     for layer in range(decoder.config.num_layers):
-        for mine, theirs in zip(cache.stored(layer), other.stored(layer), strict=True):
+        for mine, theirs in zip(all_entries(cache, layer), all_entries(other, layer), strict=True):
             assert torch.equal(mine, theirs)
     torch.testing.assert_close(both[6:], bare[[1, 3, 5]], atol=0, rtol=0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.core.decoders import BASE, VARIANTS, VOCAB, build, tokens
+from tests.core.entries import all_entries, set_entries
 from tests.core.test_bits import prefill, tree
 from tests.decode.tiny_decoders import randomise
 from vivace.core.cache import KVCache
@@ -105,13 +106,13 @@ def test_spans_are_layers_one_by_one(variant: str, packed: Decoder) -> None:
     cache, _ = prefill(packed, PROMPTS, 3)
     for name, step in drafts(cache).items():
         h = torch.randn(step.num_rows, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
-        stored = [t.clone() for t in (*cache._keys, *cache._values)]
+        before = [all_entries(cache, layer) for layer in range(3)]
         expected = through_layers(packed, h, step, 0, 3)
-        written = [t.clone() for t in (*cache._keys, *cache._values)]
-        for now, before in zip((*cache._keys, *cache._values), stored, strict=True):
-            now.copy_(before)
+        written = [all_entries(cache, layer) for layer in range(3)]
+        set_entries(cache, before)
         assert torch.equal(packed.run(h, step), expected), name
-        assert all(map(torch.equal, (*cache._keys, *cache._values), written)), name
+        for layer in range(3):
+            assert all(map(torch.equal, all_entries(cache, layer), written[layer])), name
         watched = Watched()
         assert torch.equal(packed.run(h, step, watch=watched), expected), name
         assert watched.layers == [0, 1, 2]

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from vivace.core.cache import KVCache, LayerSpec
+from tests.core.entries import all_entries, write_entries
+from vivace.core.blocks import LayerSpec
+from vivace.core.cache import KVCache
 from vivace.core.pages import PAGE, Pages, items_to_a_page, whole_pages
 from vivace.errors import CapacityError
 
 MIB = 1 << 20
+ENTRY = 32 * 2 * 8 * 128 * 2
+"""Bytes of an entry of Llama 3's 8B."""
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the system does not count, or does not take back")
 
 
@@ -26,10 +30,9 @@ def resident() -> int:
 
 def write(cache: KVCache, slot: int, entries: int) -> None:
     """As layers do, all of them."""
-    cache.reserve([slot], [entries - 1])
-    for layer in range(len(cache._specs)):
-        for stored in cache.span(layer, slot, 0, entries):
-            stored.fill_(1)
+    cache.extend([slot], [entries])
+    for layer in range(len(cache.store.specs)):
+        write_entries(cache, layer, slot, 0, entries, 1.0)
 
 
 @linux_only
@@ -37,16 +40,16 @@ def test_a_server_of_eight_billion_parameters_takes_no_memory_before_it_is_asked
     """Llama 3's 8B at the server's defaults, 16 texts of 8192 tokens: 17 GB, all of it taken at the start once."""
     before = resident()
     cache = KVCache([LayerSpec(8, 128, 128)] * 32, 16, 8192 + 64, dtype=torch.bfloat16)
-    assert cache.nbytes > 17e9
+    assert cache.slot_bytes(cache.capacity) * cache.num_slots > 17e9
     assert resident() - before < 4 * MIB
     for slot, entries in ((3, 300), (15, 17)):
         before = resident()
         write(cache, slot, entries)
-        assert 0.9 * cache.slot_bytes(entries) < resident() - before <= cache.slot_bytes(entries) + 4 * MIB
-    assert not any(stored[4].any() for stored in cache.stored(0))
+        assert 0.9 * entries * ENTRY < resident() - before <= cache.slot_bytes(entries) + 4 * MIB
+    assert not any(stored.any() for stored in cache.span(0, 4, 0, 300))
     held = resident()
     cache.release([3, 15])
-    assert held - resident() > 0.9 * (cache.slot_bytes(300) + cache.slot_bytes(17))
+    assert held - resident() > 0.9 * (300 + 17) * ENTRY
 
 
 @pytest.mark.parametrize("spec", [LayerSpec(2, 80, 80), LayerSpec(3, 16, 24), LayerSpec(1, 65, 1)])
@@ -57,12 +60,12 @@ def test_a_slot_that_is_given_back_is_zero_and_its_neighbours_are_not(spec: Laye
         write(cache, slot, 70 + slot)
     cache.release([1])
     for layer in range(2):
-        for stored in cache.stored(layer):
+        for stored in all_entries(cache, layer):
             assert not stored[1].any()
             for slot in (0, 2):
                 assert (stored[slot, :, : 70 + slot] == 1).all()
     write(cache, 1, 3)
-    assert all((stored[1, :, :3] == 1).all() for stored in cache.stored(1))
+    assert all((stored == 1).all() for stored in cache.span(1, 1, 0, 3))
 
 
 @linux_only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.core.entries import all_entries
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.core.cpu.backend import pack_decoder
@@ -59,7 +60,7 @@ def test_rows_that_only_leave_entries_are_padded_too(monkeypatch, body: NativeBo
         cache = model.new_cache(2, 64, row_count=row_count)
         step = Step.of(Draft.committed_only({1: [5, 6, 7]}), cache)
         model.store(model.embed(torch.tensor([5, 6, 7]), step), step, 1)
-        stored.append([part.clone() for part in cache.stored(1)])
+        stored.append(list(all_entries(cache, 1)))
     assert rows == [3, 8]
     for alone, padded in zip(*stored, strict=True):
         assert torch.equal(alone, padded)

@@ -60,7 +60,7 @@ class Failing:
 
     def __init__(self, inner: Drafter, plan: Plan) -> None:
         self.name, self.inner, self.plan = inner.name, inner, plan
-        self.text_bytes = inner.text_bytes
+        self.text_bytes, self.leaves_all_entries = inner.text_bytes, inner.leaves_all_entries
 
     def open(self, cache: KVCache) -> DraftState:
         return self.plan.around("open", range(cache.num_slots), lambda: FailingState(self.inner.open(cache), self.plan))  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ class FailingState:
 
     def __init__(self, inner: DraftState, plan: Plan) -> None:
         self.inner, self.plan, self.traversal = inner, plan, self
-        self.saved, self.restore = inner.saved, inner.restore
+        self.saved, self.restore, self.extend, self.fork = inner.saved, inner.restore, inner.extend, inner.fork
 
     @property
     def reason(self) -> str | None:

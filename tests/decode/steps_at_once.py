@@ -41,6 +41,11 @@ class Noting:
         """The other's."""
         return self.drafter.name
 
+    @property
+    def leaves_all_entries(self) -> bool:
+        """As the other one."""
+        return self.drafter.leaves_all_entries
+
     def text_bytes(self, entries: int) -> int:
         """The other's."""
         return self.drafter.text_bytes(entries)

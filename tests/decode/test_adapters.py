@@ -150,6 +150,7 @@ def test_a_slot_forgets_its_adapter(model: Decoder) -> None:
 def test_entries_of_an_adapted_model_are_shared_with_nobody(model: Decoder) -> None:
     class Asked:
         calls = 0
+        keeps_answers = False
 
         def attach(self, *_: object) -> list[Tensor]:
             self.calls += 1

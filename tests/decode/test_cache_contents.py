@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 
+from tests.core.entries import spoil
 from tests.decode.oracles import Text
 from tests.decode.runs import Result, finish
 from tests.decode.scripted_drafters import RIGHTNESS, Scripted
@@ -62,22 +63,18 @@ def poison(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     makes the weight of an unseen entry exactly zero.
     """
 
-    def spoil() -> None:
-        for layer in range(len(cache._keys)):
-            for stored in cache.stored(layer):
-                bad = float("nan") if stored.dtype == torch.float32 else 1e30
-                for slot, length in enumerate(cache.lengths):
-                    stored[slot, :, length:] = bad
+    def spoil_all() -> None:
+        spoil(cache, float("nan") if cache.store.dtype == torch.float32 else 1e30)
 
     for name in ("commit", "truncate", "release"):
         method = getattr(cache, name)
 
         def spoiling(*args: Iterable[object], method: Callable[..., None] = method) -> None:
             method(*args)
-            spoil()
+            spoil_all()
 
         monkeypatch.setattr(cache, name, spoiling)
-    spoil()
+    spoil_all()
 
 
 @pytest.mark.parametrize("shape", [(), *SHAPES], ids=str)

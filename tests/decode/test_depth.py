@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.entries import write_entries
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
@@ -238,8 +239,7 @@ def test_masking_equals_an_attention_that_skips(model) -> None:
             for slot, late in enumerate(session.cache.pending):
                 for gone in late:
                     for layer in range(gone.layer, LAYERS):
-                        for stored in session.cache.span(layer, slot, gone.position, gone.position + 1):
-                            stored.fill_(poison)
+                        write_entries(session.cache, layer, slot, gone.position, gone.position + 1, poison)
         texts.append(found)
     assert texts[0] == texts[1]
 

@@ -246,6 +246,8 @@ def test_a_stop_rule_fails_for_its_request(models: Models) -> None:
 class FailingPrefix:
     """Fills ``Prefix``."""
 
+    keeps_answers = False
+
     def __init__(self, call: str) -> None:
         self.call = call
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import prompts
-from vivace.core.cache import KVCache, LayerSpec
+from vivace.core.blocks import LayerSpec
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft
 from vivace.decode.distributions import Distributions

@@ -51,7 +51,7 @@ def watched(running: Session, asked: Sequence[Request]) -> tuple[list[Outcome], 
         nonlocal most
         emitted = step()
         most = max(most, len(running.reading))
-        assert budget.limit_bytes is None or budget.promised_bytes + budget.held_bytes <= budget.limit_bytes
+        assert budget.limit_bytes is None or budget.taken_bytes + budget.held_bytes <= budget.limit_bytes
         return emitted
 
     running.step = watch  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def test_a_drafters_own_cache_counts(models: Models) -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers(models: Models) -> None:
     running = session(models, MemoryBudget(40 << 10))
-    with pytest.raises(MemoryLimitError, match=r"36 tokens takes up to 96.0 KiB .* of 40.0 KiB of memory 40.0 KiB"):
+    with pytest.raises(MemoryLimitError, match=r"36 tokens takes up to 144.0 KiB .* of 40.0 KiB of memory 40.0 KiB"):
         running.admit(requests(NoDrafts())[0])
     assert running.is_idle
 
@@ -103,7 +103,7 @@ def test_whoever_fails_gives_back_what_it_had(models: Models, call: str) -> None
     found = outcomes(session(models, budget), [bad, *requests(NoDrafts())])
     assert (found[0].error is None) == (call in ("truncate", "release"))
     assert [one.error for one in found[1:]] == [None] * 5
-    assert budget.promised_bytes == 0
+    assert budget.taken_bytes == 0
 
 
 def test_a_request_that_is_cancelled_or_explodes_gives_back(models: Models) -> None:
@@ -118,7 +118,7 @@ def test_a_request_that_is_cancelled_or_explodes_gives_back(models: Models) -> N
     running.step()
     assert set(running.reading) == {second, third}
     running.close()
-    assert (running.is_idle, budget.promised_bytes) == (True, 0)
+    assert (running.is_idle, budget.taken_bytes) == (True, 0)
 
 
 def test_a_session_that_is_dropped_gives_back(models: Models) -> None:
@@ -126,10 +126,10 @@ def test_a_session_that_is_dropped_gives_back(models: Models) -> None:
     running = session(models, budget)
     running.admit(requests(NoDrafts())[1])
     running.step()
-    assert budget.promised_bytes > 0
+    assert budget.taken_bytes > 0
     del running
     gc.collect()
-    assert budget.promised_bytes == 0
+    assert budget.taken_bytes == 0
 
 
 def test_nobody_waits_for_a_session_that_does_not_run(models: Models) -> None:
@@ -157,11 +157,11 @@ def test_whatever_comes_and_goes_the_limit_holds(models: Models) -> None:
             running.cancel(gone)
             left.discard(gone)
         left -= {e.request_id for e in running.step() if e.finish_reason}
-        assert budget.promised_bytes <= (budget.limit_bytes or 0)
-        assert (budget.promised_bytes > 0) == (len(running.reading) > 0)
+        assert budget.taken_bytes <= (budget.limit_bytes or 0)
+        assert (budget.taken_bytes > 0) == (len(running.reading) > 0)
     while left:
         left -= {e.request_id for e in running.step() if e.finish_reason}
-    assert (running.is_idle, budget.promised_bytes) == (True, 0)
+    assert (running.is_idle, budget.taken_bytes) == (True, 0)
 
 
 # What stays
@@ -179,12 +179,11 @@ def test_what_stays_counts_for_as_long_as_it_lives() -> None:
         MemoryLimitError, match="100 B of memory are too few: the draft model takes 50 B beside weights"
     ):
         budget.hold(Owner(), 50, "the draft model")
-    promise = budget.promise(30)
-    with pytest.raises(BusyError, match="takes up to 20 B of memory and 10 B are free now"):
+    budget.take(30)
+    with pytest.raises(BusyError, match="takes 20 B of memory and 10 B are free now"):
         budget.hold(Owner(), 20, "method eagle")
-    promise.give_back()
-    promise.give_back()
-    assert budget.free_bytes == 40, "once"
+    budget.give_back(30)
+    assert (budget.free_bytes, budget.most_taken_bytes) == (40, 30)
     del owner
     assert (budget.held_bytes, budget.report) == (0, "")
 
@@ -196,7 +195,7 @@ def test_without_a_limit_everything_is_counted_and_nothing_refused(models: Model
     running.admit(requests(NoDrafts())[1])
     running.step()
     assert (budget.room_bytes, budget.free_bytes, budget.held_bytes) == (None, None, 1 << 60)
-    assert budget.promised_bytes == text_bytes(models(torch.float32), NoDrafts(), TOTAL)
+    assert budget.taken_bytes == text_bytes(models(torch.float32), NoDrafts(), TOTAL)
     del self
 
 

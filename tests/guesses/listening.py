@@ -90,6 +90,11 @@ class Listening:
         """Of the drafter that is heard."""
         return self.drafter.name
 
+    @property
+    def leaves_all_entries(self) -> bool:
+        """As the other one."""
+        return self.drafter.leaves_all_entries
+
     def text_bytes(self, entries: int) -> int:
         """Of the drafter that is heard."""
         return self.drafter.text_bytes(entries)

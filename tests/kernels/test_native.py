@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.core.entries import in_blocks
 from vivace.kernels import reference
 from vivace.kernels.native import Matrix, NativeBody, pack
 
@@ -164,7 +165,7 @@ def attention_is_exact(
     q = normal(rows, heads + 2, width, seed=seed + 3)[:, :heads]  # rows further apart than their width
     reads = [[*range(n), *(e for e in path[r].tolist() if tail and e >= 0)] for r, n in enumerate(seen)]
     got = body.attend_rows(
-        *(q, (keys, values), slot, torch.tensor(seen), path if tail else None),
+        *(q, *in_blocks(keys, values), slot, torch.tensor(seen), path if tail else None),
         window=window, scale=0.3, softcap=softcap,
     )  # fmt: skip
     for row, entries in enumerate(reads):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.entries import in_blocks
 from tests.kernels.test_row_invariance import cancelling, cancelling_attention, normal
 from vivace.kernels.library import runnable
 from vivace.kernels.native import Matrix, NativeBody, pack
@@ -76,12 +77,12 @@ def test_attention(body: NativeBody, shape: tuple[int, int, int], softcap: float
     slot = torch.arange(16)
     settings = {"window": window, "scale": shape[2] ** -0.5, "softcap": softcap}
     torch.set_num_threads(2)
-    together = body.attend_rows(q, (keys, values), slot, lengths, None, **settings)
+    together = body.attend_rows(q, *in_blocks(keys, values), slot, lengths, None, **settings)
     torch.set_num_threads(1)
     for row in range(16):
         own = slice(row, row + 1)
         k, v = keys[own].contiguous(), values[own].contiguous()
-        alone = body.attend_rows(q[own], (k, v), torch.zeros(1, dtype=torch.int64), lengths[own], None, **settings)
+        alone = body.attend_rows(q[own], *in_blocks(k, v), slot[:1], lengths[own], None, **settings)
         assert torch.equal(alone[0], together[row]), f"row {row}"
         seen = max(int(lengths[row]) - 7, 0)
         count = int(lengths[row]) - seen
@@ -90,9 +91,7 @@ def test_attention(body: NativeBody, shape: tuple[int, int, int], softcap: float
             stored[:, :, places] = stored[:, :, seen : seen + count].clone()
             stored[:, :, seen : seen + count] = torch.nan
         tail = torch.cat((places, torch.tensor([-1, -1])))[None]
-        scattered = body.attend_rows(
-            q[own], (k, v), torch.zeros(1, dtype=torch.int64), torch.tensor([seen]), tail, **settings
-        )
+        scattered = body.attend_rows(q[own], *in_blocks(k, v), slot[:1], torch.tensor([seen]), tail, **settings)
         assert torch.equal(scattered[0], together[row]), f"row {row} as a tree node"
 
 

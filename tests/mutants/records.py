@@ -126,9 +126,8 @@ MUTANTS = (
         "values of a branch that is kept stay behind at its siblings'",
         "src/vivace/core/cache.py",
         Replaced(
-            "for stored in (*self._keys, *self._values):\n"
-            "                    stored[slot, :, length : length + len(path)]",
-            "for stored in self._keys:\n                    stored[slot, :, length : length + len(path)]",
+            "for stored in self.store.stored(layer):\n                stored.index_copy_(1, places",
+            "for stored in self.store.stored(layer)[:1]:\n                stored.index_copy_(1, places",
         ),
         (
             "tests/core/test_cache.py::test_against_lists",

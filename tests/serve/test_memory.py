@@ -16,7 +16,7 @@ import vivace
 from tests.decode.failing import outcomes
 from tests.every_method import make_model
 from tests.serve.conftest import Local, local
-from vivace.decode.memory import MemoryBudget, Promise, text_bytes
+from vivace.decode.memory import MemoryBudget, text_bytes
 from vivace.decode.plain import NoDrafts
 from vivace.engine import Engine, Options
 from vivace.errors import MemoryLimitError
@@ -38,14 +38,13 @@ def limited(folder: Path, texts: float, num_tokens: int = LONGEST) -> Engine:
 @pytest.fixture
 def three(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     """A server with room for three of its longest texts, that never promises more than it has."""
-    promise = MemoryBudget.promise
+    take = MemoryBudget.take
 
-    def checked(self: MemoryBudget, num_bytes: int) -> Promise:
-        made = promise(self, num_bytes)
-        assert self.limit_bytes is None or self.promised_bytes <= (self.room_bytes or 0)
-        return made
+    def checked(self: MemoryBudget, num_bytes: int) -> None:
+        take(self, num_bytes)
+        assert self.limit_bytes is None or self.taken_bytes <= (self.room_bytes or 0)
 
-    monkeypatch.setattr(MemoryBudget, "promise", checked)
+    monkeypatch.setattr(MemoryBudget, "take", checked)
     with local(limited(folder, 3.5), PLAIN) as server:
         yield server
 
@@ -108,7 +107,7 @@ def test_what_cannot_wait_is_told_to_come_back(folder: Path) -> None:
         step = worker.session.step
         worker.session.step = lambda: (step(), gate.wait())[0]  # type: ignore[method-assign]
         first = pool.submit(ask, server, 1)
-        server.wait_until(lambda: worker.memory.promised_bytes > 0)
+        server.wait_until(lambda: worker.memory.taken_bytes > 0)
         refused = ask(server, 2)
         gate.set()
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "memory_exceeded")

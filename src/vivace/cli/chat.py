@@ -9,9 +9,9 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.generate import stream_answer
+from vivace.cli.generate import show
 from vivace.cli.loading import open_engine
-from vivace.prompts import Message
+from vivace.errors import CapacityError
 
 HELP = "/reset starts over, /exit ends (or Ctrl-D)"
 """The commands that a line may be instead of a message."""
@@ -28,25 +28,26 @@ def chat(
     max_new_tokens: options.MaxNewTokens = None,
     sampling: options.SamplingFlags,
 ) -> None:
-    """Talk with a model; every turn sees the whole conversation."""
+    """Talk with a model; every turn sees the whole conversation, and reads what is new of it."""
+    from vivace.conversation import Conversation
+
     engine = open_engine(model, [method], load, store)
     settings = options.given(max_new_tokens=max_new_tokens, method=method, **vars(sampling))
-    opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
+    conversation = Conversation(engine, system=system or None, **settings)
     console.note(HELP)
     while (line := _read_line()) is not None:
         if line == "/exit":
             break
         if line == "/reset":
-            messages = list(opening)
+            conversation.reset()
             console.note("started over")
         elif line.startswith("/"):
             console.note(f"no command {line.split()[0]}; {HELP}")
         elif line:
-            messages.append({"role": "user", "content": line})
-            result = stream_answer(engine, messages, settings)
-            if result is not None:
-                messages.append({"role": "assistant", "content": result.text})
+            try:
+                show(conversation.stream(line))
+            except CapacityError as error:
+                console.note(str(error))
 
 
 def _read_line() -> str | None:

@@ -110,10 +110,20 @@ def model_findings(engine: Engine) -> list[Finding]:
     has_template = engine.tokenizer.has_template
     findings = [
         Finding("chat template", has_template, "yes" if has_template else "none; prompts go in as they are"),
+        Finding("keys and values", True, _blocks(engine)),
         look("answer", lambda: repr(engine.generate("Hello", max_new_tokens=4, method="plain")[0].text)),
     ]
     methods = [look(f"method {method.name}", partial(_try_method, engine, method)) for method in METHODS.values()]
     return [*findings, *methods]
+
+
+def _blocks(engine: Engine) -> str:
+    """Return what a block of keys and values is, and what a text takes."""
+    store = engine.model.blocks
+    text = format_bytes(engine.model.slot_bytes(1000))
+    left = engine.memory.room_bytes
+    room = "" if left is None else f"; {format_bytes(left)} of memory are left for them"
+    return f"blocks of {store.size} entries, {format_bytes(store.block_bytes)} each; 1000 tokens take {text}{room}"
 
 
 def _try_method(engine: Engine, method: MethodSpec) -> str:

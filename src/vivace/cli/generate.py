@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import Message, load_prompts
 
 if TYPE_CHECKING:
-    from vivace.answer import Result
+    from vivace.answer import Chunk, Result
     from vivace.engine import Engine
 
 Request = str | list[Message] | list[int]
@@ -98,8 +99,13 @@ def read_requests(prompt: str | None, prompt_file: Path | None, token_ids: str |
 
 def stream_answer(engine: Engine, request: Request, settings: dict[str, Any]) -> Result | None:
     """Write an answer to stdout while it is made, and its statistics to stderr; return the result."""
+    return show(engine.stream(request, **settings))
+
+
+def show(chunks: Iterator[Chunk]) -> Result | None:
+    """Write an answer to stdout as its parts come, and its statistics to stderr; return the result."""
     result = None
-    for chunk in engine.stream(request, **settings):
+    for chunk in chunks:
         console.result(chunk.text, end="")
         result = chunk.result
     console.result("")
@@ -117,6 +123,8 @@ def summary(result: Result) -> str:
             f", {stats.num_accepted_draft_tokens}/{stats.num_draft_tokens} drafted tokens accepted"
             f", {stats.tokens_per_target_pass:.2f} tokens per target pass"
         )
+    if stats.num_cached_tokens:
+        line += f", {stats.num_prompt_tokens - stats.num_cached_tokens} of {stats.num_prompt_tokens} prompt tokens read"
     if stats.early_exit_share is not None:
         line += f", {stats.early_exit_share:.0%} left early, {stats.mean_exit_layer:.1f} layers a token"
     chosen = f"; auto: {result.choice}" if result.choice else ""

@@ -52,6 +52,7 @@ def open_engine(
         kernels=load.kernels,
         weights=load.weights,
         screened_head=load.screened_head,
+        kv=load.kv,
         memory=store.memory,
         reader=store.reader,
         ignore_config_keys=load.ignore_config_key or (),

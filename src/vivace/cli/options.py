@@ -77,6 +77,14 @@ Memory = Annotated[
 Reader = Annotated[
     str, typer.Option(help="How a store is read: auto, direct, buffered or mmap.", rich_help_panel=_MODEL)
 ]
+KeyValues = Annotated[
+    str,
+    typer.Option(
+        "--kv",
+        help="Keys and values of texts: same (as weights), or int8: half the memory, lossy.",
+        rich_help_panel=_MODEL,
+    ),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),
@@ -116,6 +124,7 @@ class LoadFlags:
     weights: Weights = "bf16"
     screened_head: ScreenedHead = None
     ignore_config_key: IgnoreConfigKey = None
+    kv: KeyValues = "same"
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,12 @@ def serve(
         int, typer.Option(help="Prompt tokens read between two steps.", min=1, rich_help_panel=_LIMITS)
     ] = 256,
     prefix_cache: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="Memory for prompts seen before; 0 keeps none. Left out: 256MiB, none with --memory.",
+            help="Most memory for prompts and answers seen before, given back when texts need it; 0 keeps none.",
             rich_help_panel=_LIMITS,
         ),
-    ] = None,
+    ] = "256MiB",
 ) -> None:
     """Answer HTTP requests in OpenAI's format, many at a time; a page for trying it out is at /."""
     config_of = _settings()
@@ -132,7 +132,7 @@ def serve(
         idle_timeout_s=idle_timeout,
         read_timeout_s=read_timeout,
         prefill_budget=prefill_budget,
-        prefix_cache_bytes=parse_bytes(prefix_cache or ("256MiB" if store.memory is None else "0")),
+        prefix_cache_bytes=parse_bytes(prefix_cache),
         grace_s=grace,
         stall_timeout_s=stall_timeout,
         metrics_compat=metrics_compat is not None,

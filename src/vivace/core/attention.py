@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
@@ -29,15 +30,16 @@ class Attention:
 
     def __call__(self, q: Tensor, step: Step) -> Tensor:
         """Return the attention of queries (T, H, D) to the entries that their rows read, (T, H, D)."""
-        keys, values = step.memory.stored(self.layer)
         if step.grid is not None:
-            return self._dense(q, keys, values, step)
+            return self._dense(q, step)
+        assert isinstance(step.memory, KVCache), "rows and chunks read a cache"
         if step.chunk is not None:
-            return self._chunks(q, keys, values, step)
-        return self._rows(q, keys, values, step)
+            return self._chunks(q, step.memory, step)
+        return self._rows(q, step.memory, step)
 
-    def _dense(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def _dense(self, q: Tensor, step: Step) -> Tensor:
         assert step.grid is not None
+        keys, values = step.memory.stored(self.layer)
         batch, length = step.grid
         visible = step.visible_dense(self.window, q.dtype)
         streams = [  # the writing rows, then each set of rows that read what they stored
@@ -48,30 +50,23 @@ class Attention:
         ]
         return torch.cat([a.reshape(batch * length, *q.shape[1:]) for a in streams])
 
-    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def _chunks(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
         assert step.chunk is not None
         out = torch.empty_like(q)
         for slot, first, stop in step.chunk:
             longest = int(step.position[stop - 1]) + 1
             visible = step.visible_in_chunk(first, stop, self.window, q.dtype)
-            k, v = keys[slot : slot + 1, :, :longest], values[slot : slot + 1, :, :longest]
-            a = kernels.attend_chunk(q[None, first:stop], k, v, visible, scale=self.scale, softcap=self.softcap)
+            k, v = cache.entries(self.layer, slot, longest)
+            chunk = q[None, first:stop]
+            a = kernels.attend_chunk(chunk, k[None], v[None], visible, scale=self.scale, softcap=self.softcap)
             out[first:stop] = a[0]
         return out
 
-    def _rows(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-        longest = step.num_visible
+    def _rows(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
         if step.single_slot is not None and step.order is None:
-            at = step.single_slot
-            keys, values = keys[at : at + 1, :, :longest], values[at : at + 1, :, :longest]
-        else:
-            keys, values = self._gather(keys, step), self._gather(values, step)
+            keys, values = (part[None] for part in cache.entries(self.layer, step.single_slot, step.num_visible))
+        else:  # each row's entries in the order in which it reads them, (T, K, S, D)
+            address = step.read(cache.store.place_of_layer[self.layer][0])
+            keys, values = (part.transpose(0, 1) for part in cache.at(self.layer, address))
         visible = step.visible(self.window, q.dtype)
         return kernels.attend_rows(q, keys, values, visible, scale=self.scale, softcap=self.softcap)
-
-    @staticmethod
-    def _gather(stored: Tensor, step: Step) -> Tensor:
-        """Return each row's entries in the order in which it reads them, (T, K, S, D)."""
-        if step.order is None:
-            return stored[step.slot, :, : step.num_visible]
-        return stored[step.slot[:, None], :, step.order].transpose(1, 2)

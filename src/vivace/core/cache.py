@@ -1,47 +1,41 @@
-"""The key/value cache: slots for sequences of different lengths, whose memory is allocated as it is written.
+"""The key/value cache of a session: for each of its sequences a table of blocks, in which its entries are stored.
 
 The caller gives the address of every entry (``length + node`` while drafting, the token's position once it is
 committed; the same in every layer) instead of appending. Drafts that are built over several calls, trees, and keys and
-values that are filled in later therefore need no other mechanism. The layout of a layer is ``(slots, K, capacity, D)``:
-the entries of a head are contiguous, so attention reads them without a copy. Addresses of all slots are reserved at the
-beginning; memory is allocated page by page (``pages.py``) and freed when a slot is released. How much a slot can need
-is known before it is filled (``slot_bytes``), and a session counts it when it admits sequences (``decode/memory.py``).
+values that are filled in later therefore need no other mechanism. Entry e of a slot is in its table's block
+``e // size``, at place ``e % size``. A slot gets blocks as its text grows (``extend``, ``reserve``), from a store that
+all sessions of a decoder share (``blocks.py``), and gives them back when it is released, or when the sliding window of
+their layers has passed them.
+
+Slots may have blocks in common: ``fork`` shares those of another slot, ``lend`` and ``adopt`` those of a prompt that
+was read before. A block that others read is copied before somebody else than its writer writes to it; its writer goes
+on behind what the others read.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import lcm
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from vivace.core.blocks import SCALE, Account, BlockPool, BlockStore, LayerSpec, Unlimited, block_size
 from vivace.core.low_rank import SlotAdapters
-from vivace.core.pages import Pages, items_to_a_page, whole_pages
 from vivace.errors import CapacityError
-from vivace.kernels.reference import KEY_BLOCK
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
     from vivace.core.config import ModelConfig
     from vivace.core.step import Step
 
+WINDOW_SLACK = 64
+"""Entries behind a sliding window that are still kept: rows that are filled in late may read a little further back."""
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """Sizes of what one layer stores for an entry."""
-
-    num_heads: int
-    key_width: int
-    value_width: int
-
-    def num_bytes(self, entries: int, dtype: torch.dtype) -> int:
-        """Return the bytes of ``entries`` entries of a slot; each head's keys, and its values, begin a page."""
-        widths = (self.key_width, self.value_width)
-        return sum(self.num_heads * whole_pages(entries * width * dtype.itemsize) for width in widths)
+Blocks = tuple[tuple[int, ...], ...]
+"""Numbers of blocks, pool by pool."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +49,125 @@ class PendingKV:
     """(E,) residual that enters ``layer``."""
 
 
-def specs_of(config: ModelConfig) -> list[LayerSpec]:
+def specs_of(config: ModelConfig, *, is_int8: bool = False) -> list[LayerSpec]:
     """What each layer of a model stores."""
-    return [LayerSpec(config.num_kv_heads, config.head_dim, config.head_dim)] * config.num_layers
+    sizes = config.num_kv_heads, config.head_dim, config.head_dim
+    return [LayerSpec(*sizes, config.window(layer), is_int8) for layer in range(config.num_layers)]
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return heads (..., D) in eight bits and their scales (..., 1): the largest number of a head becomes 127.
+
+    A scale belongs to one entry, not to a block, so that what a draft wrote and was not kept leaves no trace in the
+    entries beside it. Native kernels quantize to the same bits (``kernels/native/entries.h``).
+    """
+    wide = rows.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / 127).to(SCALE)
+    codes = (wide / scale.float()).round().clamp(-127, 127)
+    return torch.where(scale == 0, 0, codes).to(torch.int8), scale
 
 
 def slot_bytes(specs: Sequence[LayerSpec], entries: int, dtype: torch.dtype) -> int:
-    """Return the largest number of bytes that ``entries`` entries of a slot take, in all layers together."""
-    return sum(spec.num_bytes(entries, dtype) for spec in specs)
+    """Return the bytes of the blocks that ``entries`` entries of a text take, in all layers together."""
+    size = block_size(specs, dtype)
+    return -(-entries // size) * size * sum(spec.entry_bytes(dtype) for spec in specs)
+
+
+class _Table:
+    """The blocks that a pool has given to each slot."""
+
+    def __init__(self, pool: BlockPool, num_slots: int, width: int) -> None:
+        self.pool = pool
+        self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        """Of each slot; 0 where a block was given back."""
+        self.owns: list[list[bool]] = [[] for _ in range(num_slots)]
+        """Whether a slot has written its block itself."""
+        self.straight = [0] * num_slots
+        """How many of a slot's first blocks have neighbouring numbers."""
+        self.planned: list[range] = [range(0)] * num_slots
+        self.passed = [0] * num_slots
+        """How many of a slot's first blocks the window has passed."""
+        with torch.inference_mode(False):
+            self.first = torch.zeros((num_slots, width), dtype=torch.int64)
+            """(slots, blocks) entry of the pool at which each block begins."""
+        self._view = self.first.numpy()
+        self._there: Tensor | None = self.first if pool.device.type == "cpu" else None
+
+    @property
+    def there(self) -> Tensor:
+        """Return ``first`` on the pool's device."""
+        if self._there is None:
+            self._there = self.first.to(self.pool.device)
+        return self._there
+
+    def _set(self, slot: int, place: int, block: int) -> None:
+        self.blocks[slot][place] = block
+        self._view[slot, place] = block * self.pool.size
+        if self._there is not self.first:
+            self._there = None
+        blocks = self.blocks[slot]
+        at = min(self.straight[slot], place)
+        while at < len(blocks) and blocks[at] and (at == 0 or blocks[at] == blocks[at - 1] + 1):
+            at += 1
+        self.straight[slot] = at
+
+    def _wanted(self, slot: int, place: int) -> int | None:
+        """Return the block that would be best for a place: behind the one before it, or where a plan begins."""
+        before = self.blocks[slot][place - 1] if place else 0
+        if before:
+            return before + 1
+        planned = self.planned[slot]
+        return planned[place] if place < len(planned) else None
+
+    def append(self, slot: int, account: Account) -> None:
+        """Take one more block for a slot."""
+        place = len(self.blocks[slot])
+        block = self.pool.take(account, self._wanted(slot, place))
+        self.blocks[slot].append(0)
+        self.owns[slot].append(True)
+        self._set(slot, place, block)
+
+    def own(self, slot: int, entry: int, account: Account) -> None:
+        """Copy the block of an entry unless the slot may write there."""
+        place, at = divmod(entry, self.pool.size)
+        block = self.blocks[slot][place]
+        assert block, f"entry {entry} is behind the window"
+        if not self.pool.is_writable(block, at, by_its_writer=self.owns[slot][place]):
+            block = self.pool.copied(block, account, self._wanted(slot, place))
+            self._set(slot, place, block)
+        self.owns[slot][place] = True
+
+    def share(self, slot: int, place: int, block: int) -> None:
+        """Put a block that is held for the slot into its table, in place of what is there."""
+        blocks = self.blocks[slot]
+        assert place <= len(blocks)
+        if place == len(blocks):
+            blocks.append(0)
+            self.owns[slot].append(False)
+        elif blocks[place]:
+            self.pool.give_back([blocks[place]])
+        self.owns[slot][place] = False
+        self._set(slot, place, block)
+
+    def let_go(self, slot: int, length: int) -> None:
+        """Give back the blocks that the window of a text of this length has passed; their places stay."""
+        assert self.pool.window is not None
+        passed = (length - self.pool.window - WINDOW_SLACK) // self.pool.size
+        places = range(self.passed[slot], min(passed, len(self.blocks[slot])))
+        self.pool.give_back([self.blocks[slot][place] for place in places])
+        for place in places:
+            self._set(slot, place, 0)
+            self.passed[slot] = place + 1
+
+    def clear(self, slot: int) -> None:
+        """Give all blocks of a slot back."""
+        self.pool.give_back(self.blocks[slot])
+        self.pool.forget(self.planned[slot])
+        self._view[slot, : len(self.blocks[slot])] = 0
+        if self._there is not self.first:
+            self._there = None
+        self.blocks[slot], self.owns[slot] = [], []
+        self.straight[slot], self.planned[slot], self.passed[slot] = 0, range(0), 0
 
 
 class KVCache:
@@ -82,27 +187,34 @@ class KVCache:
         row_count: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        store: BlockStore | None = None,
+        account: Account | None = None,
     ) -> None:
-        """Reserve addresses for all slots, without allocating memory.
+        """Make empty tables, which take no blocks yet.
 
         Args:
             specs: sizes of every layer.
             num_slots: number of sequences.
-            capacity: least number of entries of each slot; it is rounded up to whole pages.
+            capacity: least number of entries of each slot; it is rounded up to whole blocks.
             row_count: calls on these sequences are padded to a multiple of this many rows (``Step.row_count``).
             dtype: dtype of keys and values.
             device: device of keys and values.
+            store: where blocks are taken; None is a store of the cache's own.
+            account: whose memory blocks are taken from; None has no limit.
 
         Raises:
-            CapacityError: the addresses cannot be reserved; the message names the size.
+            CapacityError: addresses or tables cannot be had; the message names the size.
         """
-        self._specs, self._dtype = tuple(specs), dtype
-        items = {width * dtype.itemsize for spec in specs for width in (spec.key_width, spec.value_width)}
-        block = lcm(KEY_BLOCK, *(items_to_a_page(item) for item in items))
-        self.capacity = -(-capacity // block) * block
-        """Number of entries of a slot, such that the entries of every head begin at a page."""
+        size = block_size(specs, dtype) if store is None else store.size
+        width = -(-capacity // size)
+        if store is None:
+            store = BlockStore(specs, dtype=dtype, device=device, least=num_slots * width, most=num_slots * width)
+        self.store = store
+        self.capacity = width * size
+        """Number of entries of a slot."""
         self.num_slots = num_slots
         self.row_count = row_count
+        self.account: Account = Unlimited() if account is None else account
         self.lengths = [0] * num_slots
         """Number of committed tokens of each slot."""
         self.prompts = [0] * num_slots
@@ -111,70 +223,162 @@ class KVCache:
         """Per slot, tokens with missing entries; all others are complete in every layer."""
         self.adapters = SlotAdapters()
         """Low-rank deltas that the rows of each slot carry in every call."""
-        self._written = [0] * num_slots
-        sizes = [self.num_slots * spec.num_bytes(self.capacity, dtype) for spec in specs]
-        self._pages: Pages | None = None
+        self._writable = [(0, 0)] * num_slots
+        """Entries of each slot that are known to be its own, first and one past the last."""
         try:
-            if torch.device(device).type == "cpu":
-                self._pages = Pages(sum(sizes))
-            starts = [0, *accumulate(sizes)]
-            stored = [self._allocate(spec, first, device) for spec, first in zip(specs, starts, strict=False)]
+            self.tables = [_Table(pool, num_slots, width) for pool in store.pools]
         except (MemoryError, RuntimeError) as exc:
             raise CapacityError(
-                f"a cache of {num_slots} x {capacity} entries needs {format_bytes(sum(sizes))}, "
+                f"tables of {num_slots} x {capacity} entries need {format_bytes(8 * num_slots * width)}, "
                 "which could not be allocated; lower the batch or max_new_tokens"
             ) from exc
-        self._keys, self._values = [keys for keys, _ in stored], [values for _, values in stored]
 
-    def _allocate(self, spec: LayerSpec, first: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer, from byte ``first`` of the pages on."""
-        shapes = [(self.num_slots, spec.num_heads, self.capacity, w) for w in (spec.key_width, spec.value_width)]
-        with torch.inference_mode(False):  # slots are also released outside the loop, by cancel
-            if self._pages is None:
-                keys, values = (torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
-            else:
-                keys = self._pages.tensor(first, shapes[0], self._dtype)
-                values = self._pages.tensor(first + keys.nbytes, shapes[1], self._dtype)
-        return keys, values
+    def __del__(self) -> None:
+        """Give back what a session that was dropped has left."""
+        if sys.is_finalizing():
+            return
+        for table in getattr(self, "tables", ()):
+            for slot in range(self.num_slots):
+                table.clear(slot)
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values lie, and whatever is computed with them."""
-        return self._keys[0].device
+        """Return the device of keys and values and of whatever is computed with them."""
+        return self.store.device
 
     def slot_bytes(self, entries: int) -> int:
-        """Return the largest number of bytes that a slot takes once ``entries`` of its entries were written."""
-        return slot_bytes(self._specs, entries, self._dtype)
+        """Return the bytes of the blocks that a text of so many entries takes."""
+        return -(-entries // self.store.size) * self.store.block_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the bytes of the blocks that all slots take when they are full."""
+        return self.num_slots * self.slot_bytes(self.capacity)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all slots when they are full."""
-        return sum(t.nbytes for t in (*self._keys, *self._values))
+        """Return the bytes of the blocks that slots have; one that several have counts for each."""
+        return sum(table.pool.block_bytes * sum(map(bool, blocks)) for table in self.tables for blocks in table.blocks)
+
+    # Blocks
+
+    def expect(self, slot: int, entries: int) -> None:
+        """Say how many entries a slot may come to have, so that it gets neighbouring blocks where there are some."""
+        for table in self.tables:
+            table.pool.forget(table.planned[slot])
+            table.planned[slot] = table.pool.plan(-(-min(entries, self.capacity) // self.store.size))
+
+    def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """Give slots the blocks in which their entries from the committed ones to ``stop - 1`` are written.
+
+        Raises:
+            BusyError: there is no memory for them now; those that could be had stay with their slots.
+        """
+        for slot, stop in zip(slots, stops, strict=True):
+            assert stop <= self.capacity, f"entry {stop - 1} of a slot of {self.capacity}"
+            self._own(slot, self.lengths[slot], stop)
+
+    def reserve(self, slots: Sequence[int], entries: Sequence[int]) -> None:
+        """Let each slot's entry be written, which must lie within the slot.
+
+        Raises:
+            BusyError: there is no memory for it now.
+        """
+        for slot, entry in zip(slots, entries, strict=True):
+            first, stop = self._writable[slot]
+            if not first <= entry < stop:
+                assert entry < self.capacity, f"entry {entry} of a slot of {self.capacity}"
+                self._own(slot, min(entry, self.lengths[slot]), entry + 1)
+
+    def _own(self, slot: int, first: int, stop: int) -> None:
+        """Make entries first..stop-1 writable, with those in front of them that have no block yet."""
+        size = self.store.size
+        known, until = self._writable[slot]
+        if known <= first and stop <= until:
+            return
+        for table in self.tables:
+            blocks = table.blocks[slot]
+            for place in range(first // size, min(-(-stop // size), len(blocks))):
+                table.own(slot, max(first, place * size), self.account)
+            while len(blocks) * size < stop:
+                table.append(slot, self.account)
+        self._writable[slot] = first, -(-stop // size) * size
+
+    def reach(self, slot: int) -> int:
+        """Return how many entries of a slot have blocks."""
+        return min(len(table.blocks[slot]) for table in self.tables) * self.store.size
+
+    def lend(self, slot: int, first: int, stop: int) -> Blocks:
+        """Hold the blocks of entries first..stop-1 of a slot for somebody who reads no entry from ``stop`` on."""
+        size = self.store.size
+        self._writable[slot] = 0, 0
+        lent = []
+        for table in self.tables:
+            blocks = table.blocks[slot][first // size : -(-stop // size)]
+            table.pool.hold(blocks, (stop - 1) % size + 1)
+            lent.append(tuple(blocks))
+        return tuple(lent)
+
+    def adopt(self, slot: int, first: int, stop: int, blocks: Blocks) -> None:
+        """Let a slot have the blocks of entries first..stop-1 that somebody holds, beside those it has in front."""
+        size = self.store.size
+        self._writable[slot] = 0, 0
+        for table, own in zip(self.tables, blocks, strict=True):
+            table.pool.hold(own, (stop - 1) % size + 1)
+            for place, block in enumerate(own, first // size):
+                table.share(slot, place, block)
 
     # Memory
 
-    def reserve(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Record how far each slot will be written, so that ``release`` clears it; entries must lie within the slot."""
-        for slot, entry in zip(slots, entries, strict=True):
-            if entry >= self._written[slot]:
-                assert entry < self.capacity, f"entry {entry} of a slot of {self.capacity}"
-                self._written[slot] = entry + 1
-
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
         """Store the keys and values (num_write, K, D) of the writing rows at ``step.entry``."""
-        address = step.addresses(keys.shape[1], self.capacity)
-        width = keys.shape[2]
-        self._keys[layer].view(-1, width).index_copy_(0, address, keys.reshape(-1, width))
-        width = values.shape[2]
-        self._values[layer].view(-1, width).index_copy_(0, address, values.reshape(-1, width))
+        address = step.written(self.store.place_of_layer[layer][0])
+        parts: tuple[Tensor, ...] = keys, values
+        if self.store.specs[layer].is_int8:
+            (codes, key_scales), (more, value_scales) = quantise(keys), quantise(values)
+            parts = codes, more, key_scales, value_scales
+        for stored, rows in zip(self.store.stored(layer), parts, strict=True):
+            stored.index_copy_(1, address, rows.transpose(0, 1))
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer, each (slots, K, capacity, D)."""
-        return self._keys[layer], self._values[layer]
+        """Return the keys and values of a layer in all blocks of the store, each (K, capacity of the pool, D)."""
+        keys, values, *_ = self.store.stored(layer)
+        return keys, values
+
+    def scales(self, layer: int) -> tuple[int | None, int | None]:
+        """Return the addresses of the scales of a layer's keys and values, where they are in eight bits."""
+        _, _, *scales = self.store.stored(layer)
+        return (scales[0].data_ptr(), scales[1].data_ptr()) if scales else (None, None)
+
+    def at(self, layer: int, address: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer at places of the store, each (K, ..., D); of a slice they are views."""
+        keys, values, *scales = (part[:, address] for part in self.store.stored(layer))
+        if scales:
+            keys, values = (
+                (codes.float() * scale.float()).to(self.store.dtype)
+                for codes, scale in zip((keys, values), scales, strict=True)
+            )
+        return keys, values
+
+    def addresses(self, pool: int, slot: Tensor, entry: Tensor) -> Tensor:
+        """Return where entries of slots are in a pool; both tensors broadcast to the shape of the result."""
+        size = self.store.size
+        return self.tables[pool].there[slot, entry // size] + entry % size
+
+    def entries(self, layer: int, slot: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the first entries of a slot, each (K, stop, D): views where they are contiguous."""
+        pool = self.store.place_of_layer[layer][0]
+        table = self.tables[pool]
+        if stop <= table.straight[slot] * self.store.size:
+            first = table.blocks[slot][0] * self.store.size if stop else 0
+            return self.at(layer, slice(first, first + stop))
+        return self.span(layer, slot, 0, stop)
 
     def span(self, layer: int, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of entries start..stop-1 of a slot as views, each (K, stop - start, D)."""
-        return self._keys[layer][slot, :, start:stop], self._values[layer][slot, :, start:stop]
+        """Return copies of keys and values of entries start..stop-1 of a slot, each (K, stop - start, D)."""
+        places = torch.arange(start, stop, device=self.device)
+        at = torch.tensor(slot, device=self.device)
+        return self.at(layer, self.addresses(self.store.place_of_layer[layer][0], at, places))
 
     # SlotState
 
@@ -183,42 +387,51 @@ class KVCache:
         for slot, path in zip(slots, paths, strict=True):
             length = self.lengths[slot]
             if any(node != place for place, node in enumerate(path)):
-                kept = torch.tensor([length + node for node in path], device=self.device)
-                for stored in (*self._keys, *self._values):
-                    stored[slot, :, length : length + len(path)] = stored[slot].index_select(1, kept)
+                self._move(slot, [length + node for node in path], length)
             self.lengths[slot] = length + len(path)
+            for table in self.tables:
+                if table.pool.window is not None:
+                    table.let_go(slot, self.lengths[slot])
+
+    def _move(self, slot: int, kept: Sequence[int], length: int) -> None:
+        """Store entries of a slot one behind the other from ``length`` on."""
+        at = torch.tensor(slot, device=self.device)
+        source = torch.tensor(kept, device=self.device)
+        target = torch.arange(length, length + len(kept), device=self.device)
+        places = [[self.addresses(pool, at, each) for each in (source, target)] for pool in range(len(self.tables))]
+        for layer, (pool, _) in enumerate(self.store.place_of_layer):
+            for stored in self.store.stored(layer):
+                stored.index_copy_(1, places[pool][1], stored.index_select(1, places[pool][0]))
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Drop the tokens of each slot from position ``length`` on."""
         for slot, length in zip(slots, lengths, strict=True):
             assert length <= self.lengths[slot], "truncate cannot grow a slot"
             self.lengths[slot] = length
+            self._writable[slot] = 0, 0
             self.pending[slot] = [late for late in self.pending[slot] if late.position < length]
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Drop these sequences, free their memory and zero their entries.
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Let each target, which must be empty, begin with all that its source has; nothing is copied."""
+        for source, target in zip(sources, targets, strict=True):
+            assert not self.reach(target), "a fork begins in an empty slot"
+            length = self.lengths[source]
+            count = -(-length // self.store.size)
+            if length:
+                self.adopt(target, 0, length, tuple(tuple(table.blocks[source][:count]) for table in self.tables))
+            self._writable[source] = 0, 0
+            self.lengths[target], self.prompts[target] = length, self.prompts[source]
+            self.pending[target] = list(self.pending[source])
 
-        Stale entries must be zero, since attention multiplies masked entries by zero instead of skipping them.
-        """
+    def release(self, slots: Sequence[int]) -> None:
+        """Drop these sequences and give their blocks back."""
         for slot in slots:
-            self._clear(slot, self._written[slot])
-            self.lengths[slot] = self.prompts[slot] = self._written[slot] = 0
+            for table in self.tables:
+                table.clear(slot)
+            self.lengths[slot] = self.prompts[slot] = 0
+            self._writable[slot] = 0, 0
             self.pending[slot] = []
             self.adapters.give(slot, None)
-
-    def _clear(self, slot: int, entries: int) -> None:
-        """Zero the first entries of a slot, which frees their memory."""
-        if self._pages is None:
-            for stored in (*self._keys, *self._values):
-                stored[slot, :, :entries] = 0
-            return
-        base = self._keys[0].data_ptr()
-        for stored in (*self._keys, *self._values):
-            _, heads, capacity, width = stored.shape
-            stride = capacity * width * stored.itemsize
-            first = stored.data_ptr() - base + slot * heads * stride
-            for head in range(heads):
-                self._pages.clear(first + head * stride, entries * width * stored.itemsize)
 
     def saved(self) -> object:
         """Return the lengths and pending entries of all slots; entries beyond a length are rewritten before a read."""
@@ -228,6 +441,7 @@ class KVCache:
         """Drop everything that was stored since ``saved``."""
         assert isinstance(saved, tuple)
         self.lengths[:], self.pending[:] = saved
+        self._writable = [(0, 0)] * self.num_slots
 
 
 class Fresh:

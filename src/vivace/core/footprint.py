@@ -17,6 +17,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vivace.core.blocks import BlockStore
+from vivace.core.cache import KVCache
+
 
 def held_bytes(*owners: object) -> tuple[int, ...]:
     """Return the bytes of all tensors and arrays that each owner refers to and no owner before it does.
@@ -24,7 +27,7 @@ def held_bytes(*owners: object) -> tuple[int, ...]:
     Objects of this project, modules of PyTorch and containers are searched recursively. Memory that several tensors
     share counts once, and completely: a view of one row holds all of its tensor. The values of a dictionary with weak
     keys count for the owner that refers to the key, so copies of layers that were made for a drafter count as the
-    drafter's.
+    drafter's. A cache counts with the blocks that its texts may come to have; the store they come from is nobody's.
 
     Args:
         owners: objects, in the order in which shared memory is to be counted.
@@ -70,7 +73,7 @@ class _Tally:
             whole = thing.base if isinstance(thing.base, np.ndarray) else thing
             address, size = whole.ctypes.data, whole.nbytes
         else:
-            return 0
+            return thing.most_bytes if isinstance(thing, KVCache) else 0
         if address in self._addresses:
             return 0
         self._addresses.add(address)
@@ -81,6 +84,10 @@ def _parts(thing: object) -> Iterable[Any]:
     """Return the objects that an object refers to, if it is of a kind that may hold tensors."""
     if isinstance(thing, Tensor | np.ndarray):
         return []
+    if isinstance(thing, BlockStore):
+        return []
+    if isinstance(thing, KVCache):
+        return [thing.adapters, thing.pending]
     if isinstance(thing, Mapping):
         return [*thing.keys(), *thing.values()]
     if isinstance(thing, list | tuple | set | frozenset | deque):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.backend import Backend, TorchBackend
+from vivace.core.blocks import WIDEST_INT8, Account, BlockStore
 from vivace.core.cache import KVCache, slot_bytes, specs_of
 from vivace.core.config import ModelConfig
 from vivace.core.layers import RMSNorm, make_norm
@@ -23,10 +24,15 @@ from vivace.core.parts import DenseParts, Parts
 from vivace.core.rope import Rotary
 from vivace.core.seams import Stateful
 from vivace.core.step import Step
+from vivace.errors import ConfigError, UnsupportedError, nearest
 from vivace.kernels import reference as kernels
 
 Watch = Callable[[int, Tensor], None]
 """A function that is called with the index of a layer and the rows that leave it."""
+
+
+KV_FORMATS = ("same", "int8")
+"""How keys and values may be stored."""
 
 
 class Layer(nn.Module):
@@ -178,6 +184,9 @@ class Decoder(nn.Module):
         self.embedding_rows: nn.Module | None = None
         """Module that returns rows of the embedding where a backend packs it; ``embedding`` then has no rows."""
         self.backend: Backend = TorchBackend() if backend is None else backend
+        self.has_int8_entries = False
+        """Whether keys and values are stored in eight bits."""
+        self._blocks: BlockStore | None = None
         self.stateful: Sequence[Stateful] = parts.stateful()
         """Parts with state for each sequence (windows of neurons); every session opens a state of each."""
 
@@ -203,14 +212,52 @@ class Decoder(nn.Module):
         """Device of the rows."""
         return self.embedding.device
 
-    def new_cache(self, num_slots: int, capacity: int, *, row_count: int = 1) -> KVCache:
-        """Make a cache for this model, whose calls are padded to a multiple of ``row_count`` rows."""
-        specs = specs_of(self.config)
-        return KVCache(specs, num_slots, capacity, row_count=row_count, dtype=self.dtype, device=self.device)
+    def store_entries(self, kv: str) -> None:
+        """Choose how keys and values are stored, before the first cache is made.
+
+        Args:
+            kv: "same" (in the dtype of the weights), or "int8", which is lossy and takes half the memory.
+
+        Raises:
+            ConfigError: there is no such format.
+            UnsupportedError: heads are too wide for native kernels to read them in eight bits.
+        """
+        if kv not in KV_FORMATS:
+            raise ConfigError(f"kv is {kv!r}{nearest(kv, KV_FORMATS)}")
+        if kv == "int8" and self.config.head_dim > WIDEST_INT8 and self.backend.rows_up_to:
+            width = self.config.head_dim
+            raise UnsupportedError(f"kv int8 is for heads of up to {WIDEST_INT8} numbers, this model's have {width}")
+        self.has_int8_entries = kv == "int8"
+
+    def new_cache(
+        self, num_slots: int, capacity: int, *, row_count: int = 1, account: Account | None = None
+    ) -> KVCache:
+        """Make a cache for texts of this model, whose blocks come from the store that all its caches share.
+
+        Args:
+            num_slots: number of sequences.
+            capacity: entries of each at most.
+            row_count: calls are padded to a multiple of this many rows.
+            account: whose memory blocks are taken from; None has no limit.
+        """
+        store = self.blocks
+        return KVCache(
+            store.specs, num_slots, capacity, row_count=row_count, dtype=store.dtype, store=store, account=account
+        )
+
+    @property
+    def blocks(self) -> BlockStore:
+        """Return the blocks of all texts of this model, which are made when they are first asked for."""
+        if self._blocks is None or (self._blocks.dtype, self._blocks.device) != (self.dtype, self.device):
+            specs = specs_of(self.config, is_int8=self.has_int8_entries)
+            self._blocks = BlockStore(specs, dtype=self.dtype, device=self.device)
+        return self._blocks
 
     def slot_bytes(self, entries: int) -> int:
         """Return the largest number of bytes that ``entries`` entries of a sequence take in the cache."""
-        return slot_bytes(specs_of(self.config), entries, self.dtype)
+        if self._blocks is None:
+            return slot_bytes(specs_of(self.config, is_int8=self.has_int8_entries), entries, self.dtype)
+        return -(-entries // self._blocks.size) * self._blocks.block_bytes
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """Return the embeddings of tokens, (T,) -> (T, E), with learned positions of the step where there are any."""

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from vivace.core.cache import KVCache
+    from vivace.core.text_memory import TextMemory
+from vivace.core.cache import KVCache
     from vivace.core.model import Decoder
     from vivace.core.step import Step
     from vivace.kernels.low_bit import Weights
@@ -351,10 +352,16 @@ class Prefix(Protocol):
     guesses, and with them a sampled text, are the same with and without cached entries.
     """
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether it also wants what decoding writes, which has the bits of a prompt then, however that is divided."""
+        ...
+
     def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> Sequence[Tensor]:
         """Put what is known of these prompt tokens into an empty slot.
 
-        The bits must be those that prefill would write: whole chunks, or all of ``tokens``.
+        The bits must be those that prefill would write: whole chunks, or all of ``tokens``, or any beginning of them
+        where the prefix keeps answers.
 
         Returns:
             Residuals at the top of the tokens that are stored now, in order, (n, E) for each chunk.
@@ -362,7 +369,7 @@ class Prefix(Protocol):
         ...
 
     def keep(self, tokens: Sequence[int], slot: int, cache: KVCache, hidden: Tensor) -> None:
-        """Remember the entries of a prompt that is wholly stored, and its residuals at the top, (tokens, E)."""
+        """Remember the entries of a text that is wholly stored, and its residuals at the top, (tokens, E)."""
         ...
 
 
@@ -374,7 +381,7 @@ class Memory(Protocol):
         ...
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer, (slots, K, S, D) each."""
+        """Keys and values of a layer, of a dense call (B, K, T/B, D) each; a cache has them in blocks."""
         ...
 
 
@@ -446,6 +453,11 @@ class Drafter(Protocol):
     name: str
     """The method, as users write it."""
 
+    @property
+    def leaves_all_entries(self) -> bool:
+        """Whether every token that is decoded has the entries that reading it would write, so that it can be read."""
+        ...
+
     def text_bytes(self, entries: int) -> int:
         """Return the most memory that a text of so many entries takes in the drafter's own caches; 0 if it has none."""
         ...
@@ -462,7 +474,7 @@ class Drafter(Protocol):
         ...
 
 
-class DraftState(SlotState, Protocol):
+class DraftState(SlotState, TextMemory, Protocol):
     """Proposes tokens for the sequences of one session, and remembers by slot what it needs for that."""
 
     traversal: Traversal

@@ -268,18 +268,24 @@ class Step:
         present = tuple(d.extended(count) for d in self.deltas)
         return present if deltas is None else (*present, deltas)
 
-    def addresses(self, num_heads: int, capacity: int) -> Tensor:
-        """Return flat indices of the writing rows in a (slots, K, capacity) layout, (num_write * K,)."""
-        cached = self._addresses.get((num_heads, capacity))
-        if cached is None:
-            heads = torch.arange(num_heads, device=self.device)
-            base = self.slot[: self.num_write, None] * num_heads + heads
-            cached = (base * capacity + self.entry[:, None]).reshape(-1)
-            self._addresses[num_heads, capacity] = cached
-        return cached
+    def written(self, pool: int) -> Tensor:
+        """Return where a pool of blocks stores what the writing rows have, (num_write,)."""
+        if ("written", pool) not in self._addresses:
+            assert isinstance(self.memory, KVCache)
+            slot = self.slot[: self.num_write]
+            self._addresses["written", pool] = self.memory.addresses(pool, slot, self.entry)
+        return self._addresses["written", pool]
+
+    def read(self, pool: int) -> Tensor:
+        """Return where a pool of blocks has the entry that each row reads at each ordinal, (T, S)."""
+        if ("read", pool) not in self._addresses:
+            assert isinstance(self.memory, KVCache)
+            entries = torch.arange(self.num_visible, device=self.device)[None] if self.order is None else self.order
+            self._addresses["read", pool] = self.memory.addresses(pool, self.slot[:, None], entries)
+        return self._addresses["read", pool]
 
     @cached_property
-    def _addresses(self) -> dict[tuple[int, int], Tensor]:
+    def _addresses(self) -> dict[tuple[str, int], Tensor]:
         return {}
 
     @cached_property

@@ -118,6 +118,9 @@ class LookupState(Forgetful):
     def observe(self, draft: Draft, passed: TargetPass, verdict: Verdict | None) -> None:
         """Do nothing: the index is read from the text itself."""
 
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """A text that begins like another is indexed by itself when it is drafted for."""
+
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""
         for slot in slots:

@@ -1,12 +1,13 @@
-"""Memory under a limit: what weights and drafters have of it, and what is promised to texts.
+"""Memory under a limit: what weights and drafters have of it, and what blocks of texts take.
 
-Before a text is given a slot, its keys and values are promised to it at the greatest length it may reach: prompt, new
-tokens and the entries a draft may use beyond them, in the target's cache and in those that its drafter opens beside
-it. Caches take memory page by page as texts are written (``core/pages.py``), so most of a promise is not taken yet; but
-whoever was let in can be written to its end.
+Keys and values take memory block by block as texts grow (``core/blocks.py``): those of the target, and those of a
+drafter that has a cache of its own. A text is given a slot once there is room for what has been decided of it so far.
+Where a running text needs a block and there is none, prompts that were kept for others leave first, the least recently
+used before the others; then the youngest text gives its blocks back and waits (``session.py``).
 
 Counted are the weights in memory, what drafters hold (trained weights, a draft model, copies of layers in few bits),
-for as long as they live, and the promises to texts. Not counted are libraries, and activations of a pass.
+for as long as they live, and the blocks of texts and of kept prompts. Not counted are libraries, and activations of a
+pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import Counter
+from typing import Protocol
 
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -31,17 +33,24 @@ def text_bytes(model: Decoder, drafter: Drafter, num_tokens: int) -> int:
     return model.slot_bytes(entries) + drafter.text_bytes(entries)
 
 
-class Promise:
-    """Bytes that a text may use; given back once, at the latest when nobody has the promise any more."""
+class Evictable(Protocol):
+    """Keeps blocks that nobody needs, and gives them back when others do: prompts that were read before."""
 
-    def __init__(self, budget: MemoryBudget, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.give_back = weakref.finalize(self, budget._give_back, num_bytes)
-        self.give_back.atexit = False
+    @property
+    def evictable_bytes(self) -> int:
+        """Return the bytes that would be free without it."""
+        ...
+
+    def evict(self, num_bytes: int) -> int:
+        """Give back at least so many bytes if there are as many; return how many."""
+        ...
 
 
 class MemoryBudget:
-    """Counts what an engine has of its memory, and refuses what goes beyond the limit; asked by any thread."""
+    """Counts what an engine has of its memory, and refuses what goes beyond the limit; asked by any thread.
+
+    It fills ``Account``: blocks of keys and values are taken from it.
+    """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         """Begin with everything free.
@@ -50,11 +59,14 @@ class MemoryBudget:
             limit_bytes: of weights, drafters and texts together; None only counts.
         """
         self.limit_bytes = limit_bytes
-        self.promised_bytes = 0
-        """Of the keys and values of texts that are in a slot."""
+        self.taken_bytes = 0
+        """Of blocks of keys and values, those of kept prompts included."""
+        self.most_taken_bytes = 0
+        """The most of that there has been."""
         self.least_room_bytes = 0
         """What weights and drafters have to leave for texts."""
         self._held: Counter[str] = Counter()
+        self._evictable: weakref.WeakSet[Evictable] = weakref.WeakSet()
         self._lock = threading.RLock()  # what is collected as garbage gives back at any time
 
     @property
@@ -70,9 +82,14 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> int | None:
-        """What nobody has now; None where there is no limit."""
+        """What neither weights, drafters, texts nor kept prompts have now; None where there is no limit."""
         with self._lock:
-            return None if self.limit_bytes is None else self.limit_bytes - self.held_bytes - self.promised_bytes
+            return None if self.limit_bytes is None else self.limit_bytes - self.held_bytes - self.taken_bytes
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Return the bytes that kept prompts would give back."""
+        return sum(kept.evictable_bytes for kept in list(self._evictable))
 
     @property
     def report(self) -> str:
@@ -96,7 +113,9 @@ class MemoryBudget:
             return
         with self._lock:
             self.check_held(num_bytes, what)
-            if not self.has_room(num_bytes):
+        self._evict_for(num_bytes)
+        with self._lock:
+            if not self._fits(num_bytes):
                 raise BusyError(self._busy(what, num_bytes))
             self._held[what] += num_bytes
         weakref.finalize(owner, self._let_go, num_bytes, what).atexit = False
@@ -142,21 +161,43 @@ class MemoryBudget:
             )
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes are free now."""
-        free = self.free_bytes
-        return free is None or num_bytes <= free
+        """Whether so many bytes are free now, or would be without kept prompts."""
+        return self._fits(num_bytes) or self._fits(num_bytes - self.evictable_bytes)
 
-    def promise(self, num_bytes: int) -> Promise:
-        """Let a text have its keys and values.
+    def take(self, num_bytes: int) -> None:
+        """Take bytes for a block; kept prompts make room for it.
 
         Raises:
             BusyError: others have the room it takes.
         """
-        with self._lock:
-            if not self.has_room(num_bytes):
+        while True:
+            with self._lock:
+                if self._fits(num_bytes):
+                    self.taken_bytes += num_bytes
+                    self.most_taken_bytes = max(self.most_taken_bytes, self.taken_bytes)
+                    return
+            if not self._evict_for(num_bytes):
                 raise BusyError(self._busy("this text", num_bytes))
-            self.promised_bytes += num_bytes
-        return Promise(self, num_bytes)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Have the bytes of a block again."""
+        with self._lock:
+            self.taken_bytes -= num_bytes
+
+    def may_evict(self, kept: Evictable) -> None:
+        """Ask this for room when there is none, for as long as it lives."""
+        self._evictable.add(kept)
+
+    def _evict_for(self, num_bytes: int) -> bool:
+        """Let kept prompts make room; return whether there is more now."""
+        free = self.free_bytes
+        if free is None or num_bytes <= free:
+            return True
+        return sum(kept.evict(num_bytes - free) for kept in list(self._evictable)) > 0
+
+    def _fits(self, num_bytes: int) -> bool:
+        free = self.free_bytes
+        return free is None or num_bytes <= free
 
     def longest_text(self, model: Decoder, drafter: Drafter, most: int) -> int:
         """Tokens of the longest text that can be given a slot, ``most`` at most."""
@@ -167,13 +208,9 @@ class MemoryBudget:
 
     def _busy(self, what: str, num_bytes: int) -> str:
         return (
-            f"{what} takes up to {format_bytes(num_bytes)} of memory and {format_bytes(self.free_bytes or 0)} are free "
-            f"now, as other texts have {format_bytes(self.promised_bytes)}; try again when they have ended"
+            f"{what} takes {format_bytes(num_bytes)} of memory and {format_bytes(max(0, self.free_bytes or 0))} are "
+            f"free now, as other texts have {format_bytes(self.taken_bytes)}; try again when they have ended"
         )
-
-    def _give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self.promised_bytes -= num_bytes
 
     def _let_go(self, num_bytes: int, what: str) -> None:
         with self._lock:

@@ -16,6 +16,12 @@ class NoMemory:
     reason: str | None = None
     """None, because there is nothing to choose."""
 
+    def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """There is no cache of its own."""
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """There is nothing to know."""
+
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Do nothing: there is no state."""
 
@@ -35,6 +41,11 @@ class NoMemory:
 
 class OwnsNoCache:
     """A drafter whose states keep no keys and values beside those of the target."""
+
+    @property
+    def leaves_all_entries(self) -> bool:
+        """Every row goes through every layer."""
+        return True
 
     def text_bytes(self, entries: int) -> int:
         """Return 0: the drafter has no cache."""
@@ -59,6 +70,14 @@ class Forgetful(NoMemory):
         """Release these slots: what was kept for them may no longer be part of the text."""
         self.release(slots)
 
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy what its dictionaries hold by slot."""
+        for by_slot in vars(self).values():
+            for source, target in zip(sources, targets, strict=True):
+                if isinstance(by_slot, dict) and source in by_slot:
+                    known = by_slot[source]
+                    by_slot[target] = list(known) if isinstance(known, list) else known
+
     def saved(self) -> object:
         """Return a copy of every dictionary by slot. Their values are lists, which are copied, or objects that never
         change.
@@ -82,6 +101,11 @@ class NoDrafts(Stateless):
         """Set the method's name, and its forward pass where that is not the plain one."""
         self.name = name
         self.traversal: Traversal = ForwardPass() if traversal is None else traversal
+
+    @property
+    def leaves_all_entries(self) -> bool:
+        """Whether rows go up like those of a prompt."""
+        return isinstance(self.traversal, ForwardPass)
 
     def propose(self, context: Context) -> Draft | Decided:
         """Return the committed tokens without guesses."""

@@ -86,6 +86,13 @@ class PrefillState(SlotState, Protocol):
         """
         ...
 
+    def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
+        """Divide what a request had written behind its prompt when it lost its slot: tokens first..stop-1.
+
+        Asked only of a ``Prefill`` that is exact. The entries have to be those that decoding had written.
+        """
+        ...
+
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
         """Run the next piece of each of these slots in one pass; all pieces are of one kind."""
         ...
@@ -121,8 +128,16 @@ class _Chunks(NoMemory):
     def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
         """Return the chunks after the ``known`` tokens."""
         last = len(prompt) - 1
-        assert known == last or known % self._chunk == 0, "a known prefix ends where a chunk does"
-        return [self._piece(first, min(first + self._chunk, last)) for first in range(known, last, self._chunk)]
+        starts = [known, *range(known - known % self._chunk + self._chunk, last, self._chunk)] if known < last else []
+        pieces = [self._piece(first, min(first - first % self._chunk + self._chunk, last)) for first in starts]
+        assert all(piece.kind == "rows" or piece.first % self._chunk == 0 for piece in pieces), (
+            "chunks have their place"
+        )
+        return pieces
+
+    def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
+        """Rows, which they were when they were written."""
+        return [PromptPiece(at, min(at + self._chunk, stop), "rows", 0) for at in range(first, stop, self._chunk)]
 
     def _piece(self, first: int, stop: int) -> PromptPiece:
         kind = "rows" if stop <= self._model.backend.rows_up_to else "chunks"

@@ -54,11 +54,15 @@ class PromptReader:
         if self.num_read == self.num_asked:
             self.num_read = self.num_asked = 0
         known = 0
-        if self._shares(sequence):
+        if sequence.shares:
             with blaming(sequence.slot, "its cached prompt"):
                 known = self._attach(sequence)
         with blaming(sequence.slot, "the way its prompt is read"):
-            sequence.pieces.extend(sequence.prefilling.plan(sequence.slot, sequence.request.tokens, known))
+            prompt, reading = sequence.request.tokens, sequence.prefilling
+            last = len(prompt) - 1
+            sequence.pieces.extend(reading.plan(sequence.slot, prompt, min(known, last)))
+            if sequence.num_new:  # it had a slot before
+                sequence.pieces.extend(reading.plan_again(max(known, last), len(sequence.tokens) - 1))
         self.num_asked += num_unread(sequence)
 
     def forget(self, sequence: Decoding) -> None:
@@ -102,7 +106,7 @@ class PromptReader:
             self.num_read += sequence.pieces.popleft().num_read
             sequence.num_passes += 1
             sequence.stats.prefill_s += elapsed
-            if self._shares(sequence):
+            if sequence.shares:
                 if sequence.slot in done.draft.slots:
                     sequence.shown.append(_part(done.draft, done.passed, [sequence.slot])[1].hidden)
                 try:
@@ -111,38 +115,42 @@ class PromptReader:
                     failed.append((sequence, failure))
         return failed
 
-    @staticmethod
-    def _shares(sequence: Decoding) -> bool:
-        """Return whether this prompt uses the prefix cache: only where its entries are exactly the model's own."""
-        request = sequence.request
-        return request.prefix is not None and request.prefill.is_exact and request.adapter is None
-
     def _attach(self, sequence: Decoding) -> int:
-        """Attach cached entries of a prompt, let its drafter observe them as after prefill, and return how many tokens
-        they are.
-        """
+        """Attach cached entries of a text, show them to its drafter as after prefill, and return how many they are."""
         request, slot, drafting = sequence.request, sequence.slot, sequence.drafting
         assert request.prefix is not None
-        sequence.shown += request.prefix.attach(request.tokens[:-1], slot, self._cache)
-        known = sequence.stats.num_cached_tokens = sum(map(len, sequence.shown))
+        wanted = sequence.tokens[:-1] if sequence.keeps_answer else request.tokens[:-1]
+        sequence.shown += request.prefix.attach(wanted, slot, self._cache)
+        known = sum(map(len, sequence.shown))
+        if not sequence.num_new:
+            sequence.stats.num_cached_tokens = known
         if known:
-            draft = Draft.committed_only({slot: request.tokens[:known]}, is_prompt=True, device=self._cache.device)
+            draft = Draft.committed_only({slot: wanted[:known]}, is_prompt=True, device=self._cache.device)
             drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
             for state in (*self._owned, sequence.prefilling, drafting):
                 state.commit([slot], [range(known)])
-        if known == len(request.tokens) - 1:  # the cache has the whole prompt already
+        if known == len(request.tokens) - 1 and not sequence.keeps_answer:  # the cache has the whole prompt already
             sequence.shown.clear()
         return known
 
     def _keep(self, sequence: Decoding) -> None:
         """Give the entries of a prompt that is completely stored to the prefix cache."""
-        if sequence.pieces:
+        if sequence.pieces or sequence.num_new:
             return
-        request = sequence.request
-        assert request.prefix is not None
-        with blaming(sequence.slot, "keeping its prompt for others"):
-            request.prefix.keep(request.tokens[:-1], sequence.slot, self._cache, torch.cat(sequence.shown))
+        self.keep(sequence, len(sequence.request.tokens) - 1)
+        if not sequence.keeps_answer:
             sequence.shown.clear()
+
+    def keep(self, sequence: Decoding, length: int) -> None:
+        """Give the entries of a text's first tokens to the prefix cache.
+
+        Raises:
+            RequestFailed: they could not be kept.
+        """
+        assert sequence.request.prefix is not None
+        with blaming(sequence.slot, "keeping its text for others"):
+            shown = torch.cat(sequence.shown)[:length]
+            sequence.request.prefix.keep(sequence.tokens[:length], sequence.slot, self._cache, shown)
 
 
 def num_unread(sequence: Decoding) -> int:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
-from vivace.decode.memory import Promise
+from vivace.decode.memory import DRAFT_SLACK
 from vivace.decode.prefill import PrefillState, PromptPiece
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """A request while it occupies a slot."""
 
@@ -29,8 +30,6 @@ class Sequence:
     """The session's state of the request's drafter, shared with other requests of that method."""
     prefilling: PrefillState
     """The session's state of the request's prefill."""
-    promise: Promise
-    """Reservation of memory for its keys and values."""
     generator: torch.Generator
     stats: DecodeStats
     admitted_at: float
@@ -38,9 +37,51 @@ class Sequence:
     pieces: deque[PromptPiece] = field(default_factory=deque)
     """Pieces of the prompt that are still to be read."""
     shown: list[Tensor] = field(default_factory=list)
-    """Residuals of the prompt so far after the last layer, (n, E) each, where a prefix cache is to keep them."""
+    """Residuals of what is stored so far after the last layer, (n, E) each, where a prefix cache is to keep them."""
+    is_pinned: bool = False
+    """It keeps its slot until it ends: what it has stored could not be read again."""
     num_passes: int = 0
     """Number of passes it has taken part in, prefill and decoding."""
+
+    def forked(self, number: int, slot: int, seed: int | None) -> Sequence:
+        """Return another sequence that begins with all that this one has so far.
+
+        Args:
+            number: its id.
+            slot: its slot.
+            seed: of its random numbers; None goes on with those of this one.
+        """
+        generator = torch.Generator()
+        if seed is None:
+            generator.set_state(self.generator.get_state())
+        else:
+            generator.manual_seed(seed)
+        return replace(
+            self,
+            id=number,
+            slot=slot,
+            tokens=list(self.tokens),
+            generator=generator,
+            stats=copy.deepcopy(self.stats),
+            pieces=deque(),
+            shown=list(self.shown),
+        )
+
+    @property
+    def num_entries(self) -> int:
+        """Return the number of entries that it may come to have, those of drafts included."""
+        return len(self.request.tokens) + self.request.max_new_tokens + DRAFT_SLACK
+
+    @property
+    def shares(self) -> bool:
+        """Return whether its prompt uses the prefix cache: only where its entries are exactly the model's own."""
+        return self.request.prefix is not None and self.request.prefill.is_exact and self.request.adapter is None
+
+    @property
+    def keeps_answer(self) -> bool:
+        """Return whether what it writes is kept for later prompts as well."""
+        prefix = self.request.prefix
+        return self.shares and not self.is_pinned and prefix is not None and prefix.keeps_answers
 
     @property
     def num_new(self) -> int:

@@ -15,8 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,21 +28,20 @@ from vivace.core.seams import (
     Drafter,
     DraftState,
     SlotState,
-    TargetPass,
-    Traversal,
-    Verdict,
 )
+from vivace.decode.checked import read_on, verified
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import threads_of
 from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, request_error
-from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
+from vivace.decode.memory import DRAFT_SLACK, MemoryBudget
 from vivace.decode.prefix import CHUNK
 from vivace.decode.prompt_reader import PromptReader, num_unread
 from vivace.decode.request import Emitted, FinishReason, Request
+from vivace.decode.room import Room, Waiting
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
-from vivace.decode.verify import children_of, verify_greedy, verify_sampled
-from vivace.errors import NoTokenError, VivaceError
+from vivace.decode.verify import children_of
+from vivace.errors import BusyError, NoTokenError, UnsupportedError, VivaceError
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +74,10 @@ class Session:
             chunk: number of prompt tokens that pass the model together.
             prefill_budget: largest number of prompt rows in one pass; at least one chunk runs.
             row_count: decoding calls are padded to a multiple of this many rows (``Step.row_count``).
-            steps_per_call: number of steps that one native call may draft and verify. 0 has this session verify every
-                draft;
-                None chooses as many as take a twentieth of a second (``decode/multi_step.py``).
-            memory: limit for the keys and values of texts; None sets no limit.
-            progress: called after every prefill pass.
+            steps_per_call: steps that one native call may make and verify; 0 verifies every draft here, None makes as
+                many as fit into a twentieth of a second (``decode/multi_step.py``).
+            memory: what blocks of keys and values are taken from; None has no limit.
+            progress: told about prefill.
         """
         self.model = model
         self.capacity = capacity
@@ -89,7 +85,11 @@ class Session:
         self.steps_per_call = steps_per_call
         self.memory = MemoryBudget() if memory is None else memory
         self.progress = progress
-        self.cache: KVCache = model.new_cache(num_slots, capacity + DRAFT_SLACK, row_count=row_count)
+        self.cache: KVCache = model.new_cache(
+            num_slots, capacity + DRAFT_SLACK, row_count=row_count, account=self.memory
+        )
+        self.room = Room(model, self.cache, self.memory)
+        """What requests need of memory."""
         self._drafting: dict[int, tuple[Drafter, DraftState]] = {}
         """By identity of the drafter: each drafter that a request has named, and its state for the sequences of this
         session."""
@@ -98,7 +98,9 @@ class Session:
         self._owned = [part.open(self.cache) for part in model.stateful]
         self._prompts = PromptReader(model, self.cache, self._owned, chunk=chunk, budget=prefill_budget)
         self._free = list(range(num_slots))[::-1]
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self.num_preemptions = 0
+        """How often a request lost its slot when memory ended."""
+        self._waiting: deque[Waiting] = deque()
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
 
@@ -112,9 +114,15 @@ class Session:
         """Return, by request id, the prompt tokens taken from a prefix cache and those still to be read."""
         return {s.id: (s.stats.num_cached_tokens, num_unread(s)) for s in self._live.values()}
 
-    def text_bytes(self, request: Request) -> int:
-        """Return the largest number of bytes that keys and values of a request can take."""
-        return text_bytes(self.model, request.drafter, len(request.tokens) + request.max_new_tokens)
+    @property
+    def num_free(self) -> int:
+        """Return the number of slots that no request has."""
+        return len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of requests without a slot, those included that have lost theirs."""
+        return len(self._waiting)
 
     def check(self, request: Request) -> None:
         """Raise an error for a request that no free slot could ever take.
@@ -125,13 +133,12 @@ class Session:
         """
         request.check_fits(self.capacity)
         request.check_rotation(self.model.config)
-        self.memory.check_text(self.text_bytes(request), len(request.tokens) + request.max_new_tokens)
+        self.memory.check_text(self.room.most_bytes(request), len(request.tokens) + request.max_new_tokens)
 
     def can_begin(self, request: Request) -> bool:
         """Return whether a request admitted now would be given a slot in the next step."""
-        queued = [other for _, other in self._waiting]
-        needed = sum(map(self.text_bytes, (*queued, request)))
-        return len(self._free) > len(queued) and self.memory.has_room(needed)
+        asked = [*self._waiting, Waiting(self._next_id, request)]
+        return len(self._free) >= len(asked) and self.room.has_for(asked, self._live.values())
 
     def admit(self, request: Request) -> int:
         """Put a request into the queue and return its id.
@@ -140,13 +147,44 @@ class Session:
             CapacityError: no free slot could ever take it.
         """
         self.check(request)
-        self._waiting.append((self._next_id, request))
+        self._waiting.append(Waiting(self._next_id, request))
         self._next_id += 1
         return self._next_id - 1
 
+    def fork(self, request_id: int, *, seed: int | None = None) -> int:
+        """Begin another request with all that a running one has so far, its new tokens included; nothing is copied.
+
+        Args:
+            request_id: of a request that is in a slot and whose prompt is read.
+            seed: of the new one's random numbers; None goes on with those of the other.
+
+        Returns:
+            The id of the new request, which has a slot of its own.
+
+        Raises:
+            BusyError: there is no free slot.
+            UnsupportedError: a part of the model remembers texts and cannot be told.
+        """
+        source = next((s for s in self._live.values() if s.id == request_id), None)
+        if source is None or source.pieces:
+            raise UnsupportedError(f"request {request_id} is not in a slot, or its prompt is not read; fork it later")
+        if self.model.stateful:
+            raise UnsupportedError("a store of neurons cannot go on with one text in two ways; ask for each by itself")
+        if not self._free:
+            raise BusyError(f"all {self.cache.num_slots} slots are in use; fork when a request has ended")
+        slot = self._free.pop()
+        target = source.forked(self._next_id, slot, seed)
+        self._next_id += 1
+        self._live[slot] = target
+        self.cache.expect(slot, self.cache.lengths[source.slot] + target.request.max_new_tokens)
+        for state in (self.cache, source.drafting):
+            state.fork([source.slot], [slot])
+        self.cache.adapters.give(slot, target.request.adapter)
+        return target.id
+
     def cancel(self, request_id: int) -> None:
-        """Stop a request; its slot is free in the next step. Ids that are unknown or finished are ignored."""
-        self._waiting = deque(pair for pair in self._waiting if pair[0] != request_id)
+        """Stop a request now; its slot is free before the next step. Unknown or finished ids are ignored."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.id != request_id)
         for sequence in list(self._live.values()):
             if sequence.id == request_id:
                 self._release(sequence)
@@ -187,13 +225,51 @@ class Session:
         """
         emitted = self._fill_slots()
         if filling := self._prompts.next(self._live.values()):
-            emitted += self._apart(filling, self._prefill)
+            ready, failed = self._make_room({s: s.pieces[0].stop for s in filling})
+            emitted += failed + self._apart(ready, self._prefill)
             if self.progress is not None:
                 self.progress(self._prompts.num_read, self._prompts.num_asked)
+        decoding = [s for s in self._live.values() if not s.pieces]
+        ready, failed = self._make_room({s: len(s.tokens) - 1 + DRAFT_SLACK for s in decoding})
+        emitted += failed
         with threads_of(self.model):
-            for sequences in by_drafting([s for s in self._live.values() if not s.pieces]):
+            for sequences in by_drafting(ready):
                 emitted += self._apart(sequences, self._decode)
         return emitted
+
+    def _make_room(self, stops: dict[Sequence, int]) -> tuple[list[Sequence], list[Emitted]]:
+        """Give sequences the blocks that their next pass may write to, the oldest first.
+
+        Where memory ends the youngest gives back what it has and waits; one that is alone and finds none fails.
+
+        Args:
+            stops: of each sequence, one past the last entry that is written.
+
+        Returns:
+            The sequences that can go on, in their order, and the last events of those that failed.
+        """
+        failed: list[Emitted] = []
+        for sequence in sorted(stops, key=lambda s: s.id):
+            while self._live.get(sequence.slot) is sequence:
+                try:
+                    self.room.give(sequence, stops[sequence])
+                    break
+                except RequestFailed as failure:
+                    younger = [s for s in self._live.values() if s.id >= sequence.id and not s.is_pinned]
+                    if not isinstance(failure.error, BusyError) or not younger or len(self._live) == 1:
+                        failed.append(self._fail(sequence, failure.error))
+                    else:
+                        self._preempt(max(younger, key=lambda s: s.id))
+        return [s for s in stops if self._live.get(s.slot) is s], failed
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's slot away; it keeps its tokens, and is read again when there is room."""
+        self._release(sequence)
+        sequence.pieces.clear()
+        sequence.shown.clear()
+        sequence.stats.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.appendleft(Waiting(sequence.id, sequence.request, sequence))
 
     def _apart(self, sequences: list[Sequence], work: Callable[[list[Sequence]], list[Emitted]]) -> list[Emitted]:
         """Run a pass for ``sequences`` together. If it fails, end the sequences at fault and run it again for the
@@ -204,7 +280,7 @@ class Session:
             work: runs one pass for some of them. It may fail only before it has released or shortened any state.
         """
         emitted: list[Emitted] = []
-        parts = deque([sequences])
+        parts = deque([sequences] if sequences else [])
         while parts:
             part = parts.popleft()
             saved = SavedState.of(self._states(part), [s.generator for s in part if not s.request.takes_argmax])
@@ -237,35 +313,47 @@ class Session:
         """Give free slots and memory to waiting requests; return the last events of those that cannot begin."""
         failed: list[Emitted] = []
         while self._free and self._waiting:
-            request_id, request = self._waiting[0]
-            if self._live and not self.memory.has_room(self.text_bytes(request)):
-                break  # running requests return their memory when they end
-            self._waiting.popleft()
-            slot = self._free[-1]
-            stats = DecodeStats(method=request.drafter.name, num_prompt_tokens=len(request.tokens))
+            waiting, slot = self._waiting[0], self._free[-1]
+            stats = waiting.stats
             try:
                 with blaming(slot, "its drafter, which could not begin"):
-                    sequence = self._seat(request_id, request, slot, stats)
+                    if self._live and not self.room.has_for([waiting], self._live.values()):
+                        break  # those that run give back what they have
+                    sequence = self._seat(waiting, slot, stats)
             except RequestFailed as failure:
-                failed.append(Emitted(request_id, (), None, "error", stats, error=failure.error))
+                self._waiting.popleft()
+                failed.append(Emitted(waiting.id, (), None, "error", stats, error=failure.error))
                 continue
+            self._waiting.popleft()
             try:
                 self._prompts.begin(sequence)
             except RequestFailed as failure:
                 failed.append(self._fail(sequence, failure.error))
+                continue
+            first = len(sequence.tokens) + DRAFT_SLACK
+            has_room, others = self._make_room({sequence: sequence.num_entries if sequence.is_pinned else first})
+            failed += others
+            if not has_room:
+                break
         return failed
 
-    def _seat(self, request_id: int, request: Request, slot: int, stats: DecodeStats) -> Sequence:
-        """Put a request into the slot that is free next."""
+    def _seat(self, waiting: Waiting, slot: int, stats: DecodeStats) -> Sequence:
+        """Put a request into the slot that is free next, or one back that has lost its own."""
+        request = waiting.request
         drafting, prefilling = self.drafting(request.drafter), self._prompts.state_of(request.prefill)
-        generator = torch.Generator().manual_seed(request.seed)
-        now, tokens = time.perf_counter(), list(request.tokens)
-        promise = self.memory.promise(self.text_bytes(request))  # last, since nothing after it can fail
-        sequence = Sequence(
-            request_id, request, slot, tokens, drafting, prefilling, promise, generator, stats, admitted_at=now
-        )
+        if waiting.paused is not None:
+            sequence = waiting.paused
+            sequence.slot, sequence.drafting, sequence.prefilling = slot, drafting, prefilling
+        else:
+            generator = torch.Generator().manual_seed(request.seed)
+            now, tokens = time.perf_counter(), list(request.tokens)
+            sequence = Sequence(
+                waiting.id, request, slot, tokens, drafting, prefilling, generator, stats, admitted_at=now
+            )
+            sequence.is_pinned = self.room.is_pinned(request)
         self._free.remove(slot)
         self._live[slot] = sequence
+        self.cache.expect(slot, sequence.num_entries)
         self.cache.prompts[slot] = len(request.tokens)
         self.cache.adapters.give(slot, request.adapter)
         return sequence
@@ -286,16 +374,19 @@ class Session:
         proposed = drafting.propose(context)
         if isinstance(proposed, Decided):
             draft_s = proposed.draft_s
-            checked = self._read_on(proposed, sequences)
+            checked = read_on(self.model, proposed, sequences)
         else:
             draft_s = time.perf_counter() - started
-            checked = self._verify(proposed, drafting.traversal, context, sequences)
+            checked = verified(self.model, proposed, drafting.traversal, context, sequences)
         draft, passed, verdict, logprobs = checked
         self.num_target_passes += max(map(len, verdict.steps))
         drafting.observe(draft, passed, verdict)
         blocks, nodes = blocks_of(draft, verdict), draft.lists.node
         for state in self._states(sequences):
             state.commit([s.slot for s in sequences], [[nodes[row] for row in path] for path in verdict.paths])
+        for sequence, path in zip(sequences, verdict.paths, strict=True):
+            if sequence.keeps_answer:
+                sequence.shown.append(passed.hidden[list(path)])
         if passed.depth is not None:
             count_exits(passed, verdict, sequences, self.model.config.num_layers)
         emitted = self._emit_all(draft, logprobs, sequences, blocks)
@@ -310,7 +401,8 @@ class Session:
     def _context(self, sequences: list[Sequence]) -> Context:
         tokens = {s.slot: s.tokens for s in sequences}
         requests = {s.slot: s.request for s in sequences}
-        room = {s.slot: s.request.max_new_tokens - s.num_new - 1 for s in sequences}
+        reach = {s.slot: self.cache.reach(s.slot) - self.cache.lengths[s.slot] - 1 for s in sequences}
+        room = {s.slot: min(s.request.max_new_tokens - s.num_new - 1, reach[s.slot]) for s in sequences}
         return Context(
             slots=tuple(tokens),
             tokens=tokens,
@@ -322,36 +414,6 @@ class Session:
             steps_per_call=self.steps_per_call,
             ends=tuple(set[int]().union(*(s.request.stop.end_tokens for s in sequences))),
         )
-
-    def _verify(self, draft: Draft, traversal: Traversal, context: Context, sequences: list[Sequence]) -> Checked:
-        """Run one target pass over a draft and keep the guesses that the model itself would have written."""
-        passed = traversal.run(self.model, draft, self.cache)
-        if len(passed.rows) < len(draft.tokens):  # the other rows were pruned during the pass
-            draft = draft.only(passed.rows.tolist())
-            passed = replace(passed, rows=torch.arange(len(draft.tokens)))
-        is_greedy = context.distribution.is_greedy(context.slots)
-        wants_logprobs = any(s.request.logprobs for s in sequences)
-        if is_greedy and not wants_logprobs:
-            chosen = self.model.greedy(passed.hidden, row_count=self.cache.row_count).tolist()
-            return Checked(draft, passed, verify_greedy(draft, chosen), None)
-        logits = self.model.head(passed.hidden, row_count=self.cache.row_count)
-        logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
-        if is_greedy:
-            return Checked(draft, passed, verify_greedy(draft, logits.argmax(-1).tolist()), logprobs)
-        distribution = context.distribution(logits, draft, passed.rows)
-        return Checked(draft, passed, verify_sampled(draft, distribution, context.generators), logprobs)
-
-    def _read_on(self, decided: Decided, sequences: list[Sequence]) -> Checked:
-        """Choose the token after the last row of steps verified in native code; compute log p where a
-        request wants it.
-        """
-        hidden, last = decided.passed.hidden, decided.draft.last_rows
-        if any(s.request.logprobs for s in sequences):
-            logits = self.model.head(hidden)
-            verdict = decided.verdict(logits[last].argmax(-1).tolist())
-            return Checked(decided.draft, decided.passed, verdict, torch.log_softmax(logits, -1))
-        chosen = self.model.greedy(hidden[last])
-        return Checked(decided.draft, decided.passed, decided.verdict(chosen.tolist()), None)
 
     def _emit_all(
         self, draft: Draft, logprobs: Tensor | None, sequences: list[Sequence], blocks: list[list[Block]]
@@ -383,6 +445,8 @@ class Session:
                 if kept < len(block.tokens) or block is not blocks[-1]:  # drop what lies beyond the end of the text
                     for state in self._states([sequence]):
                         state.truncate([sequence.slot], [len(sequence.tokens) - 1])
+                if sequence.keeps_answer:
+                    self._prompts.keep(sequence, self.cache.lengths[sequence.slot])
                 self._release(sequence)
             emitted.append(block.emitted(kept, sequence, reason))
             if reason is not None:
@@ -425,23 +489,11 @@ class Session:
             except BaseException:  # the next request of this drafter opens a new state
                 log.exception("slot %d could not be forgotten", sequence.slot)
                 self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
-        sequence.promise.give_back()
         del self._live[sequence.slot]
         self._free.append(sequence.slot)
-        named = {id(s.request.drafter) for s in self._live.values()} | {id(r.drafter) for _, r in self._waiting}
+        named = {id(s.request.drafter) for s in self._live.values()} | {id(w.request.drafter) for w in self._waiting}
         self._drafting = {key: pair for key, pair in self._drafting.items() if key in named}
 
     def _states(self, sequences: list[Sequence]) -> list[SlotState]:
         opened = {id(state): state for s in sequences for state in (s.prefilling, s.drafting)}
         return [self.cache, *self._owned, *opened.values()]
-
-
-class Checked(NamedTuple):
-    """A proposal after verification: its kept tokens are those of plain decoding."""
-
-    draft: Draft
-    passed: TargetPass
-    """Residuals of the draft's rows after the last layer."""
-    verdict: Verdict
-    logprobs: Tensor | None
-    """(T, V) log p of every vocabulary entry after each row; None where no request wants it."""

@@ -16,7 +16,9 @@ class DecodeStats:
     num_cached_tokens: int = 0
     """Number of prompt tokens whose entries came from a prefix cache."""
     num_tokens: int = 0
-    """Number of new tokens returned."""
+    """New tokens returned."""
+    num_preemptions: int = 0
+    """How often it lost its slot to older requests when memory ended, and was read again."""
     num_spec_steps: int = 0
     """Number of verified steps; each emits the accepted tokens and one more."""
     num_draft_tokens: int = 0

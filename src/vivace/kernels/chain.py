@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
-from vivace.kernels.library import CMatrix, CPlan, CTerm
+from vivace.kernels.library import CMatrix, CPlaces, CPlan, CTerm
 
 Numbers = POINTER(c_int64)
 
@@ -23,11 +23,12 @@ class CChain(Structure):
         ("rows", CMatrix),
         *((name, c_void_p) for name in ("embedding", "final_norm", "scale", "offsets")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
+        ("places", POINTER(CPlaces)),
         ("terms", POINTER(CTerm)),
         ("reads", POINTER(CDeepRead)),
         *((name, Numbers) for name in ("slot", "length", "root", "limit", "ends")),
         *((name, c_void_p) for name in ("tokens", "slots", "nodes", "parents", "hidden")),
-        *((name, c_int64) for name in ("gate", "sequences", "is_fed", "capacity", "num_terms", "num_ropes")),
+        *((name, c_int64) for name in ("gate", "sequences", "is_fed", "num_terms", "num_ropes")),
         *((name, c_int64) for name in ("num_offsets", "num_reads", "num_ends")),
         ("embedding_scale", c_float),
         ("min_confidence", c_float),

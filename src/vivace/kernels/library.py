@@ -111,12 +111,24 @@ class CQuantised(Structure):
     ]
 
 
+class CPlaces(Structure):
+    """Mirrors ``Places``: where the entries of slots are stored."""
+
+    _fields_ = [
+        ("table", c_void_p),
+        *((name, c_int64) for name in ("table_width", "block", "capacity")),
+        *((name, c_void_p) for name in ("key_scales", "value_scales")),
+    ]
+
+
 class CAttention(Structure):
     """Mirrors ``Attention``: queries of single rows and the entries they read."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "keys", "values", "slot", "seen", "tail", "out", "sums")),
-        *((name, c_int64) for name in ("rows", "q_stride", "heads", "kv_heads", "width", "capacity", "tail_width")),
+        *((name, c_void_p) for name in ("q", "keys", "values")),
+        ("places", CPlaces),
+        *((name, c_void_p) for name in ("slot", "seen", "tail", "out", "sums")),
+        *((name, c_int64) for name in ("rows", "q_stride", "heads", "kv_heads", "width", "tail_width")),
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
@@ -161,10 +173,10 @@ class CCall(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("h", "out", "slot", "seen", "tail", "entry")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
+        ("places", POINTER(CPlaces)),
         ("terms", POINTER(CTerm)),
         ("space", c_void_p),
-        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed", "tail_width", "capacity")),
-        ("num_terms", c_int64),
+        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed", "tail_width", "num_terms")),
     ]
 
 

@@ -34,6 +34,7 @@ from vivace.kernels.library import (
     CMix,
     CNeurons,
     CNorm,
+    CPlaces,
     CPlan,
     CRouters,
     CScreen,
@@ -281,6 +282,7 @@ class NativeBody:
         self,
         q: Tensor,
         stored: tuple[Tensor, Tensor],
+        blocks: tuple[Tensor, int],
         slot: Tensor,
         seen: Tensor,
         tail: Tensor | None,
@@ -288,34 +290,39 @@ class NativeBody:
         window: int | None,
         scale: float,
         softcap: float | None = None,
+        scales: tuple[int | None, int | None] = (None, None),
     ) -> Tensor:
         """Return the attention of single rows to the entries that each of them reads, without gathering them first.
 
         Args:
             q: (T, H, D) queries.
-            stored: keys and values, each (slots, K, S, D).
+            stored: keys and values, each (K, S, D).
+            blocks: (slots, blocks) where each block of a slot's entries begins among the S, and the entries of a block.
             slot: (T,) slot whose entries a row reads.
             seen: (T,) number of entries from the beginning of the slot that a row reads first.
             tail: (T, A) entries that a row reads after those, padded with -1; None for none.
             window: a row reads only the last this many of its entries; None for all.
             scale: factor on q.k.
             softcap: scores become ``c * tanh(score / c)`` when set.
+            scales: addresses of the scales (K, S) of keys and of values in eight bits.
 
         Returns:
             (T, H, D).
         """
-        keys, values = stored
+        (keys, values), (table, size) = stored, blocks
         rows, heads, width = q.shape
         if q.stride()[1:] != (width, 1):
             q = q.contiguous()
-        assert all(t.is_contiguous() for t in (keys, values, slot, seen))
+        assert all(t.is_contiguous() for t in (keys, values, table, slot, seen))
         out = q.new_empty(rows, heads, width)
         sums = q.new_empty(rows, heads, width, dtype=torch.float32)
         tail = None if tail is None else tail.contiguous()
         call = CAttention(
-            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), slot.data_ptr(), seen.data_ptr()),
-            *(_address(tail), out.data_ptr(), sums.data_ptr(), rows, q.stride(0), heads, keys.shape[1], width),
-            *(keys.shape[2], 0 if tail is None else tail.shape[1], window or 0, scale, softcap or 0.0),
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            CPlaces(table.data_ptr(), table.shape[1], size, keys.shape[1], *scales),
+            *(slot.data_ptr(), seen.data_ptr(), _address(tail), out.data_ptr(), sums.data_ptr()),
+            *(rows, q.stride(0), heads, keys.shape[0], width),
+            *(0 if tail is None else tail.shape[1], window or 0, scale, softcap or 0.0),
         )
         self._library.vivace_attention(self._index, num_threads(), byref(call))
         return out

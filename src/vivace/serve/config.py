@@ -57,7 +57,7 @@ class ServeConfig:
     prefill_budget: int = 256
     """Number of prompt tokens read between two decoding steps; a small one delays running answers less."""
     prefix_cache_bytes: int = 256 << 20
-    """Memory for keys and values of earlier prompts; 0 keeps none."""
+    """Largest memory for keys and values of earlier texts, given back when running ones need it; 0 keeps none."""
     grace_s: float = 10.0
     """Longest time that answers may still run after the server was told to stop."""
     stall_timeout_s: float = 120.0

@@ -46,14 +46,21 @@ BY_LABEL = {
 GAUGES = {
     "num_requests_running": "Sequences in a slot.",
     "num_requests_waiting": "Sequences in the queue.",
-    "kv_cache_usage_perc": "Stored entries as a share of all.",
-    "kv_bytes": "Largest memory that keys and values of the sequences in slots can take, drafters' own included.",
+    "num_requests_waiting_for_memory": "1 while a sequence waits for memory and a slot is free.",
+    "kv_cache_usage_perc": "Stored entries as a share of what all slots may hold.",
+    "kv_bytes": "Memory of all blocks of keys and values in use, drafters' own and kept prompts included.",
+    "kv_bytes_kept": "The part of it that only kept prompts hold; it is given back when it is needed.",
     "kv_bytes_limit": "Memory that `--memory` leaves for them beside weights and drafters; infinite without it.",
+    "kv_blocks": "Blocks of the model's texts in use.",
+    "kv_blocks_shared": "Blocks among them that several texts have, or a text and the kept prompts.",
 }
 WORKER_COUNTERS = {
     "target_passes": "Decoding passes of the model; one over several sequences counts once.",
     "prefix_cache_queries": "Prompt tokens looked up among the entries of earlier prompts.",
     "prefix_cache_hits": "Prompt tokens found among them.",
+    "prefix_cache_evictions": "Stretches of kept prompts that made room for texts.",
+    "preemptions": "Times a sequence lost its slot to older ones because memory ended, and was read again.",
+    "kv_blocks_copied": "Blocks copied because a text continued where others read.",
 }
 
 
@@ -71,20 +78,30 @@ class WorkerFigures:
 
         worker, cache = self._worker, self._worker.session.cache
         entries = cache.num_slots * cache.capacity
-        limit = worker.memory.room_bytes
+        limit, prefix = worker.memory.room_bytes, worker.prefix
         gauges = (
             worker.num_running,
             worker.num_waiting,
+            int(worker.waits_for_memory),
             sum(cache.lengths) / entries,
-            worker.memory.promised_bytes,
+            worker.memory.taken_bytes,
+            prefix.evictable_bytes if prefix else 0,
             inf if limit is None else limit,
+            sum(pool.num_taken for pool in cache.store.pools),
+            sum(pool.num_shared for pool in cache.store.pools),
         )
         for (stem, text), value in zip(GAUGES.items(), gauges, strict=True):
             gauge = GaugeMetricFamily(self._prefix + stem, text, labels=("model_name",))
             gauge.add_metric(self._labels, value)
             yield gauge
-        prefix = worker.prefix
-        counters = (worker.num_target_passes, prefix.num_queries if prefix else 0, prefix.num_hits if prefix else 0)
+        counters = (
+            worker.num_target_passes,
+            prefix.num_queries if prefix else 0,
+            prefix.num_hits if prefix else 0,
+            prefix.num_evicted if prefix else 0,
+            worker.num_preemptions,
+            cache.store.num_copied,
+        )
         for (stem, text), value in zip(WORKER_COUNTERS.items(), counters, strict=True):
             counter = CounterMetricFamily(self._prefix + stem, text, labels=("model_name",))
             counter.add_metric(self._labels, value)

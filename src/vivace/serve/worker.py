@@ -95,7 +95,7 @@ class Worker:
             capacity: prompt and answer of a sequence together.
             max_queue: jobs that may wait.
             prefill_budget: prompt tokens read between two decoding steps.
-            memory: what sequences are promised their keys and values from; None has no limit.
+            memory: what blocks of keys and values are taken from; None has no limit.
         """
         self.memory = MemoryBudget() if memory is None else memory
         self._make: Callable[[], Session] = partial(
@@ -106,6 +106,10 @@ class Worker:
         self.num_slots = num_slots
         self.max_queue = max_queue
         self.num_target_passes = 0
+        self.num_preemptions = 0
+        """Times a sequence lost its slot when memory ended."""
+        self.waits_for_memory = False
+        """A sequence waits that has a free slot and no memory."""
         self.num_failed = 0
         """Number of sequences that ended with an error of their own."""
         self.heartbeat = Heartbeat()
@@ -182,15 +186,16 @@ class Worker:
         free, num_late = self.memory.free_bytes, 0
         if free is None:
             return
+        free += self.memory.evictable_bytes
         for job in (*self._waiting, *jobs):
             if job.scores is None:
-                free -= self.session.text_bytes(job.request)
+                free -= self.session.room.first_bytes(job.request)
                 num_late += free < 0
         if num_late > self.max_queue:
             raise APIError(
                 429,
                 f"{num_late} sequences would wait for memory and {self.max_queue} may: running ones have "
-                f"{format_bytes(self.memory.promised_bytes)} of keys and values; try again later",
+                f"{format_bytes(self.memory.taken_bytes)} of keys and values; try again later",
                 code="memory_exceeded",
             )
 
@@ -255,6 +260,7 @@ class Worker:
         No job overtakes one that waits for memory, so that it is not kept out by smaller ones.
         """
         is_full = False
+        self.waits_for_memory = self.session.num_free > 0 and self.session.num_waiting > 0
         for job in sorted(self._waiting, key=lambda job: job.priority):
             if job.scores is not None:
                 self._begin_scoring(job, job.scores)
@@ -265,6 +271,7 @@ class Worker:
                 continue
             if self._running and not self.session.can_begin(job.request):
                 is_full = True
+                self.waits_for_memory = self.session.num_free > 0
                 continue
             self._waiting.remove(job)
             job.started_at = time.perf_counter()
@@ -305,9 +312,10 @@ class Worker:
     def _step(self) -> list[tuple[Job, Event]]:
         if not self._running:
             return []
-        before = self.session.num_target_passes
+        before, lost = self.session.num_target_passes, self.session.num_preemptions
         emitted = self.session.step()
         self.num_target_passes += self.session.num_target_passes - before
+        self.num_preemptions += self.session.num_preemptions - lost
         events = self._progress()
         for one in emitted:
             job = self._running[one.request_id]

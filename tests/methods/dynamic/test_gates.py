@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.entries import all_entries
 from tests.methods.dynamic.gated import GATES, make_weights, text_batch
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
@@ -76,7 +77,7 @@ def test_companions_change_no_slow_row_and_no_entry(deep, dtype) -> None:
         for cache in caches:
             cache.commit([0], [range(1)])
     for layer in range(GATES.layers[-1]):
-        for ours, theirs in zip(*(cache.stored(layer) for cache in caches), strict=True):
+        for ours, theirs in zip(*(all_entries(cache, layer) for cache in caches), strict=True):
             assert torch.equal(ours, theirs)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.entries import all_entries
 from tests.core.test_bits import prefill
 from tests.decode.runs import Result, finish
 from tests.decode.steps_at_once import MODELS, Noting, packed, stops_at_every_end
@@ -86,7 +87,7 @@ def assert_same(ours: tuple[Draft, KVCache], theirs: tuple[Draft, KVCache]) -> N
     for name in ("tokens", "slot", "node", "parent", "hidden"):
         assert torch.equal(getattr(draft, name), getattr(other, name)), name
     for layer in range(GATE):
-        for mine, yours in zip(cache.stored(layer), stored.stored(layer), strict=True):
+        for mine, yours in zip(all_entries(cache, layer), all_entries(stored, layer), strict=True):
             assert torch.equal(mine, yours)
 
 

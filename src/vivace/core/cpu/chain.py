@@ -214,7 +214,7 @@ class NativeChain:
         into.head, into.tokens, into.hidden = self._head.struct, tokens.data_ptr(), hidden.data_ptr()
         into.kept, into.guessed, into.steps, into.room = kept, guessed, plan.steps, plan.room
         last = cache.lengths[root.slot] + plan.room
-        cache.reserve([root.slot], [last - 1])
+        cache.extend([root.slot], [last])
         self._place(call, [root], cache, last)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
         call.hidden = hidden.data_ptr() if hands_over else None  # where chains leave residuals for verification
@@ -265,18 +265,18 @@ class NativeChain:
         slots, tokens, limits = zip(*roots, strict=True)
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * len(roots)
-        call.keys, call.values = self._span.addresses(cache)
+        call.keys, call.values, call.places = self._span.addresses(cache)
         call.cosines, call.sines = pointers([cos for cos, _ in tables]), pointers([sin for _, sin in tables])
         call.slot, call.length = numbers(*slots), numbers(*(cache.lengths[slot] for slot in slots))
         call.root, call.limit = numbers(*tokens), numbers(*limits)
-        call.sequences, call.capacity = len(roots), cache.capacity
+        call.sequences = len(roots)
 
     def _run(
         self, call: CChain, plan: CPlan, roots: Sequence[ChainRoot], cache: KVCache, *, hands_over: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Draft; return tokens, slots, nodes and parents of the T rows, (4, T), and residuals (T, E) if asked for."""
         deepest = [cache.lengths[root.slot] + root.limit for root in roots]
-        cache.reserve([root.slot for root in roots], deepest)
+        cache.extend([root.slot for root in roots], [entry + 1 for entry in deepest])
         made = torch.empty(4, len(roots) + sum(root.limit for root in roots), dtype=torch.int64)
         hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16) if hands_over else None
         self._place(call, roots, cache, max(deepest) + 1)

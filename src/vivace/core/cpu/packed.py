@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from vivace.core.attention import Attention
+from vivace.core.cache import KVCache
 from vivace.core.config import Activation, ModelConfig
 from vivace.core.cpu.low_bit import frozen, refuse_gradients
 from vivace.core.layers import Linear, RMSNorm
@@ -182,9 +183,11 @@ class NativeAttention(Attention):
         super().__init__(config, layer)
         self.body = body
 
-    def _rows(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def _rows(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
+        table = cache.tables[cache.store.place_of_layer[self.layer][0]].first
         return self.body.attend_rows(
-            *(q, (keys, values), step.slot, step.seen, step.tail),
+            *(q, cache.stored(self.layer), (table, cache.store.size), step.slot, step.seen, step.tail),
+            scales=cache.scales(self.layer),
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from copy import copy
 from ctypes import c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
-from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CLayer, CMatrix, CPlan, CTerm
+from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CLayer, CMatrix, CPlaces, CPlan, CTerm
 from vivace.kernels.low_bit import LowBit, Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from vivace.core.model import Decoder, Layer
 
 Pointers = ctypes.Array[c_void_p]
+
+
+class Stored(NamedTuple):
+    """Where a cache has keys and values, layer by layer, as native code takes it."""
+
+    keys: Pointers
+    values: Pointers
+    places: ctypes.Array[CPlaces]
 
 
 class NativeSpan:
@@ -47,7 +55,7 @@ class NativeSpan:
         self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
         self._copies: list[Matrix] = []
         """Quantized copies that the plan points into and no layer holds."""
-        self._stored: WeakKeyDictionary[KVCache, tuple[Pointers, Pointers]] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[KVCache, Stored] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._terms = WeakIdKeyDictionary()
 
@@ -114,32 +122,40 @@ class NativeSpan:
         if self not in step.laid_out:
             assert isinstance(step.memory, KVCache)
             assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
-            keys, values = self.addresses(step.memory)
+            stored = self.addresses(step.memory)
             rotations = [layer.rotation(step, dtype) for layer in self.rotating]
             call = CCall(
                 slot=step.slot.data_ptr(),
                 seen=step.seen.data_ptr(),
                 tail=None if step.tail is None else step.tail.data_ptr(),
                 entry=step.entry.data_ptr(),
-                keys=keys,
-                values=values,
+                keys=stored.keys,
+                values=stored.values,
+                places=stored.places,
                 cosines=pointers([cos for cos, _ in rotations]),
                 sines=pointers([sin for _, sin in rotations]),
                 rows=step.num_rows,
                 num_write=step.num_write,
                 tail_width=0 if step.tail is None else step.tail.shape[1],
-                capacity=step.memory.capacity,
             )
             step.laid_out[self] = call, _version_of(step.low_rank)
         laid_out: tuple[CCall, int] = step.laid_out[self]
         return laid_out
 
-    def addresses(self, cache: KVCache) -> tuple[Pointers, Pointers]:
+    def addresses(self, cache: KVCache) -> Stored:
         """Return the addresses of a cache's keys and values in every layer, which are the same as long as it exists."""
         found = self._stored.get(cache)
         if found is None:
             stored = [cache.stored(layer) for layer in range(len(self._layers))]
-            found = self._stored[cache] = (pointers([k for k, _ in stored]), pointers([v for _, v in stored]))
+            places = []
+            for layer, (pool, _) in enumerate(cache.store.place_of_layer):
+                part = stored[layer][0]
+                table = cache.tables[pool].first
+                places.append(
+                    CPlaces(table.data_ptr(), table.shape[1], cache.store.size, part.shape[1], *cache.scales(layer))
+                )
+            keys, values = (pointers([part[which] for part in stored]) for which in (0, 1))
+            found = self._stored[cache] = Stored(keys, values, (CPlaces * len(places))(*places))
         return found
 
     def terms(

@@ -137,17 +137,27 @@ struct Quantised {
     int64_t rows, in;
 };
 
+// Where entries are stored: those of a slot in blocks, which a table names by the place of their first entry.
+struct Places {
+    const int64_t* table;  // (slots, table_width)
+    int64_t table_width, block, capacity;  // entries of a block, and of all blocks together
+    const bf16 *key_scales, *value_scales;  // (K, capacity) where entries have eight bits, else null
+
+    int64_t of(int64_t slot, int64_t entry) const { return table[slot * table_width + entry / block] + entry % block; }
+};
+
 // Attention of single rows to the entries that each of them reads: the first `seen` of its slot, then those of `tail`.
 struct Attention {
     const bf16* q;  // (rows, H, D), rows `q_stride` apart
-    const bf16* keys;    // (slots, K, capacity, D)
-    const bf16* values;  // (slots, K, capacity, D)
+    const bf16* keys;    // (K, capacity, D)
+    const bf16* values;  // (K, capacity, D)
+    Places places;
     const int64_t* slot;
     const int64_t* seen;
     const int64_t* tail;  // (rows, tail_width), -1 padded, or null
     bf16* out;            // (rows, H, D)
     float* sums;          // (rows, H, D) working space
-    int64_t rows, q_stride, heads, kv_heads, width, capacity, tail_width;
+    int64_t rows, q_stride, heads, kv_heads, width, tail_width;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
 };
@@ -184,9 +194,10 @@ struct Call {
     const bf16* const* values;
     const bf16* const* cosines;  // one (rows, rotated) table per rope
     const bf16* const* sines;
+    const Places* places;  // one per layer of the plan
     const Term* terms;  // by layer, then in the order in which they are added
     uint8_t* space;     // vivace_span_bytes
-    int64_t start, stop, rows, num_write, num_feed, tail_width, capacity, num_terms;
+    int64_t start, stop, rows, num_write, num_feed, tail_width, num_terms;
 };
 
 // The attention of a draft row to the entries that a deep layer stored for verified positions.
@@ -207,13 +218,14 @@ struct Chain {
     const bf16* const* values;
     const bf16* const* cosines;  // by rope and position
     const bf16* const* sines;
+    const Places* places;  // one per layer of the plan
     const Term* terms;  // deltas of draft rows, by layer; their `which` is not read
     const DeepRead* reads;  // one before each of the first num_reads layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,) slot, entries stored, last token, most guesses
     const int64_t* ends;                          // (num_ends,) end-of-text tokens, below which nothing is guessed
     int64_t *tokens, *slots, *nodes, *parents;    // written for each row; sequences + the sum of limits at most
     bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
-    int64_t gate, sequences, is_fed, capacity, num_terms, num_ropes, num_offsets, num_reads, num_ends;
+    int64_t gate, sequences, is_fed, num_terms, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // a guess less likely than the latter is its chain's last; 0: never
 };
 

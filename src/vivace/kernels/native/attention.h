@@ -4,6 +4,7 @@
 // 2018, arXiv:1805.02867), counted from the first entry that the row reads, so that a row's sums are grouped the same
 // way wherever its entries are stored.
 #pragma once
+#include "entries.h"
 #include "linear.h"
 
 namespace {
@@ -16,24 +17,44 @@ constexpr int64_t MAX_GROUP = 128;  // most query heads per key/value head; core
 // the entries, so that scores are computed by the kernels of projections.
 struct Block {
     const bf16 *k[ENTRIES], *v[ENTRIES];
-    int64_t slot = -1, first = -1, stored = 0;  // what is in the block: slot, first ordinal, entries that are no tail
+    int64_t slot = -1, first = -1, stored = 0;  // what is loaded: slot, first ordinal, entries that are no tail
+    int64_t place = -1;  // where the first of them is stored if the others lie behind it, in one block of the cache
     alignas(64) bf16 tiles[ENTRIES * MAX_TILED];
+    alignas(64) bf16 wide[2][ENTRIES * MAX_TILED];  // keys and values whose entries have eight bits
 
-    // Whether the block holds ordinals from..from+count-1 of a row; never where the row's tail reaches into them.
+    // Whether ordinals from..from+count-1 of a row are loaded; never where the row's tail reaches into them. Slots that
+    // share a block of the cache share what is loaded of it.
     bool has(const Attention& a, int64_t row, int64_t from, int64_t count) const {
-        return a.seen[row] - from >= count && count <= stored && from == first && a.slot[row] == slot;
+        if (a.seen[row] - from < count || count > stored || from != first) return false;
+        return a.slot[row] == slot || (place >= 0 && a.places.of(a.slot[row], from) == place);
     }
 
     // Fills the block with ordinals from..from+count-1 of a row, for key/value head kv.
     void hold(const Attention& a, int64_t row, int64_t kv, int64_t from, int64_t count) {
         const int64_t seen = a.seen[row], here = seen - from < count ? seen - from : count;
-        const int64_t base = (a.slot[row] * a.kv_heads + kv) * a.capacity;
-        for (int64_t j = 0; j < count; ++j) {
-            const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
-            k[j] = a.keys + (base + entry) * a.width;
-            v[j] = a.values + (base + entry) * a.width;
+        const bf16* const keys = a.keys + kv * a.places.capacity * a.width;
+        const bf16* const values = a.values + kv * a.places.capacity * a.width;
+        slot = a.slot[row], first = from, stored = here, place = -1;
+        if (a.places.key_scales != nullptr) {
+            if (here == count && from % a.places.block + count <= a.places.block) place = a.places.of(slot, from);
+            for (int64_t j = 0; j < count; ++j) {
+                const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
+                const int64_t at = kv * a.places.capacity + (place >= 0 ? place + j : a.places.of(slot, entry));
+                bf16 *key = wide[0] + j * a.width, *value = wide[1] + j * a.width;
+                widen_entry((const int8_t*)a.keys + at * a.width, a.places.key_scales[at], key, a.width);
+                widen_entry((const int8_t*)a.values + at * a.width, a.places.value_scales[at], value, a.width);
+                k[j] = key, v[j] = value;
+            }
+        } else if (here == count && from % a.places.block + count <= a.places.block) {
+            place = a.places.of(slot, from);
+            for (int64_t j = 0; j < count; ++j) k[j] = keys + (place + j) * a.width, v[j] = values + (place + j) * a.width;
+        } else {
+            for (int64_t j = 0; j < count; ++j) {
+                const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
+                const int64_t at = a.places.of(slot, entry) * a.width;
+                k[j] = keys + at, v[j] = values + at;
+            }
         }
-        slot = a.slot[row], first = from, stored = here;
         if (is_tiled(a.width)) lay(count, a.width / 2);
     }
 

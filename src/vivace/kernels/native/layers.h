@@ -106,8 +106,17 @@ void finish_heads(const Span& s, int64_t layer, int64_t row) {
     const bf16 *cos = c.cosines[l.rope] + row * p.rotated, *sin = c.sines[l.rope] + row * p.rotated;
     for (int64_t i = 0; i < p.heads + p.kv_heads; ++i) rotate(q + i * p.head_width, cos, sin, p.rotated);
     if (row >= c.num_write) return;
+    const Places& places = c.places[c.start + layer];
+    const int64_t place = places.of(c.slot[row], c.entry[row]);
     for (int64_t i = 0; i < p.kv_heads; ++i) {
-        const int64_t at = ((c.slot[row] * p.kv_heads + i) * c.capacity + c.entry[row]) * p.head_width;
+        const int64_t number = i * places.capacity + place, at = number * p.head_width;
+        if (places.key_scales != nullptr) {
+            const bf16 *key = k + i * p.head_width, *value = v + i * p.head_width;
+            int8_t *keys = (int8_t*)c.keys[c.start + layer] + at, *values = (int8_t*)c.values[c.start + layer] + at;
+            narrow_entry(key, p.head_width, keys, (bf16*)places.key_scales + number);
+            narrow_entry(value, p.head_width, values, (bf16*)places.value_scales + number);
+            continue;
+        }
         __builtin_memcpy((bf16*)c.keys[c.start + layer] + at, k + i * p.head_width, p.head_width * sizeof(bf16));
         __builtin_memcpy((bf16*)c.values[c.start + layer] + at, v + i * p.head_width, p.head_width * sizeof(bf16));
     }
@@ -117,10 +126,9 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
     const Plan& p = *s.plan;
     const Call& c = *s.call;
     const int64_t at = c.start + layer;
-    const Attention a{s.qkv,         c.keys[at],   c.values[at],  c.slot,       c.seen,
-                      c.tail,        s.a,          s.sums,        c.rows,       s.qkv_width(),
-                      p.heads,       p.kv_heads,   p.head_width,  c.capacity,   c.tail_width,
-                      s.layer(layer).window, p.scale, p.softcap};
+    const Attention a{s.qkv,  c.keys[at],     c.values[at], c.places[at], c.slot,       c.seen,
+                      c.tail, s.a,            s.sums,       c.rows,       s.qkv_width(), p.heads,
+                      p.kv_heads, p.head_width, c.tail_width, s.layer(layer).window, p.scale, p.softcap};
     attend_some(a, item);
 }
 

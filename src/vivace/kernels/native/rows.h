@@ -76,7 +76,7 @@ public:
         c.h = h.get(), c.out = out.get(), c.space = (uint8_t*)(((uintptr_t)space_.get() + 63) / 64 * 64);
         c.slot = slot.data(), c.seen = seen.data(), c.entry = entry.data();
         c.keys = chain_.keys, c.values = chain_.values, c.cosines = cosines_.data(), c.sines = sines_.data();
-        c.capacity = chain_.capacity;
+        c.places = chain_.places;
         c.rows = rows, c.num_write = c.num_feed = writing;
         return c;
     }

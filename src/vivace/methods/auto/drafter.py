@@ -157,6 +157,11 @@ class Adaptive:
         self.clock = clock
         self._measured: dict[tuple[int, int], Measured] = {}
 
+    @property
+    def leaves_all_entries(self) -> bool:
+        """Whether all drafters do."""
+        return all(drafter.leaves_all_entries for drafter in self.drafters)
+
     def text_bytes(self, entries: int) -> int:
         """Return the sum over all drafters, since each of them follows every text."""
         return sum(drafter.text_bytes(entries) for drafter in self.drafters)
@@ -265,6 +270,16 @@ class AdaptiveState:
         if verdict is not None:
             elapsed, allowed = self._adaptive.clock() - self._started, min(self._allowed, LONGEST)
             self._adaptive.record(self._batch, self.choice.drafter, elapsed, allowed, verdict)
+
+    def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """Let every drafter have room."""
+        for state in self._states:
+            state.extend(slots, stops)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Tell every drafter."""
+        for state in self._states:
+            state.fork(sources, targets)
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Pass the call to every drafter."""

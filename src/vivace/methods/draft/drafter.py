@@ -61,15 +61,15 @@ class DraftModel:
         self.model = model
         self.target_vocab_size = target_vocab_size
 
+    leaves_all_entries = True
+
     def text_bytes(self, entries: int) -> int:
         """Return the bytes of keys and values of the draft model, which reads the same text as the target."""
         return self.model.slot_bytes(entries)
 
     def open(self, cache: KVCache) -> DraftModelState:
-        """Return the state of a session, with a cache for the draft model of as many slots and entries as
-        the target's.
-        """
-        return DraftModelState(self, self.model.new_cache(cache.num_slots, cache.capacity))
+        """State of a session, with a cache for the draft model of as many slots and entries as the target's."""
+        return DraftModelState(self, self.model.new_cache(cache.num_slots, cache.capacity, account=cache.account))
 
 
 class DraftModelState(NoMemory):
@@ -171,6 +171,15 @@ class DraftModelState(NoMemory):
         """Forget positions >= length; the cache of a slot that is shorter does not change."""
         own = self.cache.lengths
         self.cache.truncate(slots, [min(own[s], length) for s, length in zip(slots, lengths, strict=True)])
+
+    def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """Let the draft model's own cache have room."""
+        self.cache.extend(slots, stops)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Share the own cache's entries of the verified text."""
+        self._forget_guesses(sources)
+        self.cache.fork(sources, targets)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""

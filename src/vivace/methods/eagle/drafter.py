@@ -113,13 +113,15 @@ class Eagle:
         if isinstance(layer.body.backend, TorchBackend):  # its weights are not packed yet
             layer.body.run_on(model.backend.sibling())
 
+    leaves_all_entries = True
+
     def text_bytes(self, entries: int) -> int:
         """Return the bytes of keys and values of the layer."""
         return self._body.slot_bytes(entries)
 
     def open(self, cache: KVCache) -> EagleState:
-        """Return the state of a session, with a cache for the layer of as many slots and entries as the target's."""
-        return EagleState(self, self._body.new_cache(cache.num_slots, cache.capacity))
+        """State of a session, with a cache for the layer of as many slots and entries as the target's."""
+        return EagleState(self, self._body.new_cache(cache.num_slots, cache.capacity, account=cache.account))
 
     def run(self, own: Draft, rows: Tensor | None, features: Tensor, cache: KVCache, *, chunk: bool = False) -> Tensor:
         """Run rows of the layer's own draft (None: all) through it, given the features (n, E) of the positions before
@@ -216,6 +218,15 @@ class EagleState(Forgetful):
             paths = [torch.tensor(path, device=normed.device) for path in verdict.paths]
         for slot, path in zip(draft.slots, paths, strict=True):
             self._pending.setdefault(slot, []).append(normed[path])
+
+    def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """Let the layer's own cache have room."""
+        self.cache.extend(slots, stops)
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Share the layer's entries, and copy what was not taken up."""
+        super().fork(sources, targets)
+        self.cache.fork(sources, targets)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""

@@ -12,6 +12,7 @@ the window needs no attention mask of its own, and a node of the window that hap
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,6 +173,12 @@ class LookaheadState(Forgetful):
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Do nothing: n-grams of the longer text remain valid guesses."""
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Look through the same windows, which then go their own ways."""
+        for source, target in zip(sources, targets, strict=True):
+            if source in self._memory:
+                self._memory[target] = copy.deepcopy(self._memory[source])
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots."""

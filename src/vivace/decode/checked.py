@@ -1,0 +1,59 @@
+"""Verification of what a drafter proposed for some sequences, and the token behind what native code has verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.sequence import Sequence as Decoding
+from vivace.decode.verify import verify_greedy, verify_sampled
+
+
+class Checked(NamedTuple):
+    """A proposal after verification: its kept tokens are those of plain decoding."""
+
+    draft: Draft
+    passed: TargetPass
+    """Residuals of the draft's rows after the last layer."""
+    verdict: Verdict
+    logprobs: Tensor | None
+    """(T, V) log p of every vocabulary entry after each row; None where no request wants it."""
+
+
+def verified(
+    model: Decoder, draft: Draft, traversal: Traversal, context: Context, sequences: Sequence[Decoding]
+) -> Checked:
+    """Run one target pass over a draft and keep the guesses that the model itself would have written."""
+    row_count = context.cache.row_count
+    passed = traversal.run(model, draft, context.cache)
+    if len(passed.rows) < len(draft.tokens):  # the other rows were pruned during the pass
+        draft = draft.only(passed.rows.tolist())
+        passed = replace(passed, rows=torch.arange(len(draft.tokens)))
+    is_greedy = context.distribution.is_greedy(context.slots)
+    wants_logprobs = any(s.request.logprobs for s in sequences)
+    if is_greedy and not wants_logprobs:
+        chosen = model.greedy(passed.hidden, row_count=row_count).tolist()
+        return Checked(draft, passed, verify_greedy(draft, chosen), None)
+    logits = model.head(passed.hidden, row_count=row_count)
+    logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
+    if is_greedy:
+        return Checked(draft, passed, verify_greedy(draft, logits.argmax(-1).tolist()), logprobs)
+    distribution = context.distribution(logits, draft, passed.rows)
+    return Checked(draft, passed, verify_sampled(draft, distribution, context.generators), logprobs)
+
+
+def read_on(model: Decoder, decided: Decided, sequences: Sequence[Decoding]) -> Checked:
+    """Choose the token after the last row of steps verified in native code; compute log p where a request wants it."""
+    hidden, last = decided.passed.hidden, decided.draft.last_rows
+    if any(s.request.logprobs for s in sequences):
+        logits = model.head(hidden)
+        verdict = decided.verdict(logits[last].argmax(-1).tolist())
+        return Checked(decided.draft, decided.passed, verdict, torch.log_softmax(logits, -1))
+    chosen = model.greedy(hidden[last])
+    return Checked(decided.draft, decided.passed, decided.verdict(chosen.tolist()), None)

@@ -1,0 +1,85 @@
+"""What the texts of a session need of memory, when one may begin, and which one gives way.
+
+A request begins when there is room for what has been decided of it so far, and for one block of each text that runs and
+may still grow. Before a pass every sequence in it is given the blocks that the pass may write, the oldest first. Where
+memory ends, the youngest gives back what it has, keeps its tokens, and is read again later (``Session._preempt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder
+from vivace.decode.isolation import blaming
+from vivace.decode.memory import MemoryBudget, text_bytes
+from vivace.decode.request import Request
+from vivace.decode.sequence import Sequence
+from vivace.decode.stats import DecodeStats
+
+
+class Waiting(NamedTuple):
+    """A request that has no slot."""
+
+    id: int
+    request: Request
+    paused: Sequence | None = None
+    """What it was when it lost its slot."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that are decided."""
+        return len(self.request.tokens if self.paused is None else self.paused.tokens)
+
+    @property
+    def stats(self) -> DecodeStats:
+        """Return its counters, or those to begin with."""
+        if self.paused is not None:
+            return self.paused.stats
+        return DecodeStats(method=self.request.drafter.name, num_prompt_tokens=len(self.request.tokens))
+
+
+class Room:
+    """The memory of one session's texts."""
+
+    def __init__(self, model: Decoder, cache: KVCache, memory: MemoryBudget) -> None:
+        """Count for texts of ``model`` in ``cache``, whose blocks are taken from ``memory``."""
+        self.memory = memory
+        self._model = model
+        self._cache = cache
+
+    def most_bytes(self, request: Request) -> int:
+        """Return the largest number of bytes that keys and values of a request can take."""
+        return text_bytes(self._model, request.drafter, len(request.tokens) + request.max_new_tokens)
+
+    def first_bytes(self, request: Request, num_tokens: int | None = None) -> int:
+        """Return the bytes of keys and values that a request needs to begin, or to go on with so many tokens."""
+        if self.is_pinned(request):
+            return self.most_bytes(request)
+        return text_bytes(self._model, request.drafter, num_tokens or len(request.tokens))
+
+    def is_pinned(self, request: Request) -> bool:
+        """Return whether what a request stores could not be read again, so that it must never lose its memory."""
+        can_read_again = request.prefill.is_exact and not self._model.stateful
+        return not (can_read_again and request.drafter.leaves_all_entries)
+
+    def has_for(self, waiting: Iterable[Waiting], live: Iterable[Sequence]) -> bool:
+        """Return whether there is memory for all these requests to begin, and a block for each that runs."""
+        needed = sum(self.first_bytes(each.request, each.num_tokens) for each in waiting)
+        return self.memory.has_room(needed + self._spare_bytes(live))
+
+    def _spare_bytes(self, live: Iterable[Sequence]) -> int:
+        """Return the bytes of one block for each text that may still grow, which a new text must leave free."""
+        growing = [s for s in live if self._cache.reach(s.slot) < s.num_entries]
+        return sum(self._cache.slot_bytes(1) + s.request.drafter.text_bytes(1) for s in growing)
+
+    def give(self, sequence: Sequence, stop: int) -> None:
+        """Give a sequence the blocks of its entries up to ``stop - 1``, in its drafter's own cache too.
+
+        Raises:
+            RequestFailed: there is no memory for them now.
+        """
+        with blaming(sequence.slot, "taking memory for it"):
+            for state in (self._cache, sequence.drafting):
+                state.extend([sequence.slot], [stop])
