@@ -78,6 +78,21 @@ def test_clients_beyond_the_memory_wait_for_their_turn(three: Local, engine: Eng
     assert three.metric("vivace_kv_bytes") == 0
 
 
+def test_texts_that_outgrow_the_memory_give_way_and_say_the_same(folder: Path, engine: Engine) -> None:
+    """More begin than can end together: the youngest are preempted and read again."""
+    config, count = replace(PLAIN, max_model_len=256), 6
+    with local(limited(folder, 2.2, 256), config) as server, ThreadPoolExecutor(count) as pool:
+        replies = list(pool.map(lambda number: ask(server, number, max_tokens=253), range(count)))
+        server.wait_idle()
+        assert server.metric("vivace_preemptions_total") > 0
+        assert server.metric("vivace_kv_bytes") == 0
+    assert [reply.status_code for reply in replies] == [200] * count
+    for number, reply in enumerate(replies):
+        asked = engine.request_for([5 + number % 40, 9, 30], Options(max_new_tokens=253, ignore_eos=True))
+        [wanted] = outcomes(engine.session([asked], Options()), [replace(asked, drafter=NoDrafts())])
+        assert reply.json()["choices"][0]["token_ids"] == wanted.tokens
+
+
 def test_a_text_may_be_as_long_as_there_is_memory_for(folder: Path) -> None:
     with local(limited(folder, 1.2), ServeConfig(method="plain", prefix_cache_bytes=0)) as server:
         longest = server.server.max_model_len
