@@ -197,7 +197,7 @@ def test_texts_get_neighbouring_blocks() -> None:
     store = BlockStore(SPECS[:1], dtype=torch.float32, most=40, size=4)
     cache = KVCache(SPECS[:1], 3, 40, store=store)
     for slot in range(3):
-        cache.expect(slot, 40)
+        cache.set_aside(slot, 40)
     for length in range(1, 40, 3):
         for slot in range(3):
             grown(cache, slot, length)
@@ -205,7 +205,7 @@ def test_texts_get_neighbouring_blocks() -> None:
     keys, _ = cache.entries(0, 1, 37)
     assert keys.data_ptr() == cache.stored(0)[0][:, cache.tables[0].blocks[1][0] * 4 :].data_ptr(), "a view"
     cache.release([1])
-    cache.expect(1, 8)
+    cache.set_aside(1, 8)
     grown(cache, 1, 8)
     assert cache.tables[0].blocks[1] == [11, 12], "the first that are free"
 

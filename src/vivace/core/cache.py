@@ -262,8 +262,8 @@ class KVCache:
 
     # Blocks
 
-    def expect(self, slot: int, entries: int) -> None:
-        """Say how many entries a slot may come to have, so that it gets neighbouring blocks where there are some."""
+    def set_aside(self, slot: int, entries: int) -> None:
+        """Set neighbouring blocks aside for the entries that a slot may come to have, where there are some."""
         for table in self.tables:
             table.pool.forget(table.planned[slot])
             table.planned[slot] = table.pool.plan(-(-min(entries, self.capacity) // self.store.size))

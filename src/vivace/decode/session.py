@@ -176,7 +176,7 @@ class Session:
         target = source.forked(self._next_id, slot, seed)
         self._next_id += 1
         self._live[slot] = target
-        self.cache.expect(slot, self.cache.lengths[source.slot] + target.request.max_new_tokens)
+        self.cache.set_aside(slot, self.cache.lengths[source.slot] + target.request.max_new_tokens)
         for state in (self.cache, source.drafting):
             state.fork([source.slot], [slot])
         self.cache.adapters.give(slot, target.request.adapter)
@@ -353,7 +353,7 @@ class Session:
             sequence.is_pinned = self.room.is_pinned(request)
         self._free.remove(slot)
         self._live[slot] = sequence
-        self.cache.expect(slot, sequence.num_entries)
+        self.cache.set_aside(slot, sequence.num_entries)
         self.cache.prompts[slot] = len(request.tokens)
         self.cache.adapters.give(slot, request.adapter)
         return sequence

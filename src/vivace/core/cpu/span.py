@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Pointers = ctypes.Array[c_void_p]
 
 
-class Stored(NamedTuple):
+class StoredEntries(NamedTuple):
     """Where a cache has keys and values, layer by layer, as native code takes it."""
 
     keys: Pointers
@@ -55,7 +55,7 @@ class NativeSpan:
         self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
         self._copies: list[Matrix] = []
         """Quantized copies that the plan points into and no layer holds."""
-        self._stored: WeakKeyDictionary[KVCache, Stored] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[KVCache, StoredEntries] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._terms = WeakIdKeyDictionary()
 
@@ -142,7 +142,7 @@ class NativeSpan:
         laid_out: tuple[CCall, int] = step.laid_out[self]
         return laid_out
 
-    def addresses(self, cache: KVCache) -> Stored:
+    def addresses(self, cache: KVCache) -> StoredEntries:
         """Return the addresses of a cache's keys and values in every layer, which are the same as long as it exists."""
         found = self._stored.get(cache)
         if found is None:
@@ -155,7 +155,7 @@ class NativeSpan:
                     CPlaces(table.data_ptr(), table.shape[1], cache.store.size, part.shape[1], *cache.scales(layer))
                 )
             keys, values = (pointers([part[which] for part in stored]) for which in (0, 1))
-            found = self._stored[cache] = Stored(keys, values, (CPlaces * len(places))(*places))
+            found = self._stored[cache] = StoredEntries(keys, values, (CPlaces * len(places))(*places))
         return found
 
     def terms(
