@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vivace.core.text_memory import TextMemory
+
 if TYPE_CHECKING:
-    from vivace.core.text_memory import TextMemory
-from vivace.core.cache import KVCache
+    from vivace.core.cache import KVCache
     from vivace.core.model import Decoder
     from vivace.core.step import Step
     from vivace.kernels.low_bit import Weights
@@ -354,14 +355,13 @@ class Prefix(Protocol):
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether it also wants what decoding writes, which has the bits of a prompt then, however that is divided."""
+        """Return whether it wants what decoding writes, too: bits are then those of a prompt, however it is divided."""
         ...
 
     def attach(self, tokens: Sequence[int], slot: int, cache: KVCache) -> Sequence[Tensor]:
         """Put what is known of these prompt tokens into an empty slot.
 
-        The bits must be those that prefill would write: whole chunks, or all of ``tokens``, or any beginning of them
-        where the prefix keeps answers.
+        The bits must be those that prefill would write: whole chunks or all of ``tokens``; with ``keeps_answers``, any.
 
         Returns:
             Residuals at the top of the tokens that are stored now, in order, (n, E) for each chunk.
@@ -381,7 +381,7 @@ class Memory(Protocol):
         ...
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, of a dense call (B, K, T/B, D) each; a cache has them in blocks."""
+        """Return keys and values of a layer, of a dense call (B, K, T/B, D) each; a cache has them in blocks."""
         ...
 
 
@@ -455,7 +455,7 @@ class Drafter(Protocol):
 
     @property
     def leaves_all_entries(self) -> bool:
-        """Whether every token that is decoded has the entries that reading it would write, so that it can be read."""
+        """Return whether every decoded token has the entries that reading it would write, so that it can be read."""
         ...
 
     def text_bytes(self, entries: int) -> int:
