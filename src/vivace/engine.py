@@ -150,8 +150,7 @@ def load(
             sets no limit.
         prefix_cache: most memory for texts that were read or written, such as "256MiB", given back when running texts
             need it. Calls whose prompts begin alike read the beginning once; answers do not change. None keeps none.
-        kv: how keys and values of texts are stored: "same" (in the dtype of the weights), or "int8" in half the memory,
-            which is lossy.
+        kv: format of keys and values: "same" as the weights' dtype, or "int8", half the memory and lossy.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
         screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
@@ -277,11 +276,10 @@ class Engine:
         return sum({part.data_ptr(): part.nbytes for part in self.model.parameters()}.values())
 
     def new_prefix_cache(self, max_bytes: int) -> PrefixCache:
-        """A cache of prompts for this model, which counts as a whole in its memory.
+        """Make a cache of this model's texts, which gives its memory back when running ones need it.
 
         Raises:
             UnsupportedError: what this model computes depends on tokens that it has read before.
-            MemoryLimitError: there is no room for it.
         """
         if self.model.stateful:
             raise UnsupportedError(
