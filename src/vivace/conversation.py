@@ -97,7 +97,7 @@ class Conversation:
                 written = chunk.result.token_ids
                 self.messages += [asked, {"role": "assistant", "content": chunk.result.text}]
                 self._tokens = (*tokens, *written)
-                self._text = text + self.engine.tokenizer.decode(written, special=True)
+                self._text = text + self.engine.tokenizer.spelled(written)
             yield chunk
 
     def _prompt(self, messages: list[Message]) -> tuple[str, tuple[int, ...]]:

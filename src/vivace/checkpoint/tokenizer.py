@@ -51,9 +51,14 @@ class Tokenizer:
         """
         return list(self.inner.encode(text, add_special_tokens=special))
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of token ids, without special tokens unless they are asked for."""
-        text: str = self.inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids as a prompt has it, with special tokens."""
+        text: str = self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def prompt_text(self, messages: Messages, *, add_generation_prompt: bool = True, **template: Any) -> str:
