@@ -250,6 +250,23 @@ def test_sizes_of_blocks() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [12, 32, 64])
+def test_entries_in_eight_bits_are_given_back_as_others_are(width: int) -> None:
+    """Scales are smaller than pages, and what lies behind them begins a page all the same."""
+    specs = [LayerSpec(2, width, width, is_int8=True)] * 3
+    store = BlockStore(specs, dtype=torch.bfloat16, most=5)
+    cache = KVCache(specs, 2, 2 * store.size, dtype=torch.bfloat16, store=store)
+    for slot in (0, 1):
+        step = Step.of(Draft.committed_only({slot: [1] * 9}), cache)
+        for layer in range(3):
+            cache.put(layer, step, *(torch.full((9, 2, width), slot + 1.0).bfloat16() for _ in "kv"))
+        cache.commit([slot], [range(9)])
+    cache.release([0])
+    assert all((part.float() - 2).abs().max() < 0.02 for layer in range(3) for part in cache.span(layer, 1, 0, 9))
+    cache.release([1])
+    assert not any(part.any() for layer in range(3) for part in store.stored(layer))
+
+
 def test_more_than_there_are_addresses() -> None:
     with pytest.raises(CapacityError, match="could not be allocated; lower the batch"):
         KVCache([LayerSpec(8, 128, 128)] * 80, 1 << 20, 1 << 20)

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vivace.core.pages import PAGE, Pages, items_to_a_page
+from vivace.core.pages import PAGE, Pages, items_to_a_page, whole_pages
 from vivace.errors import BusyError, CapacityError
 from vivace.kernels.reference import KEY_BLOCK
 from vivace.units import format_bytes
@@ -135,12 +135,12 @@ class BlockPool:
         self._lock = threading.RLock()
         self._pages: Pages | None = None
         if self.device.type == "cpu":
-            sizes = [self._most * size * spec.entry_bytes(dtype) for spec in specs]
+            self.capacity = self._most * size
+            sizes = [sum(whole_pages(prod(s) * d.itemsize) for s, d in self._parts(spec)) for spec in specs]
             self._pages = Pages(sum(sizes))
             starts = [0, *accumulate(sizes)]
             with torch.inference_mode(False):  # blocks are also cleared outside the loop, by cancel
                 self._stored = [self._lay_out(spec, first) for spec, first in zip(specs, starts, strict=False)]
-            self.capacity = self._most * size
         else:
             self.capacity = size
             self._stored = [self._made(spec) for spec in specs]
@@ -154,11 +154,10 @@ class BlockPool:
     def _lay_out(self, spec: LayerSpec, first: int) -> tuple[Tensor, ...]:
         """Return the tensors of a layer, from byte ``first`` of the pages on."""
         assert self._pages is not None
-        self.capacity = self._most * self.size
         made = []
         for shape, dtype in self._parts(spec):
             made.append(self._pages.tensor(first, shape, dtype))
-            first += prod(shape) * dtype.itemsize
+            first += whole_pages(prod(shape) * dtype.itemsize)  # every part begins a page
         return tuple(made)
 
     def _made(self, spec: LayerSpec) -> tuple[Tensor, ...]:
