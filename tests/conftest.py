@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +14,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread each, whoever reads this first: with pytest-xdist the process that only hands out tests does, and what it
 # sets its workers inherit. Two workers of two threads on two cores wait for each other's turns, three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Build kernels that are missing or stale as an installation would, once and before anybody opens them.
+
+    A process that has opened a stale library gets the same one again, whatever lies in its place since.
+    """
+    if hasattr(config, "workerinput"):  # one of the workers, which begin when this is done
+        return
+    from vivace.kernels.build import LIBRARY, BuildError, compile_library, fingerprint
+
+    if not LIBRARY.is_file() or fingerprint().encode() not in LIBRARY.read_bytes():
+        with suppress(BuildError):
+            compile_library()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,19 +43,19 @@ def short_timings() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def library() -> ctypes.CDLL:
-    """The compiled kernels, built where they are missing or stale as an installation would."""
+    """The compiled kernels."""
     from vivace.errors import DependencyError
-    from vivace.kernels.build import BuildError, compile_library
+    from vivace.kernels.build import BuildError, compiler
     from vivace.kernels.library import open_library
 
     try:
         return open_library()
     except DependencyError:
         try:
-            compile_library()
+            compiler()
         except BuildError as error:
             pytest.skip(f"native kernels: {error}")
-        return open_library()
+        raise
 
 
 BODIES = ("avx2", "avx512", "amx")
