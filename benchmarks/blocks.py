@@ -43,7 +43,7 @@ SHAPE = {
     **{"vocab_size": 2000, "width": 576, "num_layers": 6, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     **{"ffn_width": 1536, "max_positions": 8192},
 }
-"""Layers of SmolLM2-135M, six of its thirty, with random weights."""
+"""Layers of SmolLM2-135M with random weights, six of its thirty where nothing else is said."""
 LARGE = {
     **{"vocab_size": 64, "width": 64, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
     **{"ffn_width": 64, "max_positions": 8192},
@@ -182,7 +182,7 @@ def chat_times(history: int) -> dict[str, Any]:
     """Return seconds to the first token of a turn behind a history, when the history is kept and when it is not."""
     from vivace.decode.prefix import STRETCH, PrefixCache
 
-    model = random_model(SHAPE)
+    model = random_model({**SHAPE, "num_layers": 30})
     prefix = PrefixCache(model.config, max_bytes=sys.maxsize, chunk=STRETCH, by_row=True)
     [first] = requests(1, history - 200, 200, SHAPE["vocab_size"])
     found: dict[str, list[float]] = {"kept": [], "anew": []}
@@ -203,7 +203,7 @@ def chat_times(history: int) -> dict[str, Any]:
             ids[name] = tuple(token for each in emitted for token in each.tokens)
         assert ids["kept"] == ids["anew"]
     seconds = {name: statistics.median(times) for name, times in found.items()}
-    return {"history": history, "tokens_read": read, "first_token_s": seconds,
+    return {"layers": 30, "history": history, "tokens_read": read, "first_token_s": seconds,
             "kept_over_anew": seconds["kept"] / seconds["anew"]}  # fmt: skip
 
 

@@ -143,7 +143,11 @@ struct Places {
     int64_t table_width, block, capacity;  // entries of a block, and of all blocks together
     const bf16 *key_scales, *value_scales;  // (K, capacity) where entries have eight bits, else null
 
-    int64_t of(int64_t slot, int64_t entry) const { return table[slot * table_width + entry / block] + entry % block; }
+    // Blocks of 64 entries, which nearly all models have, take no division.
+    int64_t within(int64_t entry) const { return block == 64 ? entry & 63 : entry % block; }
+    int64_t of(int64_t slot, int64_t entry) const {
+        return table[slot * table_width + (block == 64 ? entry >> 6 : entry / block)] + within(entry);
+    }
 };
 
 // Attention of single rows to the entries that each of them reads: the first `seen` of its slot, then those of `tail`.

@@ -36,7 +36,7 @@ struct Block {
         const bf16* const values = a.values + kv * a.places.capacity * a.width;
         slot = a.slot[row], first = from, stored = here, place = -1;
         if (a.places.key_scales != nullptr) {
-            if (here == count && from % a.places.block + count <= a.places.block) place = a.places.of(slot, from);
+            if (here == count && a.places.within(from) + count <= a.places.block) place = a.places.of(slot, from);
             for (int64_t j = 0; j < count; ++j) {
                 const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
                 const int64_t at = kv * a.places.capacity + (place >= 0 ? place + j : a.places.of(slot, entry));
@@ -45,7 +45,7 @@ struct Block {
                 widen_entry((const int8_t*)a.values + at * a.width, a.places.value_scales[at], value, a.width);
                 k[j] = key, v[j] = value;
             }
-        } else if (here == count && from % a.places.block + count <= a.places.block) {
+        } else if (here == count && a.places.within(from) + count <= a.places.block) {
             place = a.places.of(slot, from);
             for (int64_t j = 0; j < count; ++j) k[j] = keys + (place + j) * a.width, v[j] = values + (place + j) * a.width;
         } else {
