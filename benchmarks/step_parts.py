@@ -120,6 +120,11 @@ class Watched:
         self.passes_s = 0.0
         self._drafter = drafter
 
+    @property
+    def leaves_all_entries(self) -> bool:
+        """Return whether the watched drafter does."""
+        return self.drafter.leaves_all_entries
+
     def text_bytes(self, entries: int) -> int:
         """As much as the drafter's own."""
         return self._drafter.text_bytes(entries)
