@@ -123,7 +123,7 @@ class Watched:
     @property
     def leaves_all_entries(self) -> bool:
         """Return whether the watched drafter does."""
-        return self.drafter.leaves_all_entries
+        return self._drafter.leaves_all_entries
 
     def text_bytes(self, entries: int) -> int:
         """As much as the drafter's own."""
@@ -143,7 +143,7 @@ class WatchedState:
         self._watched, self._inner = watched, inner
         self._started, self._is_decided = 0.0, False
         self.commit, self.truncate, self.release = inner.commit, inner.truncate, inner.release
-        self.saved, self.restore = inner.saved, inner.restore
+        self.saved, self.restore, self.extend, self.fork = inner.saved, inner.restore, inner.extend, inner.fork
 
     @property
     def reason(self) -> str | None:
