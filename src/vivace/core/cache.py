@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vivace.core.blocks import SCALE, Account, BlockPool, BlockStore, LayerSpec, Unlimited, block_size
 from vivace.core.low_rank import SlotAdapters
-from vivace.errors import CapacityError
+from vivace.errors import BusyError, CapacityError
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -133,8 +133,11 @@ class _Table:
         block = self.blocks[slot][place]
         assert block, f"entry {entry} is behind the window"
         if not self.pool.is_writable(block, at, by_its_writer=self.owns[slot][place]):
-            block = self.pool.copied(block, account, self._wanted(slot, place))
-            self._set(slot, place, block)
+            try:
+                self._set(slot, place, self.pool.copied(block, account, self._wanted(slot, place)))
+            except BusyError:  # who made room may have held the block, which needs no copy then
+                if not self.pool.is_writable(block, at, by_its_writer=self.owns[slot][place]):
+                    raise
         self.owns[slot][place] = True
 
     def share(self, slot: int, place: int, block: int) -> None:

@@ -268,12 +268,13 @@ class PrefixCache:
         """Give back at least so many bytes, the least recently used first, if there are as many; returns how many."""
         with self._lock:
             freed = 0
-            for place in list(self._pieces):
-                if freed >= num_bytes:
-                    break
-                if not self._is_used(self._pieces[place]):
-                    freed += self._drop(place)
-                    self.num_evicted += 1
+            for takes_used in (False, True):  # of those in use only residuals are free, and blocks need no copy then
+                for place in list(self._pieces):
+                    if freed >= num_bytes:
+                        return freed
+                    if takes_used or not self._is_used(self._pieces[place]):
+                        freed += self._drop(place)
+                        self.num_evicted += 1
             return freed
 
     def _is_used(self, piece: Piece) -> bool:
