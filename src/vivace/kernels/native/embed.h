@@ -2,22 +2,9 @@
 #pragma once
 #include <cstring>
 
-#include "abi.h"
+#include "bfloat16.h"
 
 namespace {
-
-inline float widened(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline bf16 narrowed(float value) {  // to the nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 inline void embed_int8(const Matrix& m, int64_t token, bf16* h) {
     const int64_t tile = (m.in + INT_GROUP - 1) / INT_GROUP * INT_GROUP * LANES;

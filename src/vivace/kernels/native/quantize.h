@@ -1,6 +1,7 @@
 // Quantization of weights to Q4: for every 64 inputs the scale, of either sign, with the smallest squared error
 // (search_q4 in kernels/low_bit.py).
 #pragma once
+#include "bfloat16.h"
 #include "linear_q4.h"
 
 namespace {
@@ -38,13 +39,6 @@ float best_scale(const Vec* w, const Nearest& nearest, float most, float longest
         }
     }
     return best;
-}
-
-inline float widened(bf16 bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    __builtin_memcpy(&value, &wide, 4);
-    return value;
 }
 
 void quantise_row(const Quantised& q, int64_t row, const Nearest& nearest, float longest) {
