@@ -58,6 +58,22 @@ def library() -> ctypes.CDLL:
         raise
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Callable[[], None]:
+    """Compute with one thread, whatever the environment says: models this small only wait for a second one."""
+    import torch  # reads OMP_NUM_THREADS once, so after it was set above
+
+    torch.set_num_threads(1)
+    return lambda: torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def leave_one_thread(one_thread: Callable[[], None]) -> Iterator[None]:
+    """A test may take more threads; the next one has a single one again."""
+    yield
+    one_thread()
+
+
 BODIES = ("avx2", "avx512", "amx")
 
 

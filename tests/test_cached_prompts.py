@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vivace
 from tests.every_method import make_model
@@ -67,15 +66,6 @@ class Reader:
         """Let somebody send a prompt, by a method or without any drafter."""
         made = self.request(prompt, drafter or "plain", uses_cache=True, shows=False, max_new_tokens=1)
         self.answer(made if drafter else replace(made, drafter=NoDrafts()))
-
-
-@pytest.fixture(autouse=True)
-def steady() -> Iterator[None]:
-    """On one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

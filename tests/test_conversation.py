@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vivace
 from tests.every_method import make_model
@@ -23,14 +21,6 @@ LINES = ("the quick brown fox", "aka bob", "and the fox?", "x")
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "do_sample": True, "temperature": 0.9, "seed": 4}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant> "
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import captions, plots, report
 from tests.parity.families import CONFIGS, make
@@ -59,15 +58,6 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     found = FENCE.finditer(page.read_text(encoding="utf-8"))
     return [Block(match["language"], match["body"], match["reason"]) for match in found]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,7 @@ PROMPTS = ["abc", "the quick brown fox", "x", "aaaa bbbb aaaa"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_checkpoint(tmp_path_factory.mktemp("engine"), context=128, layers=4)
-    torch.set_num_threads(threads)
+    return make_checkpoint(tmp_path_factory.mktemp("engine"), context=128, layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -56,15 +56,6 @@ class Answer:
         self.counts = {} if stats.method == "auto" else {name: getattr(stats, name) for name in COUNTED}
 
 
-@pytest.fixture(autouse=True)
-def steady() -> Iterator[None]:
-    """On one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("interleaving")

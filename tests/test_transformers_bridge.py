@@ -26,8 +26,6 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=61,
         hidden_size=48,
@@ -42,8 +40,7 @@ def model() -> Any:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.25))
-    yield made
-    torch.set_num_threads(threads)
+    return made
 
 
 @pytest.fixture

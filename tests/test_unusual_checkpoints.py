@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vivace
 from tests.serve.conftest import local
@@ -22,11 +21,6 @@ PROMPT = [5, 60, 17, 60, 17, 9]
 TURN = 24
 """Length at which the rotary embedding of ``stretched`` changes."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def rewrite(folder: Path, **settings: Any) -> Path:

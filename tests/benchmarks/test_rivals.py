@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import rivals
 from benchmarks.rivals_table import NONE_YET, read_reports, tables
@@ -25,13 +24,11 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.
     """A small model and rows to learn; drafts are compared on answers of a few tokens."""
     search = rivals.search
     monkeypatch.setattr(rivals, "search", lambda *args, **fields: search(*args, **{**fields, "max_new_tokens": 8}))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     make_checkpoint(tmp_path / "base", layers=4)
     rows = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdef" for b in "klmnop"]
     lines = [json.dumps({"prompt": row.request, "reference": row.references[0]}) for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    yield argparse.Namespace(
+    return argparse.Namespace(
         model=str(tmp_path / "base"),
         runs=tmp_path / "runs",
         data=[tmp_path / "rows.jsonl"],
@@ -44,7 +41,6 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.
         max_new_tokens=6,
         repeats=1,
     )
-    torch.set_num_threads(threads)
 
 
 def test_what_was_trained_and_tuned_is_measured(given: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the core tests: one thread, no gradients, every variant in both precisions."""
+"""Fixtures of the core tests: no gradients, every variant in both precisions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from vivace.core.model import Decoder
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_gradients() -> Iterator[None]:
     with torch.inference_mode():
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

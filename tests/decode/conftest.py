@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -11,14 +11,6 @@ import torch
 from tests.decode.oracles import Text, plain_text
 from tests.decode.tiny_decoders import build, prompts
 from vivace.core.model import Decoder
-
-
-@pytest.fixture(autouse=True, scope="package")
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -159,8 +159,6 @@ class Schedule:
 
 
 def run_all(case: Case, seeds: range) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     preempted = copied = evicted = 0
     for seed in seeds:
         schedule = Schedule(case, seed)
@@ -168,7 +166,6 @@ def run_all(case: Case, seeds: range) -> None:
         preempted += schedule.session.num_preemptions
         evicted += schedule.prefix.num_evicted
         copied = case.model.blocks.num_copied
-    torch.set_num_threads(threads)
     assert preempted > len(seeds) // 4, "memory ended often enough"
     assert copied > 0
     assert evicted > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,6 @@ from vivace.prompts import PACKAGED, packaged_prompts
 __all__ = ["cli"]
 PROMPTS = ("Describe: name[Oak], food[French]", "Hello hello hello", "near the river", "x")
 GREEDY = Sampling()
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ Training runs its own objective on PyTorch in float32 with the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,14 +30,6 @@ from vivace.kernels.native import NativeBody
 CHUNK = 8
 LENGTHS = (5, 18, 1, 26)
 """Of the prompts: within a chunk, behind several, and none to be read."""
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -20,12 +20,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_gradients() -> Iterator[None]:
     with torch.inference_mode():
         yield
-    torch.set_num_threads(before)
 
 
 def cancelling(rows: int, in_width: int, out_width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

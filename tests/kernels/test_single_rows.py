@@ -18,12 +18,9 @@ SHAPES = [(48, 48), (48, 64), (64, 64), (65, 64), (8, 512), (1024, 1024), (512, 
 
 
 @pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_gradients() -> Iterator[None]:
     with torch.inference_mode():
         yield
-    torch.set_num_threads(before)
 
 
 def sample(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,14 +46,6 @@ CASES: dict[str, Callable[[], Case]] = {
 
 NO_SLOPE = {"shared", "balanced", "depths"}
 """What is backed through is not the slope of these: part of it is cut from the graph, or rows are chosen by rank."""
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def loss_of(case: Case) -> float:

@@ -39,10 +39,7 @@ RECIPE = MultirateRecipe(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
-    torch.set_num_threads(threads)
+    return make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
 
 
 def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> Engine:
-    torch.set_num_threads(1)
     return vivace.load(folder / "tiny", adapters=folder / "alpha")
 
 

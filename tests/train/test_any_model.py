@@ -168,14 +168,6 @@ def train(kind: str, folder: Path, report: Kept) -> nn.Module:
     return model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("kind", ["images", "translations"])
 def test_it_learns_and_a_killed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     report = Kept()

@@ -31,11 +31,8 @@ TOKENS = torch.randint(0, 400, (3, 10), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(autouse=True)
 def as_in_training() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with any_order():
         yield
-    torch.set_num_threads(threads)
 
 
 @torch.no_grad()

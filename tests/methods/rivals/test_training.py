@@ -41,10 +41,7 @@ RECIPES: dict[str, MethodRecipe] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
-    torch.set_num_threads(threads)
+    return make_checkpoint(tmp_path_factory.mktemp("base"), layers=4)
 
 
 def batch(engine: vivace.Engine) -> TokenBatch:

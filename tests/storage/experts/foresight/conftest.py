@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.parity.families import make
 from tests.storage.experts.foresight.foreseen import Heard, listening
 from vivace.checkpoint.load import load_decoder
 from vivace.core.model import Decoder
-
-
-@pytest.fixture(autouse=True, scope="package")
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3_moe"])
