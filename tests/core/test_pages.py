@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.core.entries import all_entries, write_entries
-from vivace.core.blocks import LayerSpec
+from vivace.core.blocks import WARM_BYTES, LayerSpec
 from vivace.core.cache import KVCache
 from vivace.core.pages import PAGE, Pages, items_to_a_page, whole_pages
 from vivace.errors import CapacityError
@@ -49,7 +49,24 @@ def test_a_server_of_eight_billion_parameters_takes_no_memory_before_it_is_asked
     assert not any(stored.any() for stored in cache.span(0, 4, 0, 300))
     held = resident()
     cache.release([3, 15])
-    assert held - resident() > 0.9 * (300 + 17) * ENTRY
+    assert held - resident() > 0.9 * (300 + 17) * ENTRY - WARM_BYTES
+
+
+@linux_only
+def test_a_few_blocks_stay_allocated_for_the_next_text_and_no_more() -> None:
+    spec = LayerSpec(8, 128, 128)
+    cache = KVCache([spec] * 8, 2, 4096, dtype=torch.bfloat16)
+    write(cache, 0, 64)
+    before = resident()
+    for _ in range(3):
+        cache.release([0])
+        write(cache, 0, 64)
+        assert abs(resident() - before) < cache.slot_bytes(1) // 4, "neither freed nor taken anew"
+    write(cache, 1, 4096)
+    held = resident()
+    cache.release([0, 1])
+    assert resident() < held - cache.slot_bytes(4096) + WARM_BYTES
+    assert not any(stored.any() for layer in range(8) for stored in cache.store.stored(layer))
 
 
 @pytest.mark.parametrize("spec", [LayerSpec(2, 80, 80), LayerSpec(3, 16, 24), LayerSpec(1, 65, 1)])

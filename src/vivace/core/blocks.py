@@ -36,6 +36,9 @@ SCALE = torch.bfloat16
 """Dtype of the scales of entries in eight bits."""
 WIDEST_INT8 = 256
 """Widest head that native kernels read in eight bits (``MAX_TILED`` in kernels/native/attention.h)."""
+WARM_BYTES = 16 << 20
+"""How much of what a pool was given back it keeps allocated: giving pages back to the system, and writing to new ones,
+takes longer than reading a short prompt."""
 MOST_BLOCKS = 1 << 20
 """Addresses are reserved for this many blocks at most, unless a cache asks for more."""
 
@@ -132,6 +135,8 @@ class BlockPool:
         self._accounts: dict[int, Account] = {}
         self._frozen: dict[int, int] = {}
         """Of a shared block: how many of its entries others than its writer may read."""
+        self._warm: set[int] = set()
+        """Free blocks whose memory is still allocated; they are zeros too."""
         self._lock = threading.RLock()
         self._pages: Pages | None = None
         if self.device.type == "cpu":
@@ -144,6 +149,7 @@ class BlockPool:
         else:
             self.capacity = size
             self._stored = [self._made(spec) for spec in specs]
+        self._views = self._all_layers()
 
     def _parts(self, spec: LayerSpec) -> list[tuple[tuple[int, int, int], torch.dtype]]:
         """Return the shapes and dtypes of a layer's keys and values, and of their scales."""
@@ -159,6 +165,20 @@ class BlockPool:
             made.append(self._pages.tensor(first, shape, dtype))
             first += whole_pages(prod(shape) * dtype.itemsize)  # every part begins a page
         return tuple(made)
+
+    def _all_layers(self) -> list[Tensor]:
+        """Return views in which every entry of the pool is once, (..., capacity, D), as few as there can be."""
+        if self._pages is None or any(spec != self.specs[0] for spec in self.specs):
+            return [part for stored in self._stored for part in stored]
+        views, first = [], 0
+        layer_bytes = sum(whole_pages(prod(shape) * dtype.itemsize) for shape, dtype in self._parts(self.specs[0]))
+        with torch.inference_mode(False):
+            for shape, dtype in self._parts(self.specs[0]):
+                everything = self._pages.tensor(0, (len(self.specs) * layer_bytes // dtype.itemsize,), dtype)
+                strides = (layer_bytes // dtype.itemsize, shape[1] * shape[2], shape[2], 1)
+                views.append(everything.as_strided((len(self.specs), *shape), strides, first // dtype.itemsize))
+                first += whole_pages(prod(shape) * dtype.itemsize)
+        return views
 
     def _made(self, spec: LayerSpec) -> tuple[Tensor, ...]:
         with torch.inference_mode(False):
@@ -223,6 +243,7 @@ class BlockPool:
             block = self._find(wanted)
             if block is not None:
                 self._states[block] = _TAKEN
+                self._warm.discard(block)
                 self._holders[block], self._accounts[block] = 1, account
                 self._grow(block)
                 return block
@@ -253,6 +274,7 @@ class BlockPool:
         for old, new in zip(before, self._stored, strict=True):
             for part, larger in zip(old, new, strict=True):
                 larger[:, : part.shape[1]] = part
+        self._views = self._all_layers()
 
     def hold(self, blocks: Iterable[int], frozen: int | None = None) -> None:
         """Hold blocks that others hold already.
@@ -289,9 +311,8 @@ class BlockPool:
         """
         own = self.take(account, wanted)
         source, target = block * self.size, own * self.size
-        for stored in self._stored:
-            for part in stored:
-                part[:, target : target + self.size] = part[:, source : source + self.size]
+        for entries in self._views:
+            entries[..., target : target + self.size, :] = entries[..., source : source + self.size, :]
         self.num_copied += 1
         self.give_back([block])
         return own
@@ -310,33 +331,55 @@ class BlockPool:
                     self._frozen.pop(block, None)
                     accounts.append(self._accounts.pop(block))
                     gone.append(block)
-            self._clear(sorted(gone))
+            self._clear(gone)
             for block in gone:
                 self._states[block] = _FREE
         for account in accounts:
             account.give_back(self.block_bytes)
 
     def _clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks, which frees their memory: masked entries are multiplied by zero, and so must be numbers."""
-        first = 0
-        for place in range(1, len(blocks) + 1):
-            if place < len(blocks) and blocks[place] == blocks[place - 1] + 1:
-                continue
-            self._clear_entries(blocks[first] * self.size, (blocks[place - 1] + 1) * self.size)
-            first = place
+        """Zero blocks: entries that are masked are multiplied by zero, and so must be numbers.
 
-    def _clear_entries(self, first: int, stop: int) -> None:
-        base = self._stored[0][0].data_ptr() if self._pages is not None else 0
-        for stored in self._stored:
-            for part in stored:
+        Of all free blocks the first few stay allocated, since they are taken first; the others' memory is freed.
+        """
+        if self._pages is None:
+            self._overwrite(blocks)
+            return
+        free = sorted(self._warm.union(blocks))
+        kept, cold = free[: WARM_BYTES // self.block_bytes], free[WARM_BYTES // self.block_bytes :]
+        self._overwrite(set(kept) - self._warm)
+        self._free(cold)
+        self._warm = set(kept)
+
+    def _overwrite(self, blocks: Iterable[int]) -> None:
+        for first, stop in self._runs(blocks):
+            for entries in self._views:
+                entries[..., first:stop, :] = 0
+
+    def _free(self, blocks: Iterable[int]) -> None:
+        """Give the pages of blocks back to the system, which zeroes them."""
+        assert self._pages is not None
+        base = self._stored[0][0].data_ptr()
+        for first, stop in self._runs(blocks):
+            for part in (part for stored in self._stored for part in stored):
                 width = part.shape[2] * part.itemsize
-                if self._pages is None or self.size * width % PAGE:
+                if self.size * width % PAGE:
                     part[:, first:stop] = 0
                     continue
                 start = part.data_ptr() - base
                 for head in range(part.shape[0]):
                     at = start + (head * part.shape[1] + first) * width
                     self._pages.clear(at, (stop - first) * width)
+
+    def _runs(self, blocks: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the first entry and the one past the last of all blocks with neighbouring numbers."""
+        runs: list[tuple[int, int]] = []
+        for block in sorted(blocks):
+            first, stop = block * self.size, (block + 1) * self.size
+            if runs and runs[-1][1] == first:
+                first = runs.pop()[0]
+            runs.append((first, stop))
+        return runs
 
 
 class BlockStore:
