@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
-from vivace.kernels.library import CMatrix, CPlaces, CPlan, CTerm
+from vivace.kernels.library import CDelta, CMatrix, CPlaces, CPlan
 
 Numbers = POINTER(c_int64)
 
@@ -24,11 +24,11 @@ class CChain(Structure):
         *((name, c_void_p) for name in ("embedding", "final_norm", "scale", "offsets")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("places", POINTER(CPlaces)),
-        ("terms", POINTER(CTerm)),
+        ("deltas", POINTER(CDelta)),
         ("reads", POINTER(CDeepRead)),
         *((name, Numbers) for name in ("slot", "length", "root", "limit", "ends")),
         *((name, c_void_p) for name in ("tokens", "slots", "nodes", "parents", "hidden")),
-        *((name, c_int64) for name in ("gate", "sequences", "is_fed", "num_terms", "num_ropes")),
+        *((name, c_int64) for name in ("exit_layer", "sequences", "is_fed", "num_deltas", "num_ropes")),
         *((name, c_int64) for name in ("num_offsets", "num_reads", "num_ends")),
         ("embedding_scale", c_float),
         ("min_confidence", c_float),
@@ -40,12 +40,12 @@ class CStreams(Structure):
 
     _fields_ = [
         ("plan", POINTER(CPlan)),
-        *((name, c_void_p) for name in ("marks", "ones")),
+        *((name, c_void_p) for name in ("embeddings", "ones")),
         ("feedback", CMatrix),
-        ("terms", POINTER(CTerm)),
+        ("deltas", POINTER(CDelta)),
         *((name, c_void_p) for name in ("final", "entering")),
-        *((name, c_int64) for name in ("num_terms", "insertion", "count", "has_feedback")),
-        ("mark_eps", c_float),
+        *((name, c_int64) for name in ("num_deltas", "insertion_layer", "count", "has_feedback")),
+        ("embedding_eps", c_float),
     ]
 
 

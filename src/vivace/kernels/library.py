@@ -158,7 +158,7 @@ class CPlan(Structure):
     ]
 
 
-class CTerm(Structure):
+class CDelta(Structure):
     """Mirrors ``Term``: low-rank deltas at one site of one layer."""
 
     _fields_ = [
@@ -174,9 +174,9 @@ class CCall(Structure):
         *((name, c_void_p) for name in ("h", "out", "slot", "seen", "tail", "entry")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("places", POINTER(CPlaces)),
-        ("terms", POINTER(CTerm)),
+        ("deltas", POINTER(CDelta)),
         ("space", c_void_p),
-        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed", "tail_width", "num_terms")),
+        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed", "tail_width", "num_deltas")),
     ]
 
 

@@ -231,23 +231,23 @@ class NativeChain:
         if weights not in kinds:
             depth = self._decoder.config.num_layers
             plan, copies = self._span.quantized_copy(stream_rows.insertion_layer, depth, weights)
-            terms, tensors = self._span.terms((stream_rows.deltas,), stream_rows.insertion_layer, depth)
+            native_deltas, tensors = self._span.native_deltas((stream_rows.deltas,), stream_rows.insertion_layer, depth)
             embeddings = stream_rows.embeddings.detach().to(torch.bfloat16).contiguous()
             ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
             feedback = None if stream_rows.feedback is None else _packed(stream_rows.feedback)
             call = CStreams(
                 plan=pointer(plan),
-                marks=embeddings.data_ptr(),
+                embeddings=embeddings.data_ptr(),
                 ones=ones.data_ptr(),
                 feedback=_struct(feedback),
-                terms=terms,
-                num_terms=len(terms),
-                insertion=stream_rows.insertion_layer,
+                deltas=native_deltas,
+                num_deltas=len(native_deltas),
+                insertion_layer=stream_rows.insertion_layer,
                 count=len(embeddings),
                 has_feedback=feedback is not None,
-                mark_eps=torch.finfo(torch.float32).eps,
+                embedding_eps=torch.finfo(torch.float32).eps,
             )
-            kinds[weights] = _StreamCall(call, (plan, copies, terms, tensors, embeddings, ones, feedback))
+            kinds[weights] = _StreamCall(call, (plan, copies, native_deltas, tensors, embeddings, ones, feedback))
         return kinds[weights]
 
     @cached_property
@@ -303,20 +303,20 @@ class NativeChain:
             rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),
             embedding=decoder.embedding.data_ptr() if decoder.embedding_rows is None else None,
             final_norm=norm_of(decoder.final_norm),
-            gate=exit_layer,
+            exit_layer=exit_layer,
             num_ropes=len(self._span.rotating),
             embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
         )
         kept: list[object] = [copies, head]
         feedback = None
         if draft_rows is not None:
-            terms, tensors = self._span.terms((draft_rows.deltas,), 0, exit_layer)
+            native_deltas, tensors = self._span.native_deltas((draft_rows.deltas,), 0, exit_layer)
             reads = [(read, *_matrices(read, weights)) for read in draft_rows.reads]
             kept += [tensors, reads]
             if draft_rows.feedback is not None:
                 feedback = _packed(draft_rows.feedback)
             call.scale, call.is_fed = draft_rows.scale.data_ptr(), draft_rows.is_fed
-            call.terms, call.num_terms, call.num_reads = terms, len(terms), len(reads)
+            call.deltas, call.num_deltas, call.num_reads = native_deltas, len(native_deltas), len(reads)
             call.reads = (CDeepRead * len(reads))(
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )

@@ -24,7 +24,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
-from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CLayer, CMatrix, CPlaces, CPlan, CTerm
+from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CDelta, CLayer, CMatrix, CPlaces, CPlan
 from vivace.kernels.low_bit import LowBit, Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
@@ -57,7 +57,7 @@ class NativeSpan:
         """Quantized copies that the plan points into and no layer holds."""
         self._stored: WeakKeyDictionary[KVCache, StoredEntries] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
-        self._terms = WeakIdKeyDictionary()
+        self._native_deltas = WeakIdKeyDictionary()
 
     def quantized(self, start: int, stop: int, weights: Weights) -> NativeSpan:
         """Make a span whose layers start..stop-1 have quantized copies of their matrices; the rest is shared."""
@@ -92,7 +92,7 @@ class NativeSpan:
         """Return whether a call can run as a span: its rows are single rows over a cache, its deltas bfloat16."""
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
-        fresh = (deltas for deltas in step.low_rank if deltas not in self._terms)
+        fresh = (deltas for deltas in step.low_rank if deltas not in self._native_deltas)
         weights = (w for deltas in fresh for w in (*deltas.down.values(), *deltas.up.values()))
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
@@ -109,9 +109,9 @@ class NativeSpan:
             return h
         assert h.dtype == torch.bfloat16
         call, version = self._shared(step, h.dtype)
-        terms, kept = self.terms(step.low_rank, start, stop, version)
+        native_deltas, kept = self.native_deltas(step.low_rank, start, stop, version)
         out = torch.empty_like(h)
-        call.h, call.out, call.terms, call.num_terms = h.data_ptr(), out.data_ptr(), terms, len(terms)
+        call.h, call.out, call.deltas, call.num_deltas = h.data_ptr(), out.data_ptr(), native_deltas, len(native_deltas)
         call.start, call.stop, call.num_feed = start, stop, num_feed
         self.body.span(self.plan, call)
         del kept
@@ -158,9 +158,9 @@ class NativeSpan:
             found = self._stored[cache] = StoredEntries(keys, values, (CPlaces * len(places))(*places))
         return found
 
-    def terms(
+    def native_deltas(
         self, applied: Sequence[LowRankDeltas], start: int, stop: int, version: int | None = None
-    ) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
+    ) -> tuple[ctypes.Array[CDelta], list[Tensor]]:
         """Return the low-rank deltas of layers start..stop-1 as structs, and the tensors that the structs point into.
 
         The result is kept for the next call with the same deltas, until their weights change.
@@ -174,17 +174,17 @@ class NativeSpan:
         if len(applied) != 1:
             return self._listed(applied, start, stop)
         version = _version_of(applied) if version is None else version
-        kept = self._terms.setdefault(applied[0], {})
+        kept = self._native_deltas.setdefault(applied[0], {})
         if kept.get((start, stop), (None,))[0] != version:
             kept[start, stop] = (version, self._listed(applied, start, stop))
-        listed: tuple[ctypes.Array[CTerm], list[Tensor]] = kept[start, stop][1]
+        listed: tuple[ctypes.Array[CDelta], list[Tensor]] = kept[start, stop][1]
         return listed
 
     def _listed(
         self, applied: Sequence[LowRankDeltas], start: int, stop: int
-    ) -> tuple[ctypes.Array[CTerm], list[Tensor]]:
+    ) -> tuple[ctypes.Array[CDelta], list[Tensor]]:
         kept: list[Tensor] = []
-        terms: list[CTerm] = []
+        native_deltas: list[CDelta] = []
         for deltas in applied:
             which = deltas.which.contiguous()
             kept.append(which)
@@ -196,9 +196,9 @@ class NativeSpan:
                 kept.append(packed)
                 widths = (down.shape[1], down.shape[2], up.shape[1])
                 addresses = (down.data_ptr(), packed.data_ptr(), which.data_ptr())
-                terms.append(CTerm(layer, SITES[site], *widths, *addresses))
-        terms.sort(key=lambda term: int(term.layer))
-        return (CTerm * len(terms))(*terms), kept
+                native_deltas.append(CDelta(layer, SITES[site], *widths, *addresses))
+        native_deltas.sort(key=lambda delta: int(delta.layer))
+        return (CDelta * len(native_deltas))(*native_deltas), kept
 
     def _pack_up(self, up: Tensor) -> Tensor:
         """Pack up factors (A, out, rank) adapter by adapter, once until the weights change or are freed."""

@@ -181,7 +181,7 @@ struct Plan {
 };
 
 // Low-rank deltas at one site of one layer, for the rows whose `which` (their adapter) is not -1.
-struct Term {
+struct Delta {
     int64_t layer, site, rank, in, out;
     const bf16* down;  // (A, rank, in)
     const bf16* up;    // (A, out, rank)
@@ -199,9 +199,9 @@ struct Call {
     const bf16* const* cosines;  // one (rows, rotated) table per rope
     const bf16* const* sines;
     const Places* places;  // one per layer of the plan
-    const Term* terms;  // by layer, then in the order in which they are added
+    const Delta* deltas;  // by layer, then in the order in which they are added
     uint8_t* space;     // vivace_span_bytes
-    int64_t start, stop, rows, num_write, num_feed, tail_width, num_terms;
+    int64_t start, stop, rows, num_write, num_feed, tail_width, num_deltas;
 };
 
 // The attention of a draft row to the entries that a deep layer stored for verified positions.
@@ -223,27 +223,27 @@ struct Chain {
     const bf16* const* cosines;  // by rope and position
     const bf16* const* sines;
     const Places* places;  // one per layer of the plan
-    const Term* terms;  // deltas of draft rows, by layer; their `which` is not read
+    const Delta* deltas;  // deltas of draft rows, by layer; their `which` is not read
     const DeepRead* reads;  // one before each of the first num_reads layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,) slot, entries stored, last token, most guesses
     const int64_t* ends;                          // (num_ends,) end-of-text tokens, below which nothing is guessed
     int64_t *tokens, *slots, *nodes, *parents;    // written for each row; sequences + the sum of limits at most
     bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
-    int64_t gate, sequences, is_fed, num_terms, num_ropes, num_offsets, num_reads, num_ends;
+    int64_t exit_layer, sequences, is_fed, num_deltas, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // a guess less likely than the latter is its chain's last; 0: never
 };
 
 // Stream rows, which start from the last kept row's residual at a layer and guess in place of a chain (streams.h).
 struct Streams {
     const Plan* plan;     // layers that stream rows go through
-    const bf16* marks;    // (count, E) stream embeddings, added where they start, or null
+    const bf16* embeddings;  // (count, E) stream embeddings, added where they start, or null
     const bf16* ones;     // (E,) ones, the weight of the norm of the root's embedding
     Matrix feedback;      // (count E or more, 2 E): offsets from the normed final residual and root's normed embedding
-    const Term* terms;    // deltas of all stream rows; `which` is not read
+    const Delta* deltas;  // deltas of all stream rows; `which` is not read
     const bf16* final;    // (E,) of the last kept row after all layers
     bf16* entering;       // (E,) of the last kept row where they start; of the new one afterwards
-    int64_t num_terms, insertion, count, has_feedback;
-    float mark_eps;       // eps of the norm of the root's embedding
+    int64_t num_deltas, insertion_layer, count, has_feedback;
+    float embedding_eps;  // eps of the norm of the root's embedding
 };
 
 // Several steps of drafting and verification for the only sequence of a chain (speculate.h).

@@ -17,8 +17,8 @@ public:
         : worker_(worker), plan_(plan), chain_(chain), rows_(plan, chain, 2 * chain.sequences) {
         const int64_t most = 2 * chain.sequences;
         which_.resize(most);
-        terms_.assign(chain.terms, chain.terms + chain.num_terms);
-        for (Term& term : terms_) term.which = which_.data();
+        deltas_.assign(chain.deltas, chain.deltas + chain.num_deltas);
+        for (Delta& delta : deltas_) delta.which = which_.data();
         if (chain.num_reads > 0) {
             const int64_t queries = plan.heads * plan.head_width;
             for (auto* rows : {&q_, &a_}) rows->reset(new bf16[chain.sequences * queries]);
@@ -46,7 +46,7 @@ public:
 
 private:
     bool is_alone() const { return chain_.scale == nullptr; }
-    bool decides() const { return is_alone() && chain_.hidden != nullptr && chain_.gate == plan_.num_layers; }
+    bool decides() const { return is_alone() && chain_.hidden != nullptr && chain_.exit_layer == plan_.num_layers; }
 
     int64_t add_row(int64_t sequence, int64_t token, int64_t node, int64_t parent, bool is_sure = true) {
         const int64_t row = num_rows_++;
@@ -71,8 +71,8 @@ private:
 
     Call call(int64_t rows, int64_t writing) const {
         Call c = rows_.call(rows, writing);
-        c.terms = terms_.data(), c.num_terms = rows > writing ? chain_.num_terms : 0;
-        c.stop = chain_.gate;
+        c.deltas = deltas_.data(), c.num_deltas = rows > writing ? chain_.num_deltas : 0;
+        c.stop = chain_.exit_layer;
         c.num_feed = chain_.is_fed ? rows : writing;
         return c;
     }
@@ -105,8 +105,8 @@ private:
     void pass(int64_t start, int64_t stop, int64_t rows, int64_t writing) {
         Call c = call(rows, writing);
         c.start = start, c.stop = stop;
-        while (c.num_terms > 0 && c.terms[0].layer < start) ++c.terms, --c.num_terms;
-        while (c.num_terms > 0 && c.terms[c.num_terms - 1].layer >= stop) --c.num_terms;
+        while (c.num_deltas > 0 && c.deltas[0].layer < start) ++c.deltas, --c.num_deltas;
+        while (c.num_deltas > 0 && c.deltas[c.num_deltas - 1].layer >= stop) --c.num_deltas;
         worker_.span(plan_, c);
     }
 
@@ -120,7 +120,7 @@ private:
             if (layer > 0) pass(layer - 1, layer, rows, writing), std::swap(rows_.h, rows_.out);
             read_deep(chain_.reads[layer], writing, growing);
         }
-        pass(layer > 0 ? layer - 1 : 0, chain_.gate, rows, writing);
+        pass(layer > 0 ? layer - 1 : 0, chain_.exit_layer, rows, writing);
         if (chain_.hidden != nullptr)
             memcpy(chain_.hidden + fresh[0] * width, rows_.out.get(), writing * width * sizeof(bf16));
     }
@@ -166,7 +166,7 @@ private:
     std::unique_ptr<bf16[]> logits_, q_, a_, x_;
     std::unique_ptr<float[]> sums_;
     std::vector<int64_t> which_, verified_;
-    std::vector<Term> terms_;
+    std::vector<Delta> deltas_;
 };
 
 }  // namespace

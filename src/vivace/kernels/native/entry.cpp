@@ -48,9 +48,9 @@ bool is_granted_tiles() {
 // Items for the down factors of the deltas whose input is ready in a phase of a layer.
 int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     int64_t count = 0;
-    for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) {
-        const Term& term = s.call->terms[t];
-        if (phase_of(term.site) == kind) count += items(down_of(term, 0), s.threads);
+    for (int64_t t = s.first_delta[layer]; t < s.first_delta[layer + 1]; ++t) {
+        const Delta& delta = s.call->deltas[t];
+        if (phase_of(delta.site) == kind) count += items(down_of(delta, 0), s.threads);
     }
     return count;
 }
@@ -118,7 +118,7 @@ int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
         for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.down}) prepared = std::max(prepared, prepared_width(*m));
     }
     s.prepared = from.take<bf16>(rows * prepared);
-    for (int64_t t = 0; t < s.call->num_terms; ++t) low.push_back(from.take<bf16>(rows * even(s.call->terms[t].rank)));
+    for (int64_t t = 0; t < s.call->num_deltas; ++t) low.push_back(from.take<bf16>(rows * even(s.call->deltas[t].rank)));
     s.low = low.data();
     return from.used;
 }
@@ -236,12 +236,12 @@ EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const C
     std::vector<bf16*> low;
     lay_out(s, call->space, low);
     const int64_t layers = call->stop - call->start;
-    std::vector<int64_t> first_term((size_t)layers + 1, call->num_terms);
-    for (int64_t layer = layers - 1, t = call->num_terms; layer >= 0; --layer) {
-        while (t > 0 && call->terms[t - 1].layer >= call->start + layer) --t;
-        first_term[layer] = t;
+    std::vector<int64_t> first_delta((size_t)layers + 1, call->num_deltas);
+    for (int64_t layer = layers - 1, t = call->num_deltas; layer >= 0; --layer) {
+        while (t > 0 && call->deltas[t - 1].layer >= call->start + layer) --t;
+        first_delta[layer] = t;
     }
-    s.first_term = first_term.data();
+    s.first_delta = first_delta.data();
     s.threads = threads;
     std::vector<int64_t> counts{call->rows};
     for (int64_t layer = 0; layer < layers; ++layer)

@@ -4,18 +4,18 @@
 
 namespace {
 
-// Calls use(first, count) for neighbouring rows, at most `most` of them, that have the same adapter of a term.
+// Calls use(first, count) for neighbouring rows, at most `most` of them, that have the same adapter of a delta.
 template <class Use>
-inline void for_runs(const Term& t, int64_t rows, int64_t most, Use use) {
+inline void for_runs(const Delta& t, int64_t rows, int64_t most, Use use) {
     for (int64_t row = 0, count; row < rows; row += count) {
         for (count = 1; row + count < rows && count < most && t.which[row + count] == t.which[row];) ++count;
         if (t.which[row] >= 0) use(row, count);
     }
 }
 
-// Multiplies the rows of a term by its down factor, outputs of tiles first..stop-1: low = [silu] round(x down^T).
+// Multiplies the rows of a delta by its down factor, outputs of tiles first..stop-1: low = [silu] round(x down^T).
 void lower(const Span& s, int64_t index, const bf16* x, int64_t rows, int64_t first, int64_t stop) {
-    const Term& t = s.call->terms[index];
+    const Delta& t = s.call->deltas[index];
     const int64_t stride = even(t.rank);
     float sums[MAX_ROWS * LANES];
     for_runs(t, rows, MAX_ROWS, [&](int64_t row, int64_t count) {
@@ -36,19 +36,19 @@ void lower(const Span& s, int64_t index, const bf16* x, int64_t rows, int64_t fi
 
 // y = round(y + round(up low)) for neighbouring rows of one adapter, outputs of tiles first..stop-1.
 void raise(const Span& s, int64_t index, int64_t row, int64_t count, bf16* y, int64_t first, int64_t stop) {
-    const Term& t = s.call->terms[index];
+    const Delta& t = s.call->deltas[index];
     project(up_of(t, t.which[row]), s.low[index] + row * even(t.rank), y, y, count, first, stop);
 }
 
 void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
-    const Term& t = s.call->terms[index];
+    const Delta& t = s.call->deltas[index];
     if (t.which[row] >= 0) raise(s, index, row, 1, y, 0, (t.out + LANES - 1) / LANES);
 }
 
-// Calls use(index, site) for the terms of a layer, in the order of the call.
+// Calls use(index, site) for the deltas of a layer, in the order of the call.
 template <class Use>
-inline void for_terms(const Span& s, int64_t layer, Use use) {
-    for (int64_t t = s.first_term[layer]; t < s.first_term[layer + 1]; ++t) use(t, s.call->terms[t].site);
+inline void for_deltas(const Span& s, int64_t layer, Use use) {
+    for (int64_t t = s.first_delta[layer]; t < s.first_delta[layer + 1]; ++t) use(t, s.call->deltas[t].site);
 }
 
 // The tiles first..stop-1 of a matrix that an item computes.
@@ -58,12 +58,12 @@ void split_range(int64_t item, const Matrix& m, int64_t threads, int64_t* first,
     *stop = *first + each < count ? *first + each : count;
 }
 
-// Computes an item of a phase beyond those of its projection: some outputs of the down factor of a term whose input is
+// Computes an item of a phase beyond those of its projection: some outputs of the down factor of a delta whose input is
 // ready in this phase.
 void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16* x) {
-    for_terms(s, layer, [&](int64_t t, int64_t site) {
+    for_deltas(s, layer, [&](int64_t t, int64_t site) {
         if (phase_of(site) != kind || item < 0) return;
-        const Matrix down = down_of(s.call->terms[t], 0);
+        const Matrix down = down_of(s.call->deltas[t], 0);
         const int64_t count = items(down, s.threads);
         if (item < count) {
             const bool is_fed_only = site == SITE_GATE || site == SITE_UP || site == SITE_DOWN;
@@ -75,7 +75,7 @@ void lower_nth(const Span& s, int64_t layer, Kind kind, int64_t item, const bf16
     });
 }
 
-// Computes an item of a projection, or of a term's down factor when the item is beyond the projection's.
+// Computes an item of a projection, or of a delta's down factor when the item is beyond the projection's.
 void project_item(const Span& s, int64_t layer, Kind kind, int64_t item, const Matrix& m, const bf16* x, bf16* out,
                   int64_t rows) {
     const int64_t count = rows ? items(m, s.threads) : 0;
@@ -90,7 +90,7 @@ void norm_heads(bf16* x, const bf16* weight, int64_t heads, const Plan& p) {
         norm_row(x + i * p.head_width, weight, x + i * p.head_width, p.head_width, p.norm_eps, p.norm_offset);
 }
 
-// Adds the terms of a row's heads, applies QK-norm and rotation, and stores keys and values if the row is a writing
+// Adds the deltas of a row's heads, applies QK-norm and rotation, and stores keys and values if the row is a writing
 // one.
 void finish_heads(const Span& s, int64_t layer, int64_t row) {
     const Plan& p = *s.plan;
@@ -98,7 +98,7 @@ void finish_heads(const Span& s, int64_t layer, int64_t row) {
     const Layer& l = s.layer(layer);
     bf16* q = s.qkv + row * s.qkv_width();
     bf16 *k = q + s.query_width(), *v = k + s.key_width();
-    for_terms(s, layer, [&](int64_t t, int64_t site) {
+    for_deltas(s, layer, [&](int64_t t, int64_t site) {
         if (site <= SITE_V) raise(s, t, row, site == SITE_Q ? q : site == SITE_K ? k : v);
     });
     norm_heads(q, l.q_norm, p.heads, p);
@@ -132,7 +132,7 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
     attend_some(a, item);
 }
 
-// Adds the terms' up factors to the output of a half of a layer: some of the columns, all rows.
+// Adds the deltas' up factors to the output of a half of a layer: some of the columns, all rows.
 void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
     const int64_t width = s.plan->width;
     const Matrix out{nullptr, nullptr, 0, width, TILES, nullptr, nullptr};
@@ -143,15 +143,15 @@ void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
     for (int64_t row = fed; is_feed && row < rows; ++row)
         __builtin_memset(s.y + row * width + start, 0, (end - start) * sizeof(bf16));
     for (int64_t wanted = is_feed ? SITE_DOWN : SITE_O; wanted <= (is_feed ? SITE_MLP : SITE_O); ++wanted)
-        for_terms(s, layer, [&](int64_t t, int64_t site) {
+        for_deltas(s, layer, [&](int64_t t, int64_t site) {
             if (site != wanted) return;
-            for_runs(s.call->terms[t], site == SITE_DOWN ? fed : rows, rows, [&](int64_t row, int64_t count) {
+            for_runs(s.call->deltas[t], site == SITE_DOWN ? fed : rows, rows, [&](int64_t row, int64_t count) {
                 raise(s, t, row, count, s.y + row * width, first, stop);
             });
         });
 }
 
-// to = round(from + y); y is zero for a row that passed no feed-forward and has no terms.
+// to = round(from + y); y is zero for a row that passed no feed-forward and has no deltas.
 void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const bf16* from, bf16* to) {
     const int64_t width = s.plan->width;
     bf16* y = s.y + row * width;
@@ -167,7 +167,7 @@ void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weigh
     prepare(next, s.x, s.prepared, row);
 }
 
-// Computes an item of gate and up, together with the activation unless terms are added before it.
+// Computes an item of gate and up, together with the activation unless deltas are added before it.
 void up_item(const Span& s, int64_t layer, int64_t item) {
     const Layer& l = s.layer(layer);
     const int64_t rows = s.call->num_feed;
@@ -186,7 +186,7 @@ void up_item(const Span& s, int64_t layer, int64_t item) {
 void activate_row(const Span& s, int64_t layer, int64_t row) {
     const int64_t ffn = s.plan->ffn_width;
     bf16 *gate = s.gates + row * ffn, *up = s.inner + row * ffn;
-    for_terms(s, layer, [&](int64_t t, int64_t site) {
+    for_deltas(s, layer, [&](int64_t t, int64_t site) {
         if (site == SITE_GATE || site == SITE_UP) raise(s, t, row, site == SITE_GATE ? gate : up);
     });
     activate(gate, up, up, ffn, s.plan->activation);

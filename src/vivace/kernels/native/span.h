@@ -13,8 +13,8 @@ struct Span {
     bf16 *x, *qkv, *a, *y, *u, *gates, *inner;  // (rows, .): normed, heads, attended, projected, between halves, ...
     bf16* prepared;                             // (rows, .): quantized inputs of the next projection
     float* sums;                                // (rows, H, D)
-    bf16** low;                                 // for each term: products with its down factor, (rows, even rank)
-    const int64_t* first_term;                  // first term of each layer of the span, and one past the last
+    bf16** low;                                 // for each delta: products with its down factor, (rows, even rank)
+    const int64_t* first_delta;                  // first delta of each layer of the span, and one past the last
     int64_t threads;
 
     const Layer& layer(int64_t index) const { return plan->layers[call->start + index]; }
@@ -22,19 +22,19 @@ struct Span {
     int64_t key_width() const { return plan->kv_heads * plan->head_width; }
     int64_t qkv_width() const { return query_width() + 2 * key_width(); }
     bool has(int64_t index, int64_t site) const {
-        for (int64_t t = first_term[index]; t < first_term[index + 1]; ++t)
-            if (call->terms[t].site == site) return true;
+        for (int64_t t = first_delta[index]; t < first_delta[index + 1]; ++t)
+            if (call->deltas[t].site == site) return true;
         return false;
     }
-    // Whether terms are added to the output of the attention (or feed-forward) half.
+    // Whether deltas are added to the output of the attention (or feed-forward) half.
     bool is_raised(int64_t index, bool is_feed) const {
         return is_feed ? has(index, SITE_DOWN) || has(index, SITE_MLP) : has(index, SITE_O);
     }
-    // Whether gate, up and activation are computed together: no terms are added between projections and activation.
+    // Whether gate, up and activation are computed together: no deltas are added between projections and activation.
     bool is_fused(int64_t index) const { return !has(index, SITE_GATE) && !has(index, SITE_UP); }
 };
 
-// The phase in which a site's input is ready, in which the down factors of its terms are multiplied too.
+// The phase in which a site's input is ready, in which the down factors of its deltas are multiplied too.
 inline Kind phase_of(int64_t site) {
     if (site <= SITE_V) return QKV;
     if (site == SITE_O) return OUTPUT;
@@ -61,12 +61,12 @@ inline int64_t attention_items(int64_t rows, int64_t kv_heads) {
 }
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
-// The down factor of a term's adapter as a matrix.
-inline Matrix down_of(const Term& t, int64_t adapter) {
+// The down factor of a delta's adapter as a matrix.
+inline Matrix down_of(const Delta& t, int64_t adapter) {
     return {t.down + adapter * t.rank * t.in, nullptr, t.in, t.rank, ROW_MAJOR, nullptr, nullptr};
 }
-// The up factor of a term's adapter as a matrix, which is packed in tiles.
-inline Matrix up_of(const Term& t, int64_t adapter) {
+// The up factor of a delta's adapter as a matrix, which is packed in tiles.
+inline Matrix up_of(const Delta& t, int64_t adapter) {
     const int64_t size = (t.out + LANES - 1) / LANES * even(t.rank) * LANES;
     return {t.up + adapter * size, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
 }

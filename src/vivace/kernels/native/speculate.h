@@ -69,9 +69,9 @@ private:
             if (!is_handed) embed_row(chain_, tokens_[row], width, rows_.h.get() + row * width);
             rows_.seat(row, 0, length_ + row);
         }
-        int64_t start = is_handed ? chain_.gate : 0;
+        int64_t start = is_handed ? chain_.exit_layer : 0;
         if (streams_) {  // the next streams start where they are inserted
-            start = into_.streams->insertion;
+            start = into_.streams->insertion_layer;
             worker_.span(plan_, call(0, start, rows));
             std::swap(rows_.h, rows_.out);
         }

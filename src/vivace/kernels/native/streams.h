@@ -13,8 +13,8 @@ public:
               Rows& rows, int64_t most)
         : worker_(worker), plan_(plan), chain_(chain), head_(head), streams_(streams), rows_(rows),
           final_(streams.final), which_(most) {
-        terms_.assign(streams.terms, streams.terms + streams.num_terms);
-        for (Term& term : terms_) term.which = which_.data();
+        deltas_.assign(streams.deltas, streams.deltas + streams.num_deltas);
+        for (Delta& delta : deltas_) delta.which = which_.data();
         x_.reset(new bf16[most * plan.width]);
         known_.reset(new bf16[2 * plan.width]);
         if (streams.has_feedback) offsets_.reset(new bf16[streams.feedback.out]);
@@ -49,7 +49,7 @@ private:
         bf16 *known = known_.get(), *decided = rows_.out.get();
         embed_row(chain_, root, width, decided);
         worker_.norm(plan_, chain_.final_norm, final_, known, 1);
-        const Norm even{decided, streams_.ones, known + width, 1, width, streams_.mark_eps, 0};
+        const Norm even{decided, streams_.ones, known + width, 1, width, streams_.embedding_eps, 0};
         worker_.body.norm(&even, 0, 0);
         worker_.linear({streams_.feedback, known, nullptr, offsets_.get(), 1});
     }
@@ -65,9 +65,9 @@ private:
         const int64_t width = plan_.width;
         bf16* h = rows_.h.get() + row * width;
         memcpy(h, streams_.entering, width * sizeof(bf16));
-        if (streams_.marks != nullptr)
+        if (streams_.embeddings != nullptr)
             for (int64_t e = 0; e < width; ++e)
-                h[e] = narrowed(widened(h[e]) + widened(streams_.marks[row * width + e]));
+                h[e] = narrowed(widened(h[e]) + widened(streams_.embeddings[row * width + e]));
         if (!streams_.has_feedback) return;
         for (int64_t e = 0; e < width; ++e) {
             const bf16 offset = narrowed(widened(offsets_[row * width + e]) * unit);
@@ -77,8 +77,8 @@ private:
 
     Call call(int64_t rows) const {
         Call c = rows_.call(rows, rows);
-        c.start = streams_.insertion, c.stop = plan_.num_layers;
-        c.terms = terms_.data(), c.num_terms = streams_.num_terms;
+        c.start = streams_.insertion_layer, c.stop = plan_.num_layers;
+        c.deltas = deltas_.data(), c.num_deltas = streams_.num_deltas;
         return c;
     }
 
@@ -89,8 +89,8 @@ private:
     Streams& streams_;
     Rows& rows_;
     const bf16* final_;
-    std::vector<Term> terms_;
-    std::vector<int64_t> which_;  // zeros: the terms apply to all rows
+    std::vector<Delta> deltas_;
+    std::vector<int64_t> which_;  // zeros: the deltas apply to all rows
     std::unique_ptr<bf16[]> x_, known_, offsets_;
 };
 
