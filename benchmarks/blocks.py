@@ -1,9 +1,10 @@
 """What blocks of keys and values cost and save: speed beside an older tree, memory of a large server, and chats.
 
 `python -m benchmarks.blocks speed OLD_TREE` decodes with this tree and with another one (built in place) by turns, one
-process each, and writes medians of the ratios of their times. `memory` fills a server's session of the shape of an 8B
-model with 16 texts of 300 tokens and reads what the kernel counts. `chat` times the first token of a turn behind a
-long history, with and without what is kept. `entries` compares texts and bytes of `--kv int8` with those of bfloat16.
+process each, and writes medians of the ratios of their times. `memory` fills a session whose keys and values have the
+shape of an 8B model's with 16 texts of 300 tokens and reads what the kernel counts; `served` has 16 clients ask `vivace
+serve` for as many at once. `chat` times the first token of a turn behind a long history, with and without what is kept.
+`entries` compares texts and bytes of `--kv int8` with those of bfloat16.
 
 Each writes benchmarks/results/blocks/NAME.json.
 """
@@ -18,12 +19,15 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
 
 from vivace.core.config import ModelConfig
@@ -49,6 +53,8 @@ LARGE = {
     **{"ffn_width": 64, "max_positions": 8192},
 }
 """Keys and values of Llama 3's 8B, with everything else small."""
+ENTRY_BYTES = 2 * LARGE["num_layers"] * LARGE["num_kv_heads"] * LARGE["head_dim"] * 2
+"""Of keys and values of a token in bfloat16."""
 
 
 def main() -> None:
@@ -59,6 +65,7 @@ def main() -> None:
     speed.add_argument("old", type=Path, help="another tree with its kernels built")
     speed.add_argument("--rounds", type=int, default=ROUNDS)
     commands.add_parser("memory")
+    commands.add_parser("served")
     commands.add_parser("chat").add_argument("--history", type=int, default=3000)
     entries = commands.add_parser("entries")
     entries.add_argument("--limit", type=int, default=60)
@@ -70,6 +77,7 @@ def main() -> None:
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "speed": lambda: compare_speed(arguments.old, arguments.rounds),
         "memory": large_memory,
+        "served": served_memory,
         "chat": lambda: chat_times(arguments.history),
         "entries": lambda: compare_entries(arguments.limit),
     }
@@ -145,9 +153,9 @@ def compare_speed(old: Path, rounds: int) -> dict[str, Any]:
 # Memory of a large model's server
 
 
-def resident_bytes() -> int:
-    """Return the anonymous memory of this process, as the kernel counts it."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the anonymous memory of a process, as the kernel counts it."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
 
@@ -169,10 +177,50 @@ def large_memory() -> dict[str, Any]:
         stored = sum(session.cache.lengths)
         if stored >= entries:
             most, entries = resident_bytes() - before, stored
-    needed = entries * 2 * LARGE["num_layers"] * LARGE["num_kv_heads"] * LARGE["head_dim"] * 2
+    needed = entries * ENTRY_BYTES
     left = resident_bytes() - before
     return {"texts": 16, "entries": entries, "bytes_at_start": started, "bytes_needed": needed, "bytes_taken": most,
             "taken_over_needed": most / needed, "bytes_left_behind": left}  # fmt: skip
+
+
+def served_memory() -> dict[str, Any]:
+    """Ask a server for 16 texts of 300 tokens at once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.server_process import server_process
+
+    config = LlamaConfig(
+        vocab_size=LARGE["vocab_size"],
+        hidden_size=LARGE["width"],
+        num_hidden_layers=LARGE["num_layers"],
+        num_attention_heads=LARGE["num_heads"],
+        num_key_value_heads=LARGE["num_kv_heads"],
+        head_dim=LARGE["head_dim"],
+        intermediate_size=LARGE["ffn_width"],
+        max_position_embeddings=LARGE["max_positions"],
+    )
+    prompts = [list(request.tokens) for request in requests(17, 40, 260, LARGE["vocab_size"])]
+    with tempfile.TemporaryDirectory() as place:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(f"{place}/model")
+        words = ("--model", f"{place}/model", "--method", "plain", "--max-num-seqs", "16", "--prefix-cache", "0")
+        with server_process(*words, log=Path(place) / "log") as (address, process):
+
+            def ask(place: int) -> int:
+                body = {"prompt": prompts[place], "max_tokens": 260, "ignore_eos": True, "return_token_ids": True}
+                reply = httpx2.post(f"{address}/v1/completions", json=body, timeout=300).raise_for_status().json()
+                return len(prompts[place]) + len(reply["choices"][0]["token_ids"])
+
+            ask(16)
+            before = most = resident_bytes(process.pid)
+            with ThreadPoolExecutor(16) as pool:
+                answers = [pool.submit(ask, place) for place in range(16)]
+                while not all(answer.done() for answer in answers):
+                    most = max(most, resident_bytes(process.pid))
+                    time.sleep(0.005)
+            entries = sum(answer.result() - 1 for answer in answers)  # the last token of each is never stored
+    needed = entries * ENTRY_BYTES
+    return {"clients": 16, "entries": entries, "bytes_needed": needed, "bytes_taken": most - before,
+            "taken_over_needed": (most - before) / needed}  # fmt: skip
 
 
 # Chats
