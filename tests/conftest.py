@@ -74,6 +74,15 @@ def leave_one_thread(one_thread: Callable[[], None]) -> Iterator[None]:
     one_thread()
 
 
+@pytest.fixture
+def native() -> None:
+    """Only where native kernels run, which read a prompt row by row; others read it in chunks."""
+    from vivace.kernels.choice import choose
+
+    if choose("auto").body is None:
+        pytest.skip("no native kernels run here")
+
+
 BODIES = ("avx2", "avx512", "amx")
 
 

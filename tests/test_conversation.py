@@ -36,12 +36,6 @@ def opened(folder: Path, method: str, **how: Any) -> Engine:
     return engine
 
 
-@pytest.fixture
-def native() -> None:
-    if choose("auto").body is None:
-        pytest.skip("no native kernels run here, and others read answers again")
-
-
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.lossless and name != "auto"])
 def test_a_turn_reads_its_own_tokens(native: None, folder: Path, method: str, settings: dict[str, Any]) -> None:

@@ -253,3 +253,14 @@ def test_cached_prompts_of_both_sides_are_kept_apart(stretched: vivace.Engine) -
     stretched.prefix_cache = cache
     for _ in range(2):
         assert [stretched.generate(text(n), max_new_tokens=4)[0].token_ids for n in (16, 40)] == fresh
+
+
+def test_what_is_stored_of_a_long_prompt_may_be_short(native: None, stretched: vivace.Engine, folder: Path) -> None:
+    """All but the last token of a prompt is stored; where rows share any beginning, it is the prompt that counts."""
+    engine = vivace.load(folder, dtype="bfloat16")
+    lengths = (TURN + 1, TURN - 8, TURN + 1, 40, TURN - 8)
+    fresh = [engine.generate(text(n), max_new_tokens=4)[0].token_ids for n in lengths]
+    engine.prefix_cache = engine.new_prefix_cache(1 << 20)
+    results = [engine.generate(text(n), max_new_tokens=4)[0] for n in lengths]
+    assert [result.token_ids for result in results] == fresh
+    assert [result.stats.num_cached_tokens for result in results] == [0, 0, TURN, TURN + 1, TURN - 9]

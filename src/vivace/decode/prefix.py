@@ -168,7 +168,7 @@ class PrefixCache:
             self.num_queries += len(tokens)
             if self._store is not cache.store:
                 return []
-            found = self._found(tokens, self._root(tokens, cache, owner, salt))
+            found = self._found(tokens, self._root(slot, cache, owner, salt))
             while found and not self._is_complete(found, cache):
                 found.pop()
             hidden = []
@@ -231,7 +231,7 @@ class PrefixCache:
             if self._store is not cache.store:
                 self._forget_all()
                 self._store = cache.store
-            above: Root | int = self._root(tokens, cache, owner, salt)
+            above: Root | int = self._root(slot, cache, owner, salt)
             kept: list[Place] = []
             for start, stop in self._spans(tokens):
                 place = _place(above, tokens[start:stop])
@@ -313,8 +313,8 @@ class PrefixCache:
         while self._pieces:
             self._drop_oldest()
 
-    def _root(self, tokens: Sequence[int], cache: KVCache, owner: bytes, salt: str) -> Root:
-        lengths = tuple(rope.length_class(len(tokens)) for rope in self._ropes)
+    def _root(self, slot: int, cache: KVCache, owner: bytes, salt: str) -> Root:
+        lengths = tuple(rope.length_class(cache.prompts[slot]) for rope in self._ropes)  # not of what is stored of it
         return Root(owner, salt, lengths, cache.row_count)
 
     def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
