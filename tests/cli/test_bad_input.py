@@ -74,6 +74,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "recipe.yaml").write_text(json.dumps(RECIPE))
     (place / "scratch.yaml").write_text(json.dumps(SCRATCH))
     (place / "typo.yaml").write_text(json.dumps(RECIPE | {"held_bak": 3}))
+    (place / "begun" / "run").mkdir(parents=True)
+    written = {"prompt": "say", "reference": "one", "model": "0" * 16, "tokens": 1, "draw": 0, "elapsed_s": 1.0}
+    (place / "begun" / "run" / "own.jsonl").write_text(json.dumps(written) + "\n")
     (place / "dev.jsonl").write_text('{"mr": "name[Oak]", "ref": "Oak."}\n')
     return place
 
@@ -220,8 +223,34 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "found 'moo'",
     ),
-    "training without data": (("train", "recipe.yaml", "--model", "tiny", "--out", "out"), USAGE, "--data FILE"),
+    "a decoder without data": (("train", "scratch.yaml", "--out", "out"), USAGE, "--data FILE"),
+    "a decoder without a place": (("train", "scratch.yaml", "--data", "rows.jsonl"), USAGE, "--out DIR"),
+    "a decoder's minutes": (
+        ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--minutes", "3"),
+        USAGE,
+        "--minutes is for weights beside a model",
+    ),
     "training without a place": (("train", "recipe.yaml", "--data", "rows.jsonl"), USAGE, "--out DIR"),
+    "training for no time": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--data", "rows.jsonl", "--minutes", "0"),
+        USAGE,
+        "--minutes must be above 0, found 0",
+    ),
+    "training for less than a step": (
+        ("train", "recipe.yaml", "--model", "tiny", "--data", "rows.jsonl", "--out", "out", "--minutes", "1e-9"),
+        USAGE,
+        "minutes are over after one step",
+    ),
+    "learning from another model's answers": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "begun", "own_tokens=900"),
+        FAILED,
+        "has answers of another model",
+    ),
+    "a model without a tokenizer that writes": (
+        ("train", "recipe.yaml", "--model", "no-tokenizer", "--out", "out"),
+        USAGE,
+        "no prompts can be drawn from it",
+    ),
     "training on a broken line": (
         ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--data", "broken.jsonl"),
         USAGE,

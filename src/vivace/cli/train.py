@@ -30,7 +30,12 @@ def train(
     data: Annotated[
         list[Path] | None, typer.Option(help="A prompt file with references, repeatable.", metavar="FILE")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write; a killed run there goes on.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write (default: MODEL/adapters/METHOD); a killed run there goes on.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes for everything; without, the recipe's.", metavar="N")
+    ] = None,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -44,18 +49,22 @@ def train(
 ) -> None:
     """Train what a recipe describes. It can be interrupted at any time; the same command continues."""
     from vivace.recipes.decoder import WholeRecipe
+    from vivace.recipes.frozen import FrozenRecipe
     from vivace.recipes.kinds import recipe_named, recipe_of
+    from vivace.recipes.own_text import with_text, within
     from vivace.recipes.reading import override
     from vivace.recipes.trainer import train_beside
     from vivace.storage.store import is_store
 
     values = override(recipe_named(recipe), changes or [])
-    if out is None:
-        raise ConfigError("say where the result goes: --out DIR")
-    if not data:
-        raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
     found = recipe_of(values)
     if isinstance(found, WholeRecipe):
+        if out is None:
+            raise ConfigError("say where the result goes: --out DIR")
+        if not data:
+            raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
+        if minutes is not None:
+            raise ConfigError("--minutes is for weights beside a model; a decoder's stages have minutes of their own")
         if (memory, reader) != (None, "auto"):
             raise ConfigError(
                 f"all weights of a model learn in memory ({values['kind']}); leave out --memory and --reader"
@@ -68,7 +77,10 @@ def train(
     else:
         if memory is not None and not is_store(folder_of(model)):
             raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
-        prompts = _rows(data)
+        found = recipe_of(within(with_text(values, has_data=bool(data)), minutes))
+        assert isinstance(found, FrozenRecipe)
+        out = out or _place_of(model, found.kind)
+        prompts = _rows(data or [])
         load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
         runs = train_beside(found, engine, prompts, out, _report(tensorboard))
@@ -82,6 +94,17 @@ def train(
 def _rows(data: list[Path]) -> list[Prompt]:
     """Read the rows of all prompt files."""
     return [row for path in data for row in load_prompts(path)]
+
+
+def _place_of(model: str | None, kind: str) -> Path:
+    """Return where weights for a model go unless it is said: where ``--method`` looks for them.
+
+    Raises:
+        ConfigError: the model is not a folder of the user's.
+    """
+    if model is None or not Path(model).is_dir():
+        raise ConfigError("say where the result goes: --out DIR")
+    return Path(model) / "adapters" / kind
 
 
 def _report(tensorboard: Path | None) -> Report:

@@ -18,6 +18,7 @@ from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt
+from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
@@ -25,12 +26,15 @@ from vivace.train.data import Batches, DecoderObjective, Rows, TokenBatch, pairs
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
+from vivace.train.resume import STATE
 from vivace.train.variation import Pair
 
 NUM_MEASURED = 24
 """Number of held-back prompts on which the result of a training is timed."""
 MEASURED_TOKENS = 64
 """Longest answer to one of them."""
+OWN_TEXT = "own.jsonl"
+"""Name of the file of the base's own text, beside the snapshots of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,11 @@ class FrozenRecipe(ABC):
     regenerate: int = 0
     """Number of prompts whose answers the base generates before the training; they replace those of the data, because
     what counts is how often a draft agrees with the base's own text."""
+    own_tokens: int = 0
+    """Number of tokens of text that the base writes before the training (``own_text.py``): its greedy answers to the
+    prompts of the data, if there are any, and to prompts drawn from itself. 0 learns from the data as it is."""
+    own_minutes: float | None = None
+    """Minutes after which writing ends, whatever there is by then; None has no limit."""
     seed: int = 0
     """Seed of the order of the rows, of initial weights and of everything drawn while training."""
 
@@ -59,6 +68,12 @@ class FrozenRecipe(ABC):
                 f"held_back must be >= 1, regenerate >= 0 and longest >= 8, found {self.held_back}, "
                 f"{self.regenerate} and {self.longest}"
             )
+        if self.own_tokens < 0 or (self.own_minutes is not None and self.own_minutes <= 0):
+            raise ConfigError(
+                f"own_tokens must be >= 0 and own_minutes above 0, found {self.own_tokens} and {self.own_minutes}"
+            )
+        if self.own_tokens and self.regenerate:
+            raise ConfigError("own_tokens answers the prompts of the data too; leave out regenerate")
 
     @property
     def num_calibration(self) -> int:
@@ -189,7 +204,8 @@ class TrainContext:
 
     def _rows(self) -> Rows:
         """Return what encodes pairs for the frozen decoder, on its device."""
-        return Rows(self.engine.tokenizer, self.recipe.longest, self.engine.model.device)
+        recipe, engine = self.recipe, self.engine
+        return Rows(engine.tokenizer, recipe.longest, engine.model.device, cuts=recipe.own_tokens > 0)
 
     def data(self) -> DataSplit[TokenBatch]:
         """Return endless batches of the rows to train on, and the held-back batches."""
@@ -223,9 +239,24 @@ class TrainContext:
 
 
 def _pairs(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
+    if recipe.own_tokens:
+        return _own_pairs(recipe, engine, prompts, out / "run", report)
     if not recipe.regenerate:
         return pairs_of(prompts)
     texts = sorted(set(texts_of(prompts)))
     random.Random(recipe.seed).shuffle(texts)
     path = out / "run" / "regenerated.jsonl"
     return regenerated(as_it_decodes(engine), texts[: recipe.regenerate], path, report.note)
+
+
+def _own_pairs(
+    recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], folder: Path, report: Report
+) -> list[Pair]:
+    """Return the base's own text. Once the training has begun it is what it was then."""
+    path = folder / OWN_TEXT
+    if (folder / STATE).exists() and path.exists():
+        return written_before(engine, path)
+    asked = sorted(set(texts_of(prompts)))
+    random.Random(recipe.seed).shuffle(asked)
+    budget = Budget(recipe.own_tokens, recipe.own_minutes)
+    return own_text(as_it_decodes(engine), path, budget, recipe.longest, asked, report.note)

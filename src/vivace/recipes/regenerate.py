@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.engine import Engine, load
+from vivace.errors import CorruptError
 from vivace.files import write_text
 from vivace.train.variation import Pair
 
@@ -43,7 +44,7 @@ def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callab
         Pairs of prompt and answer, without the prompts whose answer did not end within the length limit.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = _complete_lines(path)
+    done = complete_lines(path)
     if done:
         note(f"{len(done)} of {len(prompts)} answers were regenerated before")
     with path.open("a", encoding="utf-8") as file:
@@ -62,12 +63,22 @@ def _answers(engine: Engine, prompts: Sequence[str]) -> list[str]:
     return [result.text if result.finish_reason == "stop" else "" for result in results]
 
 
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file whose writer may have been killed, cutting off an incomplete last line."""
+def complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines whose writer may have been killed, cutting off an incomplete last line.
+
+    Raises:
+        CorruptError: a complete line is not a JSON object.
+    """
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         write_text(path, whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        rows = [json.loads(line) for line in whole.split("\n")[:-1]]
+    except json.JSONDecodeError as exc:
+        raise CorruptError(f"{path} is not a file of JSON lines: {exc}; delete it to begin again") from exc
+    if strange := next((row for row in rows if not isinstance(row, dict) or "prompt" not in row), None):
+        raise CorruptError(f"{path} has a line that is no answer: {str(strange)[:60]}; delete it to begin again")
+    return rows

@@ -102,8 +102,12 @@ def texts_of(prompts: Sequence[Prompt]) -> list[str]:
 class Rows:
     """Encodes pairs as rows of at most ``longest`` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, longest: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, longest: int, device: torch.device | None = None, *, cuts: bool = False
+    ) -> None:
         """Set the tokenizer, the length limit and the device that batches are made for (None is the CPU).
+
+        Rows beyond the limit are left out, or end there if ``cuts``.
 
         Raises:
             ConfigError: the tokenizer has no end-of-text token, which every row ends with.
@@ -113,10 +117,11 @@ class Rows:
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_ids[0]
         self._longest = longest
+        self._cuts = cuts
         self.device = device
 
     def encode(self, pairs: Sequence[Pair]) -> list[Row]:
-        """Encode pairs in order, leaving out those that are longer than the limit.
+        """Encode pairs in order, leaving out or cutting those that are longer than the limit.
 
         Raises:
             CapacityError: all pairs are longer than the limit.
@@ -126,6 +131,8 @@ class Rows:
         prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template)["input_ids"]
         answers = tokenizer.inner([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
         rows = [Row((*p, *a, self._end), len(p)) for p, a in zip(prompts, answers, strict=True)]
+        if self._cuts:
+            rows = [Row(row.tokens[: self._longest], row.num_prompt) for row in rows if row.num_prompt < self._longest]
         kept = [row for row in rows if len(row.tokens) <= self._longest]
         if rows and not kept:
             shortest = min(len(row.tokens) for row in rows)

@@ -28,6 +28,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.train.data import TokenBatch
+from vivace.train.memory import LOGITS_AT_ONCE
 from vivace.train.objective import LossPart, LossParts
 
 
@@ -115,6 +116,11 @@ class Cut:
         yield torch.stack(ends).sum(), {}
 
 
+def rows_at_once(rows: int, model: Decoder) -> int:
+    """Return how many positions a part of a loss may have: ``rows``, or fewer where the vocabulary is large."""
+    return min(rows, max(1, LOGITS_AT_ONCE // model.config.vocab_size))
+
+
 def slices(count: int, rows: int) -> Iterator[slice]:
     """Yield consecutive slices of at most ``rows`` out of ``count`` rows; an empty one where ``count`` is 0."""
     for first in range(0, max(1, count), rows):
@@ -162,7 +168,8 @@ class DistillationLoss:
     cross_entropy: float = 0.1
     """a_ce, the weight of the cross-entropy with the text."""
     rows: int = field(default=1024, kw_only=True)
-    """Number of positions whose logits are held at once; the loss is summed over parts of this size."""
+    """Number of positions whose logits are held at once, fewer for large vocabularies (``rows_at_once``); the loss is
+    summed over parts of this size."""
 
     def __post_init__(self) -> None:
         if min(self.distillation, self.cross_entropy) < 0:
@@ -242,4 +249,4 @@ def guess_losses(
         share = 1 / len(rows)
         return compared.loss * share, {"agreement": float(compared.agreed) * share}
 
-    yield from head_in_parts(top[rows], loss.rows, part_of)
+    yield from head_in_parts(top[rows], rows_at_once(loss.rows, model), part_of)

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from vivace.errors import UsageError
+from vivace.errors import ConfigError, UsageError
 from vivace.kernels.reference import any_order
 from vivace.train.batches import Countable, DataSplit
 from vivace.train.config import TrainConfig
@@ -59,7 +59,7 @@ def fit(
         The progress at the end. With held-back batches, the parameters are those with the smallest loss on them.
 
     Raises:
-        ConfigError: the objective has no parameters.
+        ConfigError: the objective has no parameters, or the minutes of the budget are too short for one step.
         MismatchError: the folder holds a run with another plan.
         UsageError: the loss is infinite or not a number.
     """
@@ -127,6 +127,8 @@ class _Run(Generic[M, B]):
         elapsed = time.monotonic() - self.began
         self.progress = replace(self.progress, step=self.progress.step + 1, elapsed_s=elapsed)
         self._tell(spent, factor)
+        if self.progress.step == 1 and loop.minutes is not None and self.spent() >= 1.0:
+            raise ConfigError(f"{loop.minutes:g} minutes are over after one step of {elapsed:.1f} s; give more")
         if self.data.held_back and self.progress.step % loop.evaluate_steps == 0:
             self._evaluate()
         if time.monotonic() - self.saved >= loop.snapshot_s:

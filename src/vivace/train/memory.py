@@ -13,6 +13,11 @@ from vivace.core.config import ModelConfig
 from vivace.errors import CapacityError
 from vivace.units import format_bytes
 
+LOGITS_AT_ONCE = 2**24
+"""Largest number of logits that a part of a loss holds of each kind, 64 MiB in float32."""
+_KINDS = 6
+"""Kinds of logits in a part of a distillation loss: the model's and the guesses', their logarithms, and gradients."""
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -60,7 +65,7 @@ def estimate_memory(
         weights=sum(p.nbytes for p in weights),
         gradients=sum(p.nbytes for p in trained),
         optimiser=optimiser_bytes,
-        activations=activations + 3 * 4 * min(tokens_per_batch, 1024) * config.vocab_size,
+        activations=activations + _KINDS * 4 * min(tokens_per_batch * config.vocab_size, LOGITS_AT_ONCE),
     )
 
 

@@ -15,7 +15,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.distillation import head_in_parts
+from vivace.train.distillation import head_in_parts, rows_at_once
 from vivace.train.objective import LossPart, LossParts
 
 
@@ -79,7 +79,7 @@ class NextToken(DecoderObjective):
             loss, right = next_token_loss(model, h, targets[part], len(rows))
             return loss, {"loss": float(loss.detach()), "accuracy": float(right)}
 
-        yield from head_in_parts(top, self.rows, part_of)
+        yield from head_in_parts(top, rows_at_once(self.rows, model), part_of)
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
         if not self.recompute or not torch.is_grad_enabled():

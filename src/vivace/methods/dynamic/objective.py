@@ -30,7 +30,7 @@ from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatedAccelerator
 from vivace.methods.dynamic.router import Router, RouterConfig
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.distillation import AlignedLoss, Cut, FrozenPass, slices
+from vivace.train.distillation import AlignedLoss, Cut, FrozenPass, rows_at_once, slices
 from vivace.train.objective import LossParts
 from vivace.train.rows import RowsConfig, fit_rows
 
@@ -70,7 +70,7 @@ class GatesObjective(DecoderObjective):
             trail = self.accelerator.accelerate(model, gate, start, frozen.step, (depth,))
             gates.append(self.accelerator.at_gate(gate, trail[rows, -1]))
         cut = Cut(*gates)
-        for part in slices(len(rows), self.loss.rows):
+        for part in slices(len(rows), rows_at_once(self.loss.rows, model)):
             truth = frozen.logits(model, rows[part])
             total, seen = cut.copies[0].new_zeros(()), {}
             for gate, p in enumerate(cut.copies):

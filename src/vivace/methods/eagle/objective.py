@@ -14,7 +14,7 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.methods.eagle.drafter import EagleLayer
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.distillation import DistillationLoss, FrozenPass, head_in_parts
+from vivace.train.distillation import DistillationLoss, FrozenPass, head_in_parts, rows_at_once
 from vivace.train.objective import LossPart, LossParts
 
 
@@ -64,4 +64,4 @@ class EagleObjective(DecoderObjective):
             seen = {"agreement": float(compared.agreed) * share, "distance": float(distance.detach()) * share}
             return (compared.loss + self.loss.regression * distance) * share, seen
 
-        yield from head_in_parts(top, self.loss.rows, part_of)
+        yield from head_in_parts(top, rows_at_once(self.loss.rows, model), part_of)

@@ -24,7 +24,7 @@ from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.multirate.residual import Accelerator
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.distillation import AlignedLoss, FrozenPass, head_in_parts
+from vivace.train.distillation import AlignedLoss, FrozenPass, head_in_parts, rows_at_once
 from vivace.train.objective import LossPart, LossParts
 
 
@@ -67,7 +67,8 @@ class MultirateObjective(DecoderObjective):
             share = 1 / len(rows)
             return loss * share, {name: float(value.detach()) * share for name, value in sums.items()}
 
-        yield from head_in_parts(self._accelerate(model, batch.tokens, frozen)[rows], self.loss.rows, part_of)
+        top = self._accelerate(model, batch.tokens, frozen)[rows]
+        yield from head_in_parts(top, rows_at_once(self.loss.rows, model), part_of)
 
     def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
         """Return the residuals p at the exit layer for every position, (B * T, E)."""

@@ -26,7 +26,7 @@ from vivace.core.step import Step
 from vivace.errors import ConfigError
 from vivace.methods.multistream.streams import Streams, known_at
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.distillation import FrozenPass
+from vivace.train.distillation import FrozenPass, rows_at_once, slices
 from vivace.train.objective import LossPart, LossParts
 
 
@@ -85,16 +85,18 @@ class MultistreamObjective(DecoderObjective):
         """Yield the streams' loss in chunks of positions that add up to the mean, then the pruner's."""
         main = self._main_stream(model, batch.tokens)
         total = len(batch.predicting)
-        for places in places_of(batch.scored, self.loss.rows):
+        for places in places_of(batch.scored, rows_at_once(self.loss.rows, model)):
             yield self._chunk(model, batch, main, places, total)
         yield from self._pruned(model, batch, main)
 
     def _pruned(self, model: Decoder, batch: TokenBatch, main: MainStream) -> LossParts:
         if self.streams.pruner is not None and self.loss.pruner:
-            rows = batch.predicting
-            logits = model.head(self.streams.pruner(main.entering.flatten(0, 1)[rows]))
-            loss = F.cross_entropy(logits, batch.targets)
-            yield self.loss.pruner * loss, {"pruner": float(loss.detach())}
+            rows, targets = batch.predicting, batch.targets
+            entering = main.entering.flatten(0, 1)[rows]
+            for part in slices(len(rows), rows_at_once(len(rows), model)):
+                logits = model.head(self.streams.pruner(entering[part]))
+                loss = F.cross_entropy(logits, targets[part]) * (len(logits) / len(rows))
+                yield self.loss.pruner * loss, {"pruner": float(loss.detach())}
 
     @torch.no_grad()
     def _main_stream(self, model: Decoder, tokens: Tensor) -> MainStream:

@@ -13,7 +13,7 @@ from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.uno.drafter import UnoDeltas
 from vivace.train.data import DecoderObjective, TokenBatch
-from vivace.train.distillation import DistillationLoss, FrozenPass
+from vivace.train.distillation import DistillationLoss, FrozenPass, rows_at_once
 from vivace.train.objective import LossPart, LossParts
 
 
@@ -59,7 +59,7 @@ class UnoObjective(DecoderObjective):
         carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
         total, count = int(carrying[:, 1:].sum()), self.weights.config.block - 1
-        for places in places_of(carrying, max(1, self.loss.rows // count)):
+        for places in places_of(carrying, max(1, rows_at_once(self.loss.rows, model) // count)):
             yield self._part(model, batch, frozen, places, total)
 
     def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> LossPart:

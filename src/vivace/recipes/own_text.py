@@ -1,0 +1,363 @@
+"""Training text without data: prompts drawn from the model itself, and its own greedy answers to them.
+
+A chat model continues the opening of a user's turn in its template with a prompt that it was trained to answer (Xu et
+al. 2024, "Magpie", arXiv:2406.08464); a base model begins a text after its first token. Drafts have to agree with what
+the model itself writes, so the prompts are answered greedily, with prompts of the user's own before them if there are
+any. Where we differ: prompts are drawn at temperature 1 from all tokens, and none is filtered for its quality, since
+nothing but the model's own text is learnt from.
+
+Prompts are answered as a stream: a sequence that ends makes room for the next prompt at once, so that every pass of
+the model carries the same number of rows until the last prompts. Every answer is a line of a file that a killed run
+continues and that can be given to other trainings as ``--data``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from vivace.checkpoint.adapters import base_hash
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.core.sampling import Sampling
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.engine import Engine, Options
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
+from vivace.recipes.regenerate import complete_lines
+from vivace.train.variation import Pair
+from vivace.units import format_seconds
+
+OWN_TOKENS = 2_000_000
+"""Number of tokens of text that a training without data makes."""
+WRITING = 0.4
+"""Share of the minutes of a whole training after which no more text is made."""
+SLOTS = 64
+"""Number of texts that are drawn or answered at once."""
+LONGEST_PROMPT = 128
+"""Largest number of tokens of a drawn user's turn; longer ones are left out."""
+BASE_PROMPT = 24
+"""Number of tokens of a prompt that a base model draws."""
+FRUITLESS = 3
+"""Number of rounds in a row after which drawing is given up, if none of them has brought a new prompt."""
+LEAST_ANSWER = 16
+"""Prompts that leave room for fewer tokens of an answer are passed over."""
+NOTE_S = 20.0
+"""Seconds between lines of progress."""
+_PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much text to make: it ends where either is reached."""
+
+    tokens: int
+    """Number of tokens of answers."""
+    minutes: float | None = None
+    """Minutes of work, those before an interruption included; None has no limit."""
+
+
+def with_text(values: Mapping[str, Any], *, has_data: bool) -> dict[str, Any]:
+    """Return the values of a recipe for weights beside a model; without data the model writes its own."""
+    return {**values} if has_data else {"own_tokens": OWN_TOKENS, **values}
+
+
+def within(values: Mapping[str, Any], minutes: float | None) -> dict[str, Any]:
+    """Return the values of a recipe whose text and training together take so many minutes; None leaves the recipe's.
+
+    Raises:
+        ConfigError: the minutes are not above 0.
+    """
+    if minutes is None:
+        return dict(values)
+    if minutes <= 0:
+        raise ConfigError(f"--minutes must be above 0, found {minutes:g}")
+    writing = WRITING * minutes if values.get("own_tokens") else 0.0
+    loop = {**values.get("loop", {}), "steps": None, "minutes": minutes - writing}
+    return {**values, "loop": loop, **({"own_minutes": writing} if writing else {})}
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """What stands around a user's message in the template of a chat model."""
+
+    opening: tuple[int, ...]
+    """Tokens before the message."""
+    end_tokens: frozenset[int]
+    """Tokens that end the message."""
+    end_text: str | None
+    """Text that ends the message; None where a special token does."""
+    is_chat: bool
+    """Whether there is a template; a base model's prompts have no end."""
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> UserTurn:
+        """Find the opening and the end of a user's turn by writing a placeholder with the template.
+
+        Raises:
+            UnsupportedError: there is no tokenizer, the template changes messages, or a model without a template has
+                no token that begins a text.
+        """
+        if tokenizer.is_missing:
+            raise UnsupportedError("this checkpoint has no tokenizer, so no prompts can be drawn from it")
+        ends = frozenset(tokenizer.eos_ids)
+        if not tokenizer.has_template:
+            known = (*tokenizer.encode(""), tokenizer.inner.bos_token_id, *tokenizer.eos_ids)
+            begin = next((token for token in known if token is not None), None)
+            if begin is None:
+                raise UnsupportedError("this model has no token that begins a text; give prompts: --data FILE")
+            return UserTurn((begin,), ends, None, False)
+        text = tokenizer.prompt_text([{"role": "user", "content": _PLACE}])
+        before, place, after = text.rpartition(_PLACE)
+        if not place:
+            raise UnsupportedError("the chat template leaves out the user's message; give prompts: --data FILE")
+        closing = tokenizer.encode(after.lstrip(), special=False)
+        opening = tuple(tokenizer.encode(before, special=False))
+        if not opening:
+            raise UnsupportedError("the chat template begins with the user's message; give prompts: --data FILE")
+        if closing and closing[0] in tokenizer.inner.all_special_ids:
+            return UserTurn(opening, ends | {closing[0]}, None, True)
+        return UserTurn(opening, ends, after.strip().split("\n")[0] or None, True)
+
+
+@dataclass
+class _Answers:
+    """The file of answers: what it holds, and what is added to it."""
+
+    path: Path
+    model: str
+    """Short hash of the model; every row has it."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @staticmethod
+    def open(path: Path, engine: Engine) -> _Answers:
+        """Read the answers of an earlier run, if there are any.
+
+        Raises:
+            MismatchError: they are another model's.
+        """
+        found = _Answers(path, base_hash(engine.folder)[:16], complete_lines(path))
+        strange = {str(row.get("model")) for row in found.rows} - {found.model}
+        if strange:
+            raise MismatchError(
+                f"{path} has answers of another model ({min(strange)}, this one is {found.model}); "
+                "train into another folder, or delete the file"
+            )
+        if found.rows:
+            found.began -= float(found.rows[-1]["elapsed_s"])
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all answers."""
+        return sum(row["tokens"] for row in self.rows)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of work so far."""
+        return time.monotonic() - self.began
+
+    def add(self, prompt: str, answer: str, tokens: int, draw: int | None) -> None:
+        """Write one row."""
+        known = {"model": self.model, "tokens": tokens, "draw": draw, "elapsed_s": round(self.elapsed_s, 1)}
+        self.rows.append({"prompt": prompt, "reference": answer, **known})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[-1], ensure_ascii=False) + "\n")
+
+
+def _alike(text: str) -> str:
+    """Return what two prompts have in common that count as the same."""
+    return " ".join(text.casefold().split())
+
+
+class _Drawing:
+    """Draws prompts in rounds; none is returned twice."""
+
+    def __init__(self, engine: Engine, first: int, known: Sequence[str]) -> None:
+        """Go on with draw number ``first``, after the prompts ``known``."""
+        self._engine, self._turn = engine, UserTurn.of(engine.tokenizer)
+        self._numbers = count(first)
+        self._known = {_alike(text) for text in known}
+        self.num_drawn = self.num_empty = self.num_repeated = self.num_unended = 0
+        self._fruitless = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether drawing on promises nothing new."""
+        return self._fruitless >= FRUITLESS
+
+    def next(self) -> list[tuple[int, str]]:
+        """Draw one round; return the number and the text of each prompt that is new."""
+        turn = self._turn
+        limit = LONGEST_PROMPT if turn.is_chat else BASE_PROMPT
+        numbers = [next(self._numbers) for _ in range(SLOTS)]
+        requests = [self._request(limit, number) for number in numbers]
+        session = Session(
+            self._engine.model, num_slots=SLOTS, capacity=len(turn.opening) + limit, memory=self._engine.memory
+        )
+        written: dict[int, list[int]] = {session.admit(request): [] for request in requests}
+        ended = set[int]()
+        for emitted in session.drain():
+            written[emitted.request_id] += emitted.tokens
+            if emitted.finish_reason == "stop":
+                ended.add(emitted.request_id)
+        found = []
+        for number, (request_id, tokens) in zip(numbers, written.items(), strict=True):
+            text = self._text(tokens)
+            self.num_drawn += 1
+            if turn.is_chat and request_id not in ended:
+                self.num_unended += 1
+            elif not text:
+                self.num_empty += 1
+            elif _alike(text) in self._known:
+                self.num_repeated += 1
+            else:
+                self._known.add(_alike(text))
+                found.append((number, text))
+        self._fruitless = 0 if found else self._fruitless + 1
+        return found
+
+    def _request(self, limit: int, number: int) -> Request:
+        options = Options(max_new_tokens=limit, seed=number, method="plain", stop_strings=self._turn.end_text or ())
+        request = self._engine.request_for(self._turn.opening, options)
+        stop = replace(request.stop, end_tokens=self._turn.end_tokens)
+        return replace(request, sampling=Sampling(do_sample=True), stop=stop)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text = self._engine.tokenizer.decode(tokens)
+        return (text.split(self._turn.end_text)[0] if self._turn.end_text else text).strip()
+
+    def excuse(self) -> str:
+        """Return what became of the prompts that were drawn, for a message."""
+        unended = f", {self.num_unended} do not end within {LONGEST_PROMPT} tokens" if self.num_unended else ""
+        return (
+            f"of {self.num_drawn} prompts drawn from the model {self.num_empty} are empty, {self.num_repeated} repeat "
+            f"others{unended}"
+        )
+
+
+def own_text(
+    engine: Engine, path: Path, budget: Budget, longest: int, asked: Sequence[str], note: Callable[[str], None]
+) -> list[Pair]:
+    """Draw prompts and answer them greedily until the budget is used, continuing what a killed run has written.
+
+    Args:
+        engine: the model, with the kernels that decode.
+        path: file of the answers.
+        budget: how much to make.
+        longest: largest number of tokens of a prompt in the template and its answer together; an answer that is longer
+            ends there.
+        asked: prompts of the user's own, which are answered before any that are drawn.
+        note: receives lines of progress.
+
+    Returns:
+        Pairs of prompt and answer, in the order of the file.
+
+    Raises:
+        MismatchError: the file has answers of another model.
+        ConfigError: nothing could be drawn.
+        UnsupportedError: the model cannot begin a text by itself.
+    """
+    answers = _Answers.open(path, engine)
+    if answers.rows:
+        note(f"{len(answers.rows)} answers of {answers.num_tokens:,} tokens were made before")
+    run = _Run(engine, answers, budget, longest, asked, note)
+    run.go()
+    return [(row["prompt"], row["reference"]) for row in answers.rows]
+
+
+def written_before(engine: Engine, path: Path) -> list[Pair]:
+    """Return the pairs of a file that ``own_text`` wrote.
+
+    Raises:
+        MismatchError: the answers are another model's.
+    """
+    return [(row["prompt"], row["reference"]) for row in _Answers.open(path, engine).rows]
+
+
+class _Run:
+    """One call of ``own_text``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        answers: _Answers,
+        budget: Budget,
+        longest: int,
+        asked: Sequence[str],
+        note: Callable[[str], None],
+    ) -> None:
+        self._engine, self._answers, self._budget, self._longest, self._note = engine, answers, budget, longest, note
+        done = {row["prompt"] for row in answers.rows}
+        self._queue: deque[tuple[int | None, str]] = deque((None, text) for text in asked if text not in done)
+        first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
+        self._drawing = _Drawing(engine, first, [*done, *asked])
+        self._session = Session(engine.model, num_slots=SLOTS, capacity=longest, memory=engine.memory)
+        self._running: dict[int, tuple[int | None, str, list[int]]] = {}
+        self._made = self._before = answers.num_tokens
+        self._began = self._told = time.monotonic()
+        self._spent_before = self._spent
+
+    @property
+    def _spent(self) -> float:
+        """Return the share of the budget that is used."""
+        share = self._made / self._budget.tokens
+        minutes = self._budget.minutes
+        return share if minutes is None else max(share, self._answers.elapsed_s / (60 * minutes))
+
+    def go(self) -> None:
+        """Answer prompts until the budget is used or no new one is drawn."""
+        try:
+            while self._spent < 1 and self._fill():
+                for number, text, tokens in self._finished():
+                    self._made += len(tokens)
+                    self._answers.add(text, self._engine.tokenizer.decode(tokens), len(tokens), number)
+                self._tell()
+        finally:
+            self._session.close()
+
+    def _fill(self) -> bool:
+        """Give free slots to prompts, drawing more where none wait; return whether any text is being written."""
+        while len(self._running) < SLOTS:
+            while not self._queue and not self._drawing.is_over:
+                self._queue.extend(self._drawing.next())
+            if not self._queue:
+                break
+            number, text = self._queue.popleft()
+            tokens = self._engine.tokenizer.encode_prompt(text)
+            if len(tokens) < self._longest - LEAST_ANSWER:
+                options = Options(max_new_tokens=self._longest - len(tokens), do_sample=False, method="plain")
+                request = self._session.admit(self._engine.request_for(tokens, options))
+                self._running[request] = number, text, []
+        if not self._running and not self._answers.rows:
+            raise ConfigError(f"{self._drawing.excuse()}; give prompts of your own: --data FILE")
+        if not self._running:
+            self._note(f"no new prompt is drawn any more: {self._drawing.excuse()}")
+        return bool(self._running)
+
+    def _finished(self) -> Iterator[tuple[int | None, str, list[int]]]:
+        """Make one step, and yield number, prompt and answer of every text that ends in it."""
+        for emitted in self._session.step():
+            if emitted.error is not None:
+                raise emitted.error
+            self._running[emitted.request_id][2].extend(emitted.tokens)
+            if emitted.finish_reason is not None:
+                yield self._running.pop(emitted.request_id)
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told < NOTE_S:
+            return
+        self._told, rate = now, (self._made - self._before) / (now - self._began)
+        left = (1 - self._spent) * (now - self._began) / max(1e-9, self._spent - self._spent_before)
+        self._note(
+            f"{len(self._answers.rows)} answers, {self._made:,} tokens, {rate:.0f} tokens/s, "
+            f"{format_seconds(left)} left"
+        )

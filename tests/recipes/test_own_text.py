@@ -1,0 +1,129 @@
+"""Text that a model writes to learn from: prompts from its template, its own answers, and what ends and resumes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import vivace
+from tests.recipes.test_trainer import RECIPE, WORDS
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.core.sampling import Sampling
+from vivace.engine import Engine
+from vivace.errors import ConfigError, CorruptError, MismatchError, UnsupportedError
+from vivace.recipes import own_text as module
+from vivace.recipes.own_text import Budget, UserTurn, own_text, with_text, within
+from vivace.recipes.trainer import train_beside
+from vivace.train.report import Lines
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return vivace.load(make_checkpoint(tmp_path_factory.mktemp("base"), layers=4))
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLOTS", 8)
+    monkeypatch.setattr(module, "LONGEST_PROMPT", 200)
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_users_turn_is_found_in_the_template(engine: Engine) -> None:
+    turn, tokenizer = UserTurn.of(engine.tokenizer), engine.tokenizer
+    assert tokenizer.spelled(turn.opening) == "<|user|>"
+    assert {tokenizer.spelled([end]) for end in turn.end_tokens} == {"<|end|>", "<|assistant|>"}
+    plain = vivace.load(engine.folder).tokenizer
+    plain.inner.chat_template = "{% for m in messages %}USER: {{ m['content'] }}\n\nANSWER:\n{% endfor %}"
+    turn = UserTurn.of(plain)
+    assert (plain.spelled(turn.opening), turn.end_text) == ("USER: ", "ANSWER:")
+    plain.inner.chat_template = None
+    assert UserTurn.of(plain) == UserTurn((0,), frozenset({0}), None, False)
+    plain.inner.chat_template = "always the same"
+    with pytest.raises(UnsupportedError, match="leaves out the user's message"):
+        UserTurn.of(plain)
+
+
+def test_answers_are_the_models_own_to_prompts_that_are_new(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    pairs = own_text(engine, path, Budget(600), 64, ["aka", "bob"], lambda _: None)
+    written = rows(path)
+    assert sum(int(str(row["tokens"])) for row in written) >= 600
+    assert {"aka", "bob"} <= {prompt for prompt, _ in pairs}
+    assert len({prompt for prompt, _ in pairs}) == len(pairs) > 4
+    for row in written:
+        room = 64 - len(engine.tokenizer.encode_prompt(str(row["prompt"])))
+        answer = engine.generate(str(row["prompt"]), method="plain", do_sample=False, max_new_tokens=room)[0]
+        assert (row["reference"], row["tokens"]) == (answer.text, len(answer.token_ids))
+    drawn = [row for row in written if row["draw"] is not None]
+    request = module._Drawing(engine, 0, [])._request(200, int(str(drawn[0]["draw"])))
+    assert request.sampling == Sampling(do_sample=True)
+    assert request.seed == drawn[0]["draw"]
+
+
+def test_a_killed_run_goes_on_behind_its_last_answer(engine: Engine, tmp_path: Path) -> None:
+    path, notes = tmp_path / "own.jsonl", list[str]()
+    first = own_text(engine, path, Budget(300), 64, [], notes.append)
+    path.write_text(path.read_text(encoding="utf-8") + '{"prompt": "cut o', encoding="utf-8")
+    more = own_text(engine, path, Budget(600), 64, [], notes.append)
+    assert more[: len(first)] == first
+    assert len({prompt for prompt, _ in more}) == len(more) > len(first)
+    assert any("answers of" in note and "were made before" in note for note in notes)
+    assert own_text(engine, path, Budget(600), 64, [], notes.append) == more
+
+
+def test_minutes_end_it_and_those_before_a_kill_count(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    own_text(engine, path, Budget(200), 64, [], lambda _: None)
+    before = path.read_text(encoding="utf-8")
+    last = rows(path)[-1] | {"elapsed_s": 121.0}
+    path.write_text(before + json.dumps(last) + "\n", encoding="utf-8")
+    assert len(own_text(engine, path, Budget(10**9, minutes=2), 64, [], lambda _: None)) == len(rows(path))
+
+
+def test_what_cannot_be_used_is_one_line(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.jsonl"
+    own_text(engine, path, Budget(100), 64, [], lambda _: None)
+    other = vivace.load(make_checkpoint(tmp_path / "other", seed=1, layers=4))
+    with pytest.raises(MismatchError, match="answers of another model"):
+        own_text(other, path, Budget(100), 64, [], lambda _: None)
+    (tmp_path / "broken.jsonl").write_text("[1]\n", encoding="utf-8")
+    with pytest.raises(CorruptError, match="a line that is no answer"):
+        own_text(engine, tmp_path / "broken.jsonl", Budget(100), 64, [], lambda _: None)
+    monkeypatch.setattr(module._Drawing, "_text", lambda *_: "")
+    with pytest.raises(ConfigError, match=r"of 24 prompts .* are empty.*--data FILE"):
+        own_text(engine, tmp_path / "empty.jsonl", Budget(100), 64, [], lambda _: None)
+    monkeypatch.setattr(module._Drawing, "_text", lambda *_: "Alike")
+    notes: list[str] = []
+    assert len(own_text(engine, tmp_path / "alike.jsonl", Budget(10**6), 64, ["alike", "x"], notes.append)) == 2
+    assert any("no new prompt is drawn any more" in note and "repeat" in note for note in notes)
+
+
+def test_minutes_are_divided_between_writing_and_training() -> None:
+    values = {"kind": "multirate", "loop": {"steps": 5}}
+    assert within(values, None) == values
+    assert within(values, 10)["loop"] == {"steps": None, "minutes": 10}
+    both = within(with_text(values, has_data=False), 10)
+    assert (both["own_minutes"], both["loop"]["minutes"]) == (4.0, 6.0)
+    assert with_text(values, has_data=True) == values
+    with pytest.raises(ConfigError, match="above 0"):
+        within(values, 0)
+
+
+def test_weights_are_trained_without_data(engine: Engine, tmp_path: Path) -> None:
+    recipe, notes, out = replace(RECIPE, own_tokens=900, longest=64), list[str](), tmp_path / "fast"
+    runs = train_beside(recipe, vivace.load(engine.folder), [], out, Lines(notes.append))
+    assert all(run.identical for run in runs)
+    written = (out / "run" / "own.jsonl").read_text(encoding="utf-8")
+    (out / "run" / "own.jsonl").write_text(written.rpartition("\n")[0].rpartition("\n")[0] + "\n", encoding="utf-8")
+    with pytest.raises(MismatchError, match="another recipe, base or data"):  # once trained on, nothing is added
+        train_beside(recipe, vivace.load(engine.folder), [], out, Lines(notes.append))
+    mixed = train_beside(recipe, vivace.load(engine.folder), WORDS, tmp_path / "mixed", Lines(notes.append))
+    assert all(run.identical for run in mixed)
+    assert "aka" in (tmp_path / "mixed" / "run" / "own.jsonl").read_text(encoding="utf-8")
