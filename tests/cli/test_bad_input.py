@@ -239,7 +239,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "training for less than a step": (
         ("train", "recipe.yaml", "--model", "tiny", "--data", "rows.jsonl", "--out", "out", "--minutes", "1e-9"),
         USAGE,
-        "minutes are over after one step",
+        "minutes are over after 0 steps; give more",
     ),
     "learning from another model's answers": (
         ("train", "recipe.yaml", "--model", "tiny", "--out", "begun", "own_tokens=900"),

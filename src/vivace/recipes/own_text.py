@@ -120,7 +120,7 @@ class UserTurn:
         opening = tuple(tokenizer.encode(before, special=False))
         if not opening:
             raise UnsupportedError("the chat template begins with the user's message; give prompts: --data FILE")
-        if closing and closing[0] in tokenizer.inner.all_special_ids:
+        if closing and closing[0] in _special(tokenizer):
             return UserTurn(opening, ends | {closing[0]}, None, True)
         return UserTurn(opening, ends, after.strip().split("\n")[0] or None, True)
 
@@ -172,6 +172,12 @@ class _Answers:
             file.write(json.dumps(self.rows[-1], ensure_ascii=False) + "\n")
 
 
+def _special(tokenizer: Tokenizer) -> set[int]:
+    """Return the tokens that stand for themselves and not for text."""
+    added = getattr(tokenizer.inner, "added_tokens_decoder", {})
+    return {*tokenizer.inner.all_special_ids, *(token for token, piece in added.items() if piece.special)}
+
+
 def _alike(text: str) -> str:
     """Return what two prompts have in common that count as the same."""
     return " ".join(text.casefold().split())
@@ -180,9 +186,11 @@ def _alike(text: str) -> str:
 class _Drawing:
     """Draws prompts in rounds; none is returned twice."""
 
-    def __init__(self, engine: Engine, first: int, known: Sequence[str]) -> None:
-        """Go on with draw number ``first``, after the prompts ``known``."""
+    def __init__(self, engine: Engine, first: int, known: Sequence[str], longest: int) -> None:
+        """Go on with draw number ``first``, after the prompts ``known``; a text has ``longest`` tokens at most."""
         self._engine, self._turn = engine, UserTurn.of(engine.tokenizer)
+        most = LONGEST_PROMPT if self._turn.is_chat else BASE_PROMPT
+        self._limit = max(1, min(most, longest - 2 * len(self._turn.opening) - LEAST_ANSWER))
         self._numbers = count(first)
         self._known = {_alike(text) for text in known}
         self.num_drawn = self.num_empty = self.num_repeated = self.num_unended = 0
@@ -195,10 +203,9 @@ class _Drawing:
 
     def next(self) -> list[tuple[int, str]]:
         """Draw one round; return the number and the text of each prompt that is new."""
-        turn = self._turn
-        limit = LONGEST_PROMPT if turn.is_chat else BASE_PROMPT
+        turn, limit = self._turn, self._limit
         numbers = [next(self._numbers) for _ in range(SLOTS)]
-        requests = [self._request(limit, number) for number in numbers]
+        requests = [self._request(number) for number in numbers]
         session = Session(
             self._engine.model, num_slots=SLOTS, capacity=len(turn.opening) + limit, memory=self._engine.memory
         )
@@ -224,8 +231,10 @@ class _Drawing:
         self._fruitless = 0 if found else self._fruitless + 1
         return found
 
-    def _request(self, limit: int, number: int) -> Request:
-        options = Options(max_new_tokens=limit, seed=number, method="plain", stop_strings=self._turn.end_text or ())
+    def _request(self, number: int) -> Request:
+        options = Options(
+            max_new_tokens=self._limit, seed=number, method="plain", stop_strings=self._turn.end_text or ()
+        )
         request = self._engine.request_for(self._turn.opening, options)
         stop = replace(request.stop, end_tokens=self._turn.end_tokens)
         return replace(request, sampling=Sampling(do_sample=True), stop=stop)
@@ -236,7 +245,7 @@ class _Drawing:
 
     def excuse(self) -> str:
         """Return what became of the prompts that were drawn, for a message."""
-        unended = f", {self.num_unended} do not end within {LONGEST_PROMPT} tokens" if self.num_unended else ""
+        unended = f", {self.num_unended} do not end within {self._limit} tokens" if self.num_unended else ""
         return (
             f"of {self.num_drawn} prompts drawn from the model {self.num_empty} are empty, {self.num_repeated} repeat "
             f"others{unended}"
@@ -298,7 +307,7 @@ class _Run:
         done = {row["prompt"] for row in answers.rows}
         self._queue: deque[tuple[int | None, str]] = deque((None, text) for text in asked if text not in done)
         first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
-        self._drawing = _Drawing(engine, first, [*done, *asked])
+        self._drawing = _Drawing(engine, first, [*done, *asked], longest)
         self._session = Session(engine.model, num_slots=SLOTS, capacity=longest, memory=engine.memory)
         self._running: dict[int, tuple[int | None, str, list[int]]] = {}
         self._made = self._before = answers.num_tokens
@@ -356,7 +365,7 @@ class _Run:
         if now - self._told < NOTE_S:
             return
         self._told, rate = now, (self._made - self._before) / (now - self._began)
-        left = (1 - self._spent) * (now - self._began) / max(1e-9, self._spent - self._spent_before)
+        left = max(0.0, 1 - self._spent) * (now - self._began) / max(1e-9, self._spent - self._spent_before)
         self._note(
             f"{len(self._answers.rows)} answers, {self._made:,} tokens, {rate:.0f} tokens/s, "
             f"{format_seconds(left)} left"

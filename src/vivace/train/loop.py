@@ -67,6 +67,7 @@ def fit(
     run.resume()
     while run.spent() < 1.0:
         run.step()
+    run.check_steps()
     return run.finish()
 
 
@@ -127,12 +128,17 @@ class _Run(Generic[M, B]):
         elapsed = time.monotonic() - self.began
         self.progress = replace(self.progress, step=self.progress.step + 1, elapsed_s=elapsed)
         self._tell(spent, factor)
-        if self.progress.step == 1 and loop.minutes is not None and self.spent() >= 1.0:
-            raise ConfigError(f"{loop.minutes:g} minutes are over after one step of {elapsed:.1f} s; give more")
         if self.data.held_back and self.progress.step % loop.evaluate_steps == 0:
             self._evaluate()
         if time.monotonic() - self.saved >= loop.snapshot_s:
             self._save()
+
+    def check_steps(self) -> None:
+        """Raise an error if the minutes of the budget were over before a second step, whose result is worth nothing."""
+        minutes, seconds = self.config.loop.minutes, self.progress.elapsed_s
+        if minutes is not None and self.progress.step < 2:
+            took = f"{self.progress.step} steps" if self.progress.step == 0 else f"one step of {seconds:.1f} s"
+            raise ConfigError(f"{minutes:g} minutes are over after {took}; give more")
 
     def finish(self) -> TrainResult:
         """Evaluate once more, write the last snapshot and restore the best parameters."""
