@@ -277,7 +277,7 @@ def own_text(
     answers = _Answers.open(path, engine)
     if answers.rows:
         note(f"{len(answers.rows)} answers of {answers.num_tokens:,} tokens were made before")
-    run = _Run(engine, answers, budget, longest, asked, note)
+    run = _Writing(engine, answers, budget, longest, asked, note)
     run.go()
     return [(row["prompt"], row["reference"]) for row in answers.rows]
 
@@ -291,7 +291,7 @@ def written_before(engine: Engine, path: Path) -> list[Pair]:
     return [(row["prompt"], row["reference"]) for row in _Answers.open(path, engine).rows]
 
 
-class _Run:
+class _Writing:
     """One call of ``own_text``."""
 
     def __init__(
