@@ -274,6 +274,7 @@ def _detail_table(result: Result) -> str:
             f"{run['tokens_per_s']:.1f}",
             f"{run['tokens_per_s_spread'][0]:.1f} to {run['tokens_per_s_spread'][1]:.1f}",
             interval(run),
+            f"{run['first_token_ms']:.1f} ms" if run.get("first_token_ms") is not None else "-",
             _whole(run, result.plain),
             _figure(run["mean_acceptance_length"]),
             positions(run),
@@ -283,7 +284,7 @@ def _detail_table(result: Result) -> str:
         )
         for run in result.runs
     ]
-    speeds = ("tokens/s", "lowest to highest", "beside plain", "whole answers")
+    speeds = ("tokens/s", "lowest to highest", "beside plain", "first token", "whole answers")
     guesses = ("acceptance length", "by position", "layers a step")
     memory = ("weights", "cache", "drafter")
     return table(("method", "training", "draft", *speeds, *guesses, *memory, "same"), rows)

@@ -229,7 +229,12 @@ def bench_run(method: str, rate: float, *, accepted: tuple[float, ...] = (), sam
     speed = rate / 100
     return {
         **{"method": method, "tokens_per_s": rate, "tokens_per_s_spread": [rate - 1, rate + 1], "speedup": speed},
-        **{"speedup_interval": [speed - 0.1, speed + 0.1], "end_to_end_tokens_per_s": rate / 2, "identical": same},
+        **{
+            "speedup_interval": [speed - 0.1, speed + 0.1],
+            "end_to_end_tokens_per_s": rate / 2,
+            "identical": same,
+            "first_token_ms": 12.34,
+        },
         **{"num_different": int(not same), "num_tokens": 200, "acceptance_per_position": list(accepted)},
         **{"mean_acceptance_length": 1 + sum(accepted), "tokens_per_target_pass": 2.5 if accepted else None},
         **{"prefill_s": 0.1, "draft_s": 0.2, "verify_s": 0.7, "peak_memory_bytes": 3 << 20},
@@ -268,7 +273,7 @@ def test_report_of_a_result(tmp_path: Path) -> None:
     assert "| `multirate+lookup` | not recorded | 1.50x*, 1.50x, 2.5 | 1.50x*, 1.50x, 2.5 |" in summary
     assert "**A CPU, kernels torch**, 2 threads, batch 1" in summary
     assert "wide twin" not in summary
-    assert details.count("| 1.50x (1.40 to 1.60) | 75.0, 1.50x |") == 2
+    assert details.count("| 1.50x (1.40 to 1.60) | 12.3 ms | 75.0, 1.50x |") == 2
     assert details.count("| no (1 differ) |") == measured.count("| no (1 differ) |") == 2
     assert (
         details.count("7 prompts, at most 64 new tokens, batch 1, 3 repeats, bfloat16, kernels torch, commit abc") == 2

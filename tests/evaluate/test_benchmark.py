@@ -67,6 +67,7 @@ def test_rates_are_tokens_behind_the_first_block_over_median_times() -> None:
     assert run.tokens_per_s == (2 + 1) / (2.0 + 2.0)
     assert run.tokens_per_s_spread == (3 / 6, 3 / 3)
     assert run.end_to_end_tokens_per_s == 5 / 4
+    assert run.first_token_ms == 0, "all of the time was decoding"
     assert (run.speedup, run.speedup_interval) == (1.0, (1.0, 1.0))
     assert (run.identical, run.num_tokens) == (True, 5)
     assert run.mean_acceptance_length is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,13 @@ def test_a_crash_is_a_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
 
 
 @pytest.mark.usefixtures("installed")
+def test_what_is_tried_in_another_process_runs(folder: Path, tmp_path: Path) -> None:
+    write_checkpoint(folder, tmp_path / "m.gguf")
+    command = [sys.executable, "-c", llamacpp._PROBE, str(tmp_path / "m.gguf"), "1"]
+    assert subprocess.run(command, capture_output=True, check=False, text=True).stderr == ""
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "rope",
     [
@@ -117,6 +126,34 @@ def test_it_answers_as_we_do_alone_and_in_a_batch(folder: Path) -> None:
     assert together.token_ids == ours.token_ids
     assert together.num_first_tokens == 3
     assert all(len(ids) == 12 for ids in peers[2].answer(questions).token_ids)
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_lookup_writes_what_it_writes_alone(folder: Path) -> None:
+    """Texts that repeat themselves, some of them ended inside a draft."""
+    engine = load(folder, dtype="float32")
+    questions = [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text * 3))) for text in TEXTS]
+    names = ["llama.cpp", "llama.cpp-lookup"]
+    plain, lookup = enter_llama_cpp(names, folder, questions, max_new_tokens=40, batch_size=3)
+    wanted = plain.answer(questions)
+    found = lookup.answer(questions)
+    assert found.token_ids == wanted.token_ids
+    assert 0 < found.num_accepted < found.num_drafted
+    assert found.num_steps == 3 * 40 - found.num_accepted - found.num_first_tokens
+    for end in {ids[place] for ids in wanted.token_ids for place in (3, 9, 20)}:
+        ends = frozenset({end})
+        cut = replace(lookup, end_tokens=ends).answer(questions).token_ids
+        assert cut == replace(plain, end_tokens=ends).answer(questions).token_ids
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_quantizer_makes_k_quants() -> None:
+    engine = load()
+    [question] = [BenchmarkPrompt(TEXTS[0], tuple(engine.tokenizer.encode_prompt(TEXTS[0])))]
+    names = ["llama.cpp", "llama.cpp-q4_k_m"]
+    whole, small = enter_llama_cpp(names, SHIPPED, [question], max_new_tokens=8, batch_size=1)
+    assert small.engine.num_bytes < 0.6 * whole.engine.num_bytes
+    assert len(small.answer([question]).token_ids[0]) == 8
 
 
 @pytest.mark.usefixtures("installed")

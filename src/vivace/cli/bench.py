@@ -47,8 +47,8 @@ def decode(
     peers: Annotated[
         str,
         typer.Option(
-            help="Other engines: transformers, transformers-lookup, transformers-assisted, llama.cpp, "
-            "llama.cpp-q8_0, llama.cpp-q4_0."
+            help="Other engines, with commas: transformers, transformers-lookup, transformers-assisted, llama.cpp, "
+            "llama.cpp-q8_0, llama.cpp-q4_0, llama.cpp-q4_k_m, llama.cpp-lookup."
         ),
     ] = "",
     prompts: Prompts = "e2e",
@@ -292,13 +292,23 @@ def write_report(report: dict[str, Any], target: Path | None) -> None:
 
 def print_runs(runs: Sequence[Run], held: Mapping[str, Holdings] | None = None) -> None:
     """Print the table of results, with the memory that each method holds if it was measured."""
-    columns = ["method", "tokens/s", "speed-up", "whole answers", "identical", "accept. length", "tokens/pass"]
+    columns = [
+        "method",
+        "tokens/s",
+        "speed-up",
+        "first token",
+        "whole answers",
+        "identical",
+        "accept. length",
+        "tokens/pass",
+    ]
     columns += [] if held is None else ["weights", "cache", "drafter"]
     rows = [
         [
             run.method,
             f"{run.tokens_per_s:.1f}",
             f"{run.speedup:.2f}x",
+            "-" if run.first_token_ms is None else f"{run.first_token_ms:.1f} ms",
             f"{run.end_to_end_tokens_per_s:.1f}, {run.end_to_end_speedup:.2f}x",
             "yes" if run.identical else f"no ({run.num_different} differ)",
             _figure(run.mean_acceptance_length),

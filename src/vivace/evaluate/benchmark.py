@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from statistics import fmean
 from typing import Protocol
 
 from vivace.errors import ConfigError
@@ -120,6 +121,8 @@ class Run:
     early_exit_share: float | None = None
     """Share of the new tokens that left early; None for methods without early exits."""
     mean_exit_layer: float | None = None
+    first_token_ms: float | None = None
+    """Milliseconds from the call to the first block of tokens: median of the repeats, mean of the batches."""
     layer_passes_per_token: float | None = None
     """Number of rows times layers per token, including accelerated rows and filling the cache of skipped layers."""
 
@@ -213,6 +216,7 @@ def _summarise(record: Record, base: Record) -> Run:
         draft_s=_sum_of_medians([[trial.draft_s for trial in batch] for batch in record.trials]),
         verify_s=_sum_of_medians([[trial.verify_s for trial in batch] for batch in record.trials]),
         peak_memory_bytes=max((trial.peak_memory_bytes or 0 for trial in trials), default=0) or None,
+        first_token_ms=1000 * fmean(_median([t.total_s - t.decode_s for t in batch]) for batch in record.trials),
         early_exit_share=sum(trial.num_early_exits for trial in firsts) / len(layers) if layers else None,
         mean_exit_layer=sum(layers) / len(layers) if layers else None,
         layer_passes_per_token=sum(trial.num_layer_passes for trial in firsts) / len(layers) if layers else None,

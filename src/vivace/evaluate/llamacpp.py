@@ -2,7 +2,8 @@
 
 It is called through the C functions of llama-cpp-python instead of its ``Llama`` class, whose loop costs more
 per token than a small model does; so the time is that of llama.cpp and one ``argmax``. Settings are its defaults:
-float16 cache, flash attention where available, weights repacked while loading where it can.
+float16 cache, flash attention where available, weights repacked while loading where it can. K-quants are made by
+llama.cpp's own quantizer, and ``llama.cpp-lookup`` drafts with the n-gram search of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +33,31 @@ from vivace.errors import CapacityError, DependencyError, VivaceError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.memory import Holdings, peak_memory
 
-LLAMA_CPP: Mapping[str, str] = {"llama.cpp": "auto", "llama.cpp-q8_0": "q8_0", "llama.cpp-q4_0": "q4_0"}
-"""Format of the matrices by name on the command line; "auto" is the checkpoint's."""
+
+class LlamaKind(NamedTuple):
+    """How llama.cpp runs a checkpoint."""
+
+    weights: str = "auto"
+    """Format of the matrices as ``write_checkpoint`` has it; "auto" is the checkpoint's."""
+    quantized: int | None = None
+    """The ``llama_ftype`` that llama.cpp's quantizer makes of that."""
+    num_drafted: int = 0
+    """Tokens that n-gram search may guess; 0 for plain decoding."""
+
+
+LLAMA_CPP: Mapping[str, LlamaKind] = {
+    "llama.cpp": LlamaKind(),
+    "llama.cpp-q8_0": LlamaKind("q8_0"),
+    "llama.cpp-q4_0": LlamaKind("q4_0"),
+    "llama.cpp-q4_k_m": LlamaKind(quantized=15),
+    "llama.cpp-lookup": LlamaKind(num_drafted=2),
+}
+"""By name on the command line. Two guesses are what llama-cpp-python's documentation advises on a processor."""
 
 _F32 = 0
 """The ``ggml_type`` of float32."""
 
-_PROBE = """
-import sys
-from pathlib import Path
-from vivace.evaluate.llamacpp import LlamaCpp, Rows
-engine = LlamaCpp(Path(sys.argv[1]), num_threads=int(sys.argv[2]), capacity=64)
-engine.run(Rows([1] * 40, range(40), [0] * 40, [39]))
-engine.run(Rows([1], [40], [0], [0]))
-"""
+_PROBE = "import sys; from vivace.evaluate.llamacpp import try_out; try_out(*sys.argv[1:])"
 """Program that runs a prompt and a token through llama.cpp."""
 
 
@@ -202,6 +214,8 @@ class LlamaCppPeer:
     end_tokens: frozenset[int]
     entry_bytes: int = 0
     """Number of bytes of one token's keys and values in all layers, in float16."""
+    drafter: Callable[[npt.NDArray[np.intc]], npt.NDArray[np.intc]] | None = None
+    """Guesses what follows a text; None decodes token by token."""
 
     def holdings(self, batch: Sequence[BenchmarkPrompt]) -> Holdings:
         """Return the bytes of weights and cache, which are allocated when the file is loaded."""
@@ -209,6 +223,7 @@ class LlamaCppPeer:
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch with greedy decoding; all its sequences share one pass per step."""
+        num_drafted = num_accepted = num_steps = 0
         with peak_memory(torch.device("cpu")) as peak:
             start = time.perf_counter()
             self.engine.forget()
@@ -216,9 +231,18 @@ class LlamaCppPeer:
             answers = list(live)
             first_at = last_at = time.perf_counter()
             while live := [one for one in live if not one.is_done(self.max_new_tokens, self.end_tokens)]:
-                self._step(live)
+                if self.drafter is None:
+                    self._step(live)
+                else:
+                    for one in live:
+                        drafted, accepted = self._speculate(one, batch[one.index].token_ids)
+                        num_drafted, num_accepted = num_drafted + drafted, num_accepted + accepted
+                        num_steps += 1
                 last_at = time.perf_counter()
         return Trial(
+            num_steps=num_steps,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
             token_ids=tuple(tuple(one.tokens) for one in answers),
             num_first_tokens=len(batch),
             decode_s=last_at - first_at,
@@ -252,6 +276,24 @@ class LlamaCppPeer:
         for one, logits in zip(live, self.engine.run(rows), strict=True):
             one.tokens.append(int(logits.argmax()))
 
+    def _speculate(self, one: _Sequence, prompt: Sequence[int]) -> tuple[int, int]:
+        """Append what one pass over the last token and its draft yields; return guesses made and guesses kept."""
+        assert self.drafter is not None
+        left = self.max_new_tokens - len(one.tokens) - 1
+        draft = self.drafter(np.array([*prompt, *one.tokens], np.intc)).tolist()[:left]
+        first = one.length + len(one.tokens) - 1
+        count = 1 + len(draft)
+        places = range(first, first + count)
+        passed = self.engine.run(LlamaRows([one.tokens[-1], *draft], places, [one.index] * count, range(count)))
+        kept = 0
+        for guess, logits in zip([*draft, None], passed, strict=True):
+            one.tokens.append(int(logits.argmax()))
+            if one.tokens[-1] != guess or guess in self.end_tokens:
+                break
+            kept += 1
+        self.engine.forget(one.index, first + kept + 1)
+        return len(draft), kept
+
 
 def enter_llama_cpp(
     names: Sequence[str], folder: Path, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int, batch_size: int
@@ -278,13 +320,49 @@ def enter_llama_cpp(
     entry_bytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     peers = []
     for name in names:
+        kind = LLAMA_CPP[name]
         with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
             path = Path(place) / "model.gguf"
-            write_checkpoint(folder, path, LLAMA_CPP[name], tokenizer=False)
+            write_checkpoint(folder, path, kind.weights, tokenizer=False)
+            if kind.quantized is not None:
+                path = _quantized(path, kind.quantized)
             _probe(name, path)
             engine = LlamaCpp(path, num_threads=torch.get_num_threads(), capacity=longest, num_sequences=batch_size)
-        peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends, entry_bytes))
+        drafter = _ngram_drafter(kind.num_drafted) if kind.num_drafted else None
+        peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends, entry_bytes, drafter))
     return peers
+
+
+def _quantized(path: Path, kind: int) -> Path:
+    """Let llama.cpp quantize a file; return the new file beside it, and remove the old one.
+
+    Raises:
+        VivaceError: it cannot.
+    """
+    lib, target = _library(), path.with_suffix(".quantized.gguf")
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.nthread = kind, torch.get_num_threads()
+    if lib.llama_model_quantize(str(path).encode(), str(target).encode(), ctypes.byref(params)):
+        raise VivaceError(f"llama.cpp does not quantize this checkpoint (llama_ftype {kind}); leave this peer out")
+    path.unlink()
+    return target
+
+
+def _ngram_drafter(num_drafted: int) -> Callable[[npt.NDArray[np.intc]], npt.NDArray[np.intc]]:
+    """Return the prompt lookup of llama-cpp-python, with n-grams of up to two tokens as by default."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    drafter: Callable[[npt.NDArray[np.intc]], npt.NDArray[np.intc]] = LlamaPromptLookupDecoding(
+        num_pred_tokens=num_drafted
+    )
+    return drafter
+
+
+def try_out(path: str, num_threads: str) -> None:
+    """Run a prompt of 40 tokens and one token more through a file, as ``_PROBE`` does in a process of its own."""
+    engine = LlamaCpp(Path(path), num_threads=int(num_threads), capacity=64)
+    engine.run(LlamaRows([1] * 40, range(40), [0] * 40, [39]))
+    engine.run(LlamaRows([1], [40], [0], [0]))
 
 
 def _probe(name: str, path: Path) -> None:
