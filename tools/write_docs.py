@@ -12,6 +12,8 @@ import dataclasses
 import inspect
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from tools.blocks import fill_file, settle, table
 from vivace import errors
 from vivace.checkpoint import config_keys, families, neutral_keys, rope_keys
 from vivace.cli import app
+from vivace.core.config import ModelConfig
+from vivace.core.cpu.chain import why_no_chain
+from vivace.core.cpu.span import why_no_span
 from vivace.kernels import reference
 from vivace.methods.dynamic.gates import GatesConfig
 from vivace.methods.dynamic.objective import RouterTraining
@@ -104,6 +109,37 @@ def published_table() -> str:
         for family in families.FAMILIES
     ]
     return table(("`model_type`", "opens", "is refused"), rows)
+
+
+def native_table() -> str:
+    """Return the table of what native kernels run in one call, by family, as its published configurations have it."""
+    rows = []
+    for family in families.FAMILIES:
+        configs = list(_opening(family))
+        apart = {name: why_no_span(config) for name, config in configs}
+        single = {name: apart[name] or why_no_chain(config) for name, config in configs}
+        rows.append((f"`{family}`", _unless(apart), _unless(single)))
+    return table(("`model_type`", "several layers", "several tokens"), rows)
+
+
+def _opening(family: str) -> Iterator[tuple[str, ModelConfig]]:
+    """Yield the names and configurations of a family's published checkpoints that open."""
+    for one in published_checkpoints.published():
+        with suppress(errors.UnsupportedError):
+            if one.family == family:
+                yield one.name, families.translate(one.config)
+
+
+def _unless(reasons: dict[str, str | None]) -> str:
+    """Return "yes", or "no" and why, with the names of the checkpoints where it is not so for all of a family."""
+    found = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
+    if found.keys() == {None}:
+        return "yes"
+    lines = []
+    for reason, names in found.items():
+        if reason is not None:
+            lines.append(f"no: {reason}" if len(found) == 1 else f"not {_listed(names)}: {reason}")
+    return "; ".join(lines) if len(found) == 1 else "yes, but " + "; ".join(lines)
 
 
 def neutral_table() -> str:
@@ -236,6 +272,7 @@ def wanted() -> dict[Path, str]:
             "rotary": rotary_table(),
             "harmless": harmless_line(),
             "neutral": neutral_table(),
+            "native": native_table(),
             "published": published_table(),
         },
         ROOT / "docs" / "errors.md": {"tree": error_tree()},

@@ -30,6 +30,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qk_norm": {"qk_norm": "head", "qkv_bias": True, "output_bias": True},
     "sandwich": {"norm_placement": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh", "embedding_scale": 6.9},
     "post_norm": {"norm_placement": "post", "qk_norm": "full", "qkv_clip": 1.5, "tied_head": False},
+    "local and global": {
+        **{"ropes": (RopeConfig(), RopeConfig(theta=1e6, kind="linear", factor=8.0)), "rope_of_layer": (0, 1, 0)},
+        **{"windows": (9, None, 70), "norm_placement": "sandwich", "norm_offset": 1.0, "qk_norm": "head"},
+        **{"num_kv_heads": 1, "activation": "gelu_tanh", "embedding_scale": 6.9},
+    },
     "experts": {"moe": MoeConfig(5, 2, 20, True), "moe_layers": (True, False, True)},
     "learned": {
         **{"positions": "learned", "position_offset": 2, "norm": "layer", "gated": False, "activation": "relu"},

@@ -13,10 +13,7 @@ from tests.core.test_bits import (  # noqa: F401 - collected here with this file
     test_chains_of_any_length_are_single_rows,
     test_tree_nodes_are_chain_rows,
 )
-from tests.core.test_packed import (  # noqa: F401 - collected here with this file's decoder
-    PLAIN,
-    test_spans_are_layers_one_by_one,
-)
+from tests.core.test_packed import test_spans_are_layers_one_by_one  # noqa: F401 - collected here, as above
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.cpu.low_bit import LowBitLinear, LowBitRows
 from vivace.core.cpu.packed import PackedLinear

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,6 @@ from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
 
-PLAIN = {"plain", "windows", "softcaps", "qk_norm", "dynamic", "experts"}
-"""Variants whose layers run as spans."""
 PROMPTS = {2: tokens(70, 1), 0: tokens(9, 2), 1: tokens(130, 3)}
 
 
@@ -102,7 +101,7 @@ def through_layers(decoder: Decoder, h: Tensor, step: Step, start: int, stop: in
 
 
 def test_spans_are_layers_one_by_one(variant: str, packed: Decoder) -> None:
-    assert isinstance(packed.backend.span, NativeSpan) == (variant in PLAIN)
+    assert isinstance(packed.backend.span, NativeSpan)
     cache, _ = prefill(packed, PROMPTS, 3)
     for name, step in drafts(cache).items():
         h = torch.randn(step.num_rows, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -146,11 +145,17 @@ SITES = ("q", "k", "v", "o", "gate", "up", "down", "mlp")
 
 
 def adapters(
-    which: Tensor, sites: tuple[str, ...], *, rank: int = 5, scale: float = 0.2, seed: int = 0
+    which: Tensor,
+    sites: tuple[str, ...],
+    *,
+    rank: int = 5,
+    scale: float = 0.2,
+    seed: int = 0,
+    fields: dict[str, Any] = BASE,
 ) -> LowRankDeltas:
     generator = torch.Generator().manual_seed(seed)
-    e, f = BASE["width"], BASE["ffn_width"]
-    heads, keys = BASE["num_heads"] * BASE["head_dim"], BASE["num_kv_heads"] * BASE["head_dim"]
+    e, f = fields["width"], fields["ffn_width"]
+    heads, keys = fields["num_heads"] * fields["head_dim"], fields["num_kv_heads"] * fields["head_dim"]
     widths = {"q": (e, heads), "k": (e, keys), "v": (e, keys), "o": (heads, e), "gate": (e, f), "up": (e, f)}
     widths |= {"down": (f, e), "mlp": (e, e)}
 
@@ -168,7 +173,17 @@ def adapters(
 @pytest.mark.parametrize("sites", [SITES, *((site,) for site in SITES)], ids="-".join)
 def test_terms_of_some_rows(body: NativeBody, sites: tuple[str, ...]) -> None:
     """Rows with terms come out as PyTorch adds them; the others do not notice, to the bit."""
-    packed, dense = packing(build("qk_norm", torch.bfloat16), body), build("qk_norm", torch.bfloat16)
+    rows_with_terms(body, "qk_norm", sites)
+
+
+@pytest.mark.parametrize("variant", ["local and global", "post_norm", "learned"])
+def test_terms_beside_every_kind_of_norm(body: NativeBody, variant: str) -> None:
+    """At all sites at once; a feed-forward without a gate has none there."""
+    rows_with_terms(body, variant, tuple(site for site in SITES if variant != "learned" or site != "gate"))
+
+
+def rows_with_terms(body: NativeBody, variant: str, sites: tuple[str, ...]) -> None:
+    packed, dense = packing(build(variant, torch.bfloat16), body), build(variant, torch.bfloat16)
     cache, _ = prefill(packed, PROMPTS, 3)
     step = Step.of(Draft.committed_only({1: tokens(2, 5), 0: [3, 4], 2: [1]}), cache)
     h = torch.randn(5, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -176,7 +191,8 @@ def test_terms_of_some_rows(body: NativeBody, sites: tuple[str, ...]) -> None:
     without = [tuple(t.clone() for t in cache.span(layer, 0, 9, 11)) for layer in range(3)]
     which, other = torch.tensor([0, 1, -1, -1, 1]), torch.tensor([1, -1, -1, -1, 0])
     scale = 0.2 if len(sites) > 1 or sites[0] not in "kv" else 2.0  # one changed entry among a hundred
-    terms = (adapters(which, sites, scale=scale), adapters(other, sites, scale=scale, seed=1))
+    fields = BASE | VARIANTS[variant]
+    terms = tuple(adapters(w, sites, scale=scale, seed=i, fields=fields) for i, w in enumerate((which, other)))
     with_terms = replace(step, deltas=terms)
     got = packed.run(h, with_terms)
     assert torch.equal(got[2:4], plain[2:4])

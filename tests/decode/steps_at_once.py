@@ -10,6 +10,7 @@ import torch
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.core.cache import KVCache
+from vivace.core.config import RopeConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, Drafter
@@ -18,13 +19,21 @@ from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.kernels.native import NativeBody
 
-MODELS = ("plain", "scaled")
+FIELDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "scaled": {"embedding_scale": 3.7, "norm_offset": 1.0},
+    "around": {
+        **{"norm_placement": "sandwich", "qk_norm": "head", "windows": (9, None, 5) * 2, "logit_softcap": 5.0},
+        **{"ropes": (RopeConfig(), RopeConfig(theta=1e6)), "rope_of_layer": (0, 1, 0) * 2},
+    },
+    "learned": {"positions": "learned", "position_offset": 2, "norm": "layer"},
+}
+MODELS = tuple(FIELDS)
 
 
 def packed(name: str, body: NativeBody) -> Decoder:
-    """For a body; the one that is scaled has an embedding that is multiplied and a norm that is shifted."""
-    fields = {"embedding_scale": 3.7, "norm_offset": 1.0} if name == "scaled" else {}
-    made = build(torch.bfloat16, num_layers=6, seed=3, **fields).requires_grad_(False)
+    """For a body."""
+    made = build(torch.bfloat16, num_layers=6, seed=3, **FIELDS[name]).requires_grad_(False)
     pack_decoder(made, body)
     return made
 

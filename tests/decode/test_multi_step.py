@@ -23,7 +23,14 @@ from vivace.kernels.native import NativeBody
 from vivace.methods.auto.drafter import Adaptive
 
 PROMPTS = prompts(6, seed=2)
-FIELDS = {"tied": {}, "own head, scaled": {"tied_head": False, "embedding_scale": 3.7, "norm_offset": 1.0}}
+FIELDS = {
+    "tied": {},
+    "own head, scaled": {"tied_head": False, "embedding_scale": 3.7, "norm_offset": 1.0},
+    "norms after": {"norm_placement": "post", "qk_norm": "full", "qkv_clip": 1.5},
+    "norms around": {"norm_placement": "sandwich", "qk_norm": "head", "windows": (9, None, 5), "num_kv_heads": 1},
+    "learned": {"positions": "learned", "position_offset": 2, "norm": "layer", "gated": False, "activation": "relu"},
+    "capped": {"logit_softcap": 5.0, "attention_softcap": 2.0},
+}
 
 
 @pytest.fixture(params=FIELDS)
@@ -79,6 +86,16 @@ def test_text_of_one_call_a_token(model: Decoder, slots: int, every: int, logpro
     assert_same(found, run(model, NoDrafts(), slots, every, logprobs=logprobs))
     assert max(max(given) for given in drafter.rows) == MAX_TOKENS
     assert drafter.rows[0] == (1,) * len(drafter.rows[0]), "the first token of a text comes alone"
+
+
+@pytest.mark.parametrize("slots", [1, 6])
+def test_logits_that_capping_makes_equal_are_left_to_the_session(body: NativeBody, slots: int) -> None:
+    """Then the first of several tokens wins, and not the one with the largest logit before capping."""
+    model = packed(body, logit_softcap=0.4)
+    drafter = ahead(model)
+    found = run(model, drafter, slots, logprobs=True)
+    assert_same(found, run(model, NoDrafts(), slots, logprobs=True))
+    assert {count for given in drafter.rows for count in given} == {1}
 
 
 @pytest.mark.parametrize("weights", ["int8", "q4", "exact12"])

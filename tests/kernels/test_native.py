@@ -79,6 +79,7 @@ def test_gated(body: NativeBody, activation: str, rows: int, ins: int, outs: int
     ones = torch.ones_like(u)
     close(body.activate(g, ones, activation), exact, slack=1e-6)
     assert torch.equal(got, body.activate(g, ones, activation) * u)
+    assert torch.equal(body.activate(g, None, activation), body.activate(g, ones, activation))
 
 
 def test_activations_everywhere(body: NativeBody) -> None:
@@ -106,7 +107,9 @@ def test_greedy(body: NativeBody, packed: bool, threads: int) -> None:
         x = normal(rows, 32, seed=rows).sign()
         logits = body.linear(m, x)
         assert outs < 1000 or (logits.float().topk(2).values.diff() == 0).any()
-        assert torch.equal(body.greedy(m, x), logits.float().argmax(-1))
+        tokens, values = body.greedy(m, x)
+        assert torch.equal(tokens, logits.float().argmax(-1))
+        assert torch.equal(values, logits.float().amax(-1))
     torch.set_num_threads(before)
 
 
@@ -122,6 +125,15 @@ def test_rms_norm(body: NativeBody, shape: tuple[int, ...], offset: float) -> No
         error = (got.double() - y * weight.double()).abs()
         assert (error <= (y * weight.double()).abs() * 2.02 * HALF_ULP + 1e-6).all()
     assert (got == reference.rms_norm(x, weight, 1e-6, offset)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 7), (5, 48), (3, 4, 12), (2, 1000)], ids=str)
+def test_layer_norm(body: NativeBody, shape: tuple[int, ...]) -> None:
+    """Also far from zero, where the mean is much larger than what is left without it."""
+    weight, bias = normal(shape[-1], seed=1), normal(shape[-1], seed=2)
+    for x in (normal(*shape), normal(*shape) + 20):
+        exact = F.layer_norm(x.double(), shape[-1:], weight.double(), bias.double(), 1e-5)
+        close(body.layer_norm(x, weight, bias, 1e-5), exact, slack=2e-5)
 
 
 def exact_attention(

@@ -65,6 +65,8 @@ def test_norm(body: NativeBody) -> None:
     x, weight = normal(64, 300, dtype=BF16), normal(300, dtype=BF16, seed=1)
     alone = torch.cat([body.rms_norm(row[None], weight, 1e-6) for row in x])
     assert torch.equal(body.rms_norm(x, weight, 1e-6), alone)
+    alone = torch.cat([body.layer_norm(row[None], weight, weight, 1e-6) for row in x])
+    assert torch.equal(body.layer_norm(x, weight, weight, 1e-6), alone)
 
 
 @pytest.mark.parametrize("window", [None, 20])

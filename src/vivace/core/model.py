@@ -319,9 +319,12 @@ class Decoder(nn.Module):
 
     def greedy(self, h: Tensor, *, row_count: int = 1) -> Tensor:
         """Return the likeliest token of each row, (n, E) -> (n,); ties go to the smallest id."""
-        choose: Callable[[Tensor], Tensor] | None = getattr(self.lm_head, "greedy", None)
-        if choose is not None and self.config.logit_softcap is None and row_count == 1:
-            return choose(self.norm(h))
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(self.lm_head, "greedy", None)
+        if choose is not None and row_count == 1:
+            tokens, logits = choose(self.norm(h))
+            most = self.config.certain_logit
+            if most is None or (h.dtype == torch.bfloat16 and bool((logits.abs() < most).all())):
+                return tokens
         return self.head(h, row_count=row_count).argmax(-1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
-from vivace.kernels.library import CDelta, CMatrix, CPlaces, CPlan
+from vivace.kernels.library import CDelta, CGain, CMatrix, CPlaces, CPlan
 
 Numbers = POINTER(c_int64)
 
@@ -21,7 +21,9 @@ class CChain(Structure):
     _fields_ = [
         ("head", CMatrix),
         ("rows", CMatrix),
-        *((name, c_void_p) for name in ("embedding", "final_norm", "scale", "offsets")),
+        *((name, c_void_p) for name in ("embedding", "positions")),
+        ("final_norm", CGain),
+        *((name, c_void_p) for name in ("scale", "offsets")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("places", POINTER(CPlaces)),
         ("deltas", POINTER(CDelta)),
@@ -30,8 +32,7 @@ class CChain(Structure):
         *((name, c_void_p) for name in ("tokens", "slots", "nodes", "parents", "hidden")),
         *((name, c_int64) for name in ("exit_layer", "sequences", "is_fed", "num_deltas", "num_ropes")),
         *((name, c_int64) for name in ("num_offsets", "num_reads", "num_ends")),
-        ("embedding_scale", c_float),
-        ("min_confidence", c_float),
+        *((name, c_float) for name in ("embedding_scale", "min_confidence", "softcap", "certain")),
     ]
 
 

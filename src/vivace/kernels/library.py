@@ -47,6 +47,12 @@ class CScreen(Structure):
     _fields_ = [("codes", CMatrix), ("lost", c_void_p), ("kept", c_void_p), ("counts", c_void_p)]
 
 
+class CGain(Structure):
+    """Mirrors ``Gain``: the weight and bias of a norm; both null for no norm."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+
+
 class CLinear(Structure):
     """Mirrors ``Linear``: a projection of rows."""
 
@@ -67,7 +73,7 @@ class CGated(Structure):
 
 
 class CActivated(Structure):
-    """Mirrors ``Activated``: the activation of a gated feed-forward."""
+    """Mirrors ``Activated``: the activation of a feed-forward."""
 
     _fields_ = [
         ("gate", c_void_p),
@@ -88,11 +94,11 @@ class CNeurons(Structure):
 
 
 class CNorm(Structure):
-    """Mirrors ``Norm``: a root-mean-square norm of rows."""
+    """Mirrors ``Norm``: a norm of rows."""
 
     _fields_ = [
         ("x", c_void_p),
-        ("weight", c_void_p),
+        ("gain", CGain),
         ("out", c_void_p),
         ("rows", c_int64),
         ("width", c_int64),
@@ -140,7 +146,8 @@ class CLayer(Structure):
 
     _fields_ = [
         *((name, CMatrix) for name in ("qkv", "o", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
+        *((name, CGain) for name in ("attention_norm", "ffn_norm", "attention_post_norm", "ffn_post_norm")),
+        *((name, CGain) for name in ("q_norm", "k_norm")),
         ("window", c_int64),
         ("rope", c_int64),
     ]
@@ -152,9 +159,8 @@ class CPlan(Structure):
     _fields_ = [
         ("layers", POINTER(CLayer)),
         *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "width", "ffn_width", "head_width")),
-        ("rotated", c_int64),
-        ("activation", c_int64),
-        *((name, c_float) for name in ("norm_eps", "norm_offset", "scale", "softcap")),
+        *((name, c_int64) for name in ("rotated", "activation", "is_gated", "norms_heads_alone")),
+        *((name, c_float) for name in ("norm_eps", "norm_offset", "scale", "softcap", "clip")),
     ]
 
 
@@ -229,7 +235,7 @@ DAMAGED = -2
 SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_linear": (c_int64, c_int64, POINTER(CLinear)),
     "vivace_gated": (c_int64, c_int64, POINTER(CGated)),
-    "vivace_greedy": (c_int64, c_int64, POINTER(CLinear), c_void_p),
+    "vivace_greedy": (c_int64, c_int64, POINTER(CLinear), c_void_p, c_void_p),
     "vivace_activate": (c_int64, POINTER(CActivated)),
     "vivace_neurons": (c_int64, c_int64, POINTER(CNeurons)),
     "vivace_norm": (c_int64, POINTER(CNorm)),

@@ -28,6 +28,7 @@ from vivace.kernels.library import (
     CAttention,
     CCall,
     CChoice,
+    CGain,
     CGated,
     CLinear,
     CMatrix,
@@ -192,11 +193,11 @@ class NativeBody:
         self._library.vivace_feed(self._index, num_threads(), byref(first), byref(second))
         return out
 
-    def activate(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        """Return ``act(gate) * up``, (T, F) each, to the bits that ``gated`` has."""
-        gate, up = gate.contiguous(), up.contiguous()
+    def activate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        """Return ``act(gate) * up``, (T, F) each, to the bits that ``gated`` has, or ``act(gate)`` without ``up``."""
+        gate, up = gate.contiguous(), None if up is None else up.contiguous()
         out = torch.empty_like(gate)
-        call = CActivated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), ACTIVATIONS[activation])
+        call = CActivated(gate.data_ptr(), _address(up), out.data_ptr(), gate.numel(), ACTIVATIONS[activation])
         self._library.vivace_activate(self._index, byref(call))
         return out
 
@@ -254,13 +255,18 @@ class NativeBody:
         most = max(routers.counts)
         return [out[place * most : place * most + count] for place, count in enumerate(routers.counts)]
 
-    def greedy(self, matrix: Matrix, x: Tensor) -> Tensor:
-        """Return the index of each row's largest rounded output, (T, in) -> (T,); ties go to the smallest index."""
+    def greedy(self, matrix: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the index of each row's largest rounded output and that output in float32, (T, in) -> (T,) each.
+
+        Ties go to the smallest index.
+        """
         x = matrix.rows(x)
         tokens = torch.empty(x.shape[0], dtype=torch.int64)
+        values = torch.empty(x.shape[0], dtype=torch.float32)
         call = CLinear(matrix.struct, x.data_ptr(), None, None, x.shape[0])
-        self._library.vivace_greedy(self._index, num_threads(), byref(call), tokens.data_ptr())
-        return tokens
+        addresses = (tokens.data_ptr(), values.data_ptr())
+        self._library.vivace_greedy(self._index, num_threads(), byref(call), *addresses)
+        return tokens, values
 
     def rows(self, matrix: Matrix, tokens: Tensor) -> Tensor:
         """Return rows of an embedding that is stored in eight or twelve bits, (T,) -> (T, in)."""
@@ -271,10 +277,17 @@ class NativeBody:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return the root-mean-square norm over the last dimension, as ``reference.rms_norm``."""
+        return self._norm(x, CGain(weight.data_ptr(), None), eps, offset)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Return the layer norm over the last dimension, computed in float32."""
+        return self._norm(x, CGain(weight.data_ptr(), bias.data_ptr()), eps, 0.0)
+
+    def _norm(self, x: Tensor, gain: CGain, eps: float, offset: float) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         width = x.shape[-1]
-        call = CNorm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, offset)
+        call = CNorm(x.data_ptr(), gain, out.data_ptr(), x.numel() // width, width, eps, offset)
         self._library.vivace_norm(self._index, byref(call))
         return out
 

@@ -252,7 +252,7 @@ class StreamedParts(DenseParts):
         up, down = (f"layers.{layer}.feed_forward.{site}.weight" for site in ("up", "down"))
         if not c.gated:
             wide, narrow = (self._tiles(body, unit, name, bias=c.ffn_bias) for name in (up, down))
-            return FeedForward(c, layer, wide, narrow)
+            return PackedFeedForward(body, c.activation, layer, None, wide, narrow)
         gate, half = (self._tiles(body, unit, up, half=half) for half in range(2))
         return PackedFeedForward(body, c.activation, layer, gate, half, self._tiles(body, unit, down))
 

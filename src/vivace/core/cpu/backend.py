@@ -26,7 +26,7 @@ from vivace.core.cpu.packed import (
 )
 from vivace.core.cpu.span import NativeSpan
 from vivace.core.draft_rows import Chain
-from vivace.core.layers import FeedForward, Linear, RMSNorm
+from vivace.core.layers import FeedForward, LayerNorm, Linear, RMSNorm
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Span
@@ -109,7 +109,7 @@ class CpuBackend:
         elif isinstance(head, Linear):
             assert self.body is not None
             decoder.lm_head = PackedLinear(self.body, head.weight, head.bias, self._screen(decoder, head.weight))
-        if self.body is not None and isinstance(decoder.final_norm, RMSNorm):
+        if self.body is not None and isinstance(decoder.final_norm, RMSNorm | LayerNorm):
             decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
 
     def _screen(self, decoder: Decoder, weight: Tensor) -> Screen | None:
@@ -125,8 +125,6 @@ class CpuBackend:
             return "it runs on native kernels"
         if self.weights not in ("bf16", "exact12"):
             return f"with {self.weights} weights the head has eight bits itself"
-        if decoder.config.logit_softcap is not None:
-            return "this model caps its logits"
         return "the width of this model is odd" if decoder.config.width % 2 else None
 
     def _round_ends(self, decoder: Decoder) -> None:
@@ -186,7 +184,7 @@ class CpuBackend:
                     setattr(parent, name, self._fused(child))
                 case Linear():
                     setattr(parent, name, self.linear(child.weight, child.bias))
-                case RMSNorm() if self.body is not None:
+                case RMSNorm() | LayerNorm() if self.body is not None:
                     setattr(parent, name, NativeNorm(self.body, child))
                 case _:
                     self._replace(child)
@@ -195,6 +193,9 @@ class CpuBackend:
         assert self.body is not None
         assert isinstance(feed.up, Linear)
         assert isinstance(feed.down, Linear)
+        if not feed.gated:
+            halves = (self.linear(part.weight, part.bias) for part in (feed.up, feed.down))
+            return PackedFeedForward(self.body, feed.activation, feed.layer, None, *halves)
         width = feed.up.weight.shape[0] // 2
         biases = (None, None) if feed.up.bias is None else feed.up.bias.split(width)
         gate, up = (self.linear(w, b) for w, b in zip(feed.up.weight.split(width), biases, strict=True))
@@ -202,7 +203,7 @@ class CpuBackend:
         return PackedFeedForward(self.body, feed.activation, feed.layer, gate, up, down)
 
     def _fuses(self, feed: FeedForward) -> bool:
-        return self.body is not None and feed.gated and type(feed.up) is type(feed.down) is Linear
+        return self.body is not None and type(feed.up) is type(feed.down) is Linear
 
 
 def backend_of(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.cpu.span import NativeSpan, matrix_of, norm_of, pointers, quantized_copy
+from vivace.core.config import ModelConfig
+from vivace.core.cpu.span import NativeSpan, gain_of, matrix_of, pointers, quantized_copy
 from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, StreamRows
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
@@ -51,6 +52,15 @@ class _StreamCall:
     """References to the tensors that ``call`` points into, which keep them alive."""
 
 
+def why_no_chain(c: ModelConfig) -> str | None:
+    """Return why a model with a span cannot make several steps in one native call, or None where it can."""
+    if c.moe is not None:
+        return "experts run one by one"
+    if any(rope.depends_on_length for rope in c.ropes):
+        return "rotations depend on the length of a text"
+    return None
+
+
 class NativeChain:
     """Drafts and verifies with one packed decoder."""
 
@@ -62,14 +72,8 @@ class NativeChain:
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
-        """Make it for a decoder with a span, without experts, logit softcap and rotations that depend on the length of
-        a text; None for others.
-        """
-        c = decoder.config
-        is_capped, moves = c.logit_softcap is not None, any(rope.depends_on_length for rope in c.ropes)
-        if span is None or c.moe is not None or is_capped or moves:
-            return None
-        return NativeChain(decoder, span)
+        """Make it for a decoder with a span, or return None for the reason that ``why_no_chain`` gives."""
+        return None if span is None or why_no_chain(decoder.config) is not None else NativeChain(decoder, span)
 
     def covers(self, draft_rows: DraftRows) -> bool:
         """Return whether it can draft with these draft rows: their weights are contiguous and bfloat16."""
@@ -255,6 +259,16 @@ class NativeChain:
         """The call of plain decoding: all layers, no draft rows."""
         return self._call(self._decoder.config.num_layers, None, "bf16")
 
+    @property
+    def _positions(self) -> int | None:
+        """Address of the learned position of a text's first entry, or None where positions are not learned."""
+        table = self._decoder.position_embedding
+        if table is None:
+            return None
+        assert table.dtype == torch.bfloat16
+        assert table.is_contiguous()
+        return table[self._decoder.config.position_offset :].data_ptr()
+
     @cached_property
     def _head(self) -> Matrix:
         """The decoder's head, not quantized, which verification uses."""
@@ -302,10 +316,13 @@ class NativeChain:
             head=head.struct,
             rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),
             embedding=decoder.embedding.data_ptr() if decoder.embedding_rows is None else None,
-            final_norm=norm_of(decoder.final_norm),
+            positions=self._positions,
+            final_norm=gain_of(decoder.final_norm),
             exit_layer=exit_layer,
             num_ropes=len(self._span.rotating),
             embedding_scale=float(torch.tensor(decoder.config.embedding_scale, dtype=torch.bfloat16)),
+            softcap=decoder.config.logit_softcap or 0.0,
+            certain=decoder.config.certain_logit or 0.0,
         )
         kept: list[object] = [copies, head]
         feedback = None

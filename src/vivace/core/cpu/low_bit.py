@@ -48,12 +48,14 @@ class LowBitLinear(nn.Module):
         y = multiply(x, self.weight, self.bias)
         return y if add is None else add + y
 
-    def greedy(self, x: Tensor) -> Tensor:
-        """Return the index of each row's largest output, (T, in) -> (T,)."""
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's largest output with its index before it, (T, in) -> (T,) each."""
         if self.body is not None:
             refuse_gradients(x)
             return self.body.greedy(self.matrix, x)
-        return self.forward(x).float().argmax(-1)
+        outputs = self.forward(x).float()
+        chosen = outputs.argmax(-1)
+        return chosen, outputs.gather(1, chosen[:, None])[:, 0]
 
 
 class LowBitRows(nn.Module):

@@ -16,7 +16,7 @@ from vivace.core.attention import Attention
 from vivace.core.cache import KVCache
 from vivace.core.config import Activation, ModelConfig
 from vivace.core.cpu.low_bit import frozen, refuse_gradients
-from vivace.core.layers import Linear, RMSNorm
+from vivace.core.layers import LayerNorm, Linear, RMSNorm
 from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
@@ -70,8 +70,8 @@ class PackedLinear(nn.Module):
         refuse_gradients(x)
         return self.body.linear(self.matrix, x, add)
 
-    def greedy(self, x: Tensor) -> Tensor:
-        """Return the index of each row's largest output, (T, in) -> (T,), without storing the outputs."""
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's largest output with its index before it, (T, in) -> (T,) each, without storing outputs."""
         return self.body.greedy(self.matrix, x)
 
 
@@ -94,36 +94,41 @@ class TiedHead(nn.Module):
         refuse_gradients(x)
         return self.body.linear(self.matrix, x)
 
-    def greedy(self, x: Tensor) -> Tensor:
-        """Return the likeliest token of each row, (T, E) -> (T,), without storing the logits."""
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest token of each row and its logit, (T, E) -> (T,) each, without storing the logits."""
         return self.body.greedy(self.matrix, x)
 
 
 class NativeNorm(nn.Module):
-    """``RMSNorm`` on native kernels."""
+    """``RMSNorm`` or ``LayerNorm`` on native kernels."""
 
-    def __init__(self, body: NativeBody, norm: RMSNorm) -> None:
+    def __init__(self, body: NativeBody, norm: RMSNorm | LayerNorm) -> None:
         super().__init__()
         self.body = body
         self.weight = frozen(norm.weight.contiguous())
+        self.bias = frozen(norm.bias.contiguous()) if isinstance(norm, LayerNorm) else None
         self.eps = norm.eps
-        self.offset = norm.offset
+        self.offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension, (..., width) -> (..., width)."""
         refuse_gradients(x)
-        return self.body.rms_norm(x, self.weight, self.eps, self.offset)
+        if self.bias is None:
+            return self.body.rms_norm(x, self.weight, self.eps, self.offset)
+        return self.body.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class PackedFeedForward(nn.Module):
-    """``down(act(gate(x)) * up(x))`` on native kernels, in one call where no low-rank deltas are added."""
+    """``down(act(gate(x)) * up(x))`` on native kernels, in one call where no low-rank deltas are added; without a gate
+    ``down(act(up(x)))``.
+    """
 
     def __init__(
         self,
         body: NativeBody,
         activation: Activation,
         layer: int,
-        gate: NativeProjection,
+        gate: NativeProjection | None,
         up: NativeProjection,
         down: NativeProjection,
     ) -> None:
@@ -131,28 +136,36 @@ class PackedFeedForward(nn.Module):
         self.body = body
         self.activation: Activation = activation
         self.layer = layer
-        self.gate: NativeProjection = gate
+        self.gate: NativeProjection | None = gate
         self.up: NativeProjection = up
         self.down: NativeProjection = down
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """Compute the feed-forward of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         refuse_gradients(x)
-        if not step.low_rank:
+        if self.gate is not None and not step.low_rank:
             matrices = self.gate.matrix, self.up.matrix, self.down.matrix  # read each time: streamed ones move
             if matrices[2].in_width % 2 == 0:
                 return self.body.feed(matrices, x, self.activation, add)
         sites = (self.layer, "gate"), (self.layer, "up")
-        if any(site in deltas.down for deltas in step.low_rank for site in sites):
-            gate, up = self.gate(x), self.up(x)
-            add_low_rank(gate, x, step.low_rank, self.layer, {"gate": gate.shape[1]})
-            add_low_rank(up, x, step.low_rank, self.layer, {"up": up.shape[1]})
-            inner = self.body.activate(gate, up, self.activation)
-        else:
+        is_changed = any(site in deltas.down for deltas in step.low_rank for site in sites)
+        if self.gate is not None and not is_changed:
             inner = self.body.gated(self.gate.matrix, self.up.matrix, x, self.activation)
+        else:
+            inner = self._inner(x, step)
         y = self.down(inner, add)
         add_low_rank(y, inner, step.low_rank, self.layer, {"down": y.shape[1]})
         return y
+
+    def _inner(self, x: Tensor, step: Step) -> Tensor:
+        """Return the inputs of ``down``, (T, E) -> (T, F), with low-rank deltas added before the activation."""
+        up = self.up(x)
+        add_low_rank(up, x, step.low_rank, self.layer, {"up": up.shape[1]})
+        if self.gate is None:
+            return self.body.activate(up, None, self.activation)
+        gate = self.gate(x)
+        add_low_rank(gate, x, step.low_rank, self.layer, {"gate": gate.shape[1]})
+        return self.body.activate(gate, up, self.activation)
 
 
 class PackedMixture(MixtureOfExperts):

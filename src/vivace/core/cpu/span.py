@@ -1,9 +1,9 @@
 """Several layers in one native call: norm, projections, rotation, cache, attention and feed-forward of each.
 
-Only layers of the common kind can run so: RMS norm before each half, rotary positions, and a gated feed-forward or
-experts, which run one by one between calls. Low-rank deltas and rows that only read are passed as data. Prompt chunks
-and dense batches go through the layers one by one. The bits of a row are those of the layers one by one; only rows with
-low-rank deltas may differ in the last bit, since one by one the deltas are computed by PyTorch (``low_rank.py``).
+Every kind of layer that ``ModelConfig`` describes can run so, with the exceptions that ``why_no_span`` names. Experts
+run one by one between calls. Low-rank deltas and rows that only read are passed as data. Prompt chunks and dense
+batches go through the layers one by one. The bits of a row are those of the layers one by one; only rows with low-rank
+deltas may differ in the last bit, since one by one the deltas are computed by PyTorch (``low_rank.py``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.cpu.packed import NativeNorm
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
-from vivace.kernels.library import ACTIVATIONS, FORMATS, LANES, SITES, CCall, CDelta, CLayer, CMatrix, CPlaces, CPlan
+from vivace.kernels.library import (
+    ACTIVATIONS,
+    FORMATS,
+    LANES,
+    SITES,
+    CCall,
+    CDelta,
+    CGain,
+    CLayer,
+    CMatrix,
+    CPlaces,
+    CPlan,
+)
 from vivace.kernels.low_bit import LowBit, Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
 
@@ -49,8 +62,9 @@ class NativeSpan:
         self.body = body
         self._layers: list[Layer] = list(decoder.layers)  # type: ignore[arg-type]
         rotaries = {id(layer.rotary): place for place, layer in reversed(list(enumerate(self._layers)))}
-        self.rotating = [self._layers[place] for place in rotaries.values()]
-        """One layer for each distinct rotary embedding, in the order of the plan's tables."""
+        is_rotary = decoder.config.positions == "rotary"
+        self.rotating = [self._layers[place] for place in rotaries.values()] if is_rotary else []
+        """One layer for each distinct rotary embedding, in the order of the plan's tables; none without rotation."""
         ropes = {rotary: index for index, rotary in enumerate(rotaries)}
         self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
         self._copies: list[Matrix] = []
@@ -83,8 +97,8 @@ class NativeSpan:
 
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
-        """Make the span of a packed decoder, or return None where a layer is not of the common kind."""
-        if not _is_plain(decoder.config):
+        """Make the span of a packed decoder, or return None for the reason that ``why_no_span`` gives."""
+        if why_no_span(decoder.config) is not None:
             return None
         return NativeSpan(decoder, body) if decoder.config.moe is None else MixtureSpan(decoder, body)
 
@@ -226,8 +240,11 @@ class MixtureSpan(NativeSpan):
                 continue
             h = self._call(h, step, index, index + 1, 0)
             fed = h[: step.num_feed]
-            assert layer.ffn_norm is not None
-            fed = layer.feed_forward(layer.ffn_norm(fed), step, fed)
+            x = fed if layer.ffn_norm is None else layer.ffn_norm(fed)
+            if layer.ffn_post_norm is None:
+                fed = layer.feed_forward(x, step, fed)
+            else:
+                fed = fed + layer.ffn_post_norm(layer.feed_forward(x, step))
             h = fed if step.num_feed == step.num_rows else torch.cat((fed, h[step.num_feed :]))
         return h
 
@@ -248,12 +265,15 @@ def _version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def _is_plain(c: ModelConfig) -> bool:
-    is_common = c.norm == "rms" and c.norm_placement == "pre" and c.positions == "rotary" and c.gated
-    has_plain_heads = c.qk_norm in ("none", "head") and c.qkv_clip is None and c.group <= MAX_GROUP
-    has_one_width = len({rope.width or c.head_dim for rope in c.ropes}) == 1
-    is_even = not (c.width % 2 or c.ffn_width % 2 or c.num_heads * c.head_dim % 2)
-    return is_common and has_plain_heads and has_one_width and is_even
+def why_no_span(c: ModelConfig) -> str | None:
+    """Return why layers run one by one on native kernels and not several in one call, or None where they do not."""
+    if c.group > MAX_GROUP:
+        return f"more than {MAX_GROUP} query heads share a key/value head"
+    if len({rope.width or c.head_dim for rope in c.ropes}) > 1:
+        return "its rotary embeddings rotate different parts of a head"
+    if c.width % 2 or c.ffn_width % 2 or c.num_heads * c.head_dim % 2:
+        return "a width is odd"
+    return None
 
 
 def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CPlan:
@@ -267,33 +287,38 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CP
         width=c.width,
         ffn_width=c.ffn_width,
         head_width=c.head_dim,
-        rotated=c.ropes[0].width or c.head_dim,
+        rotated=(c.ropes[0].width or c.head_dim) if c.positions == "rotary" else 0,
         activation=ACTIVATIONS[c.activation],
+        is_gated=c.gated,
+        norms_heads_alone=c.qk_norm == "head",
         norm_eps=c.norm_eps,
         norm_offset=c.norm_offset,
         scale=c.scale,
         softcap=c.attention_softcap or 0.0,
+        clip=0.0 if c.qkv_clip is None else float(torch.tensor(c.qkv_clip, dtype=torch.bfloat16)),
     )
 
 
 def _layer(layer: Layer, rope: int, matrix: Callable[[object], CMatrix] | None = None) -> CLayer:
-    norms = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
+    around = (layer.attention_norm, layer.ffn_norm, layer.attention_post_norm, layer.ffn_post_norm)
+    norms = (*around, layer.q_norm, layer.k_norm)
     feed = layer.feed_forward
     is_mixture = layer.config.is_moe(layer.index)
-    halves = (_NO_MATRIX,) * 3 if is_mixture else (feed.gate, feed.up, feed.down)
-    matrices = [(matrix or matrix_of)(part) for part in (layer.qkv, layer.o, *halves)]
+    gate = _NO_MATRIX if is_mixture or feed.gate is None else feed.gate
+    halves = (gate, *((_NO_MATRIX,) * 2 if is_mixture else (feed.up, feed.down)))
+    parts = (layer.qkv, layer.o, *halves)
+    matrices = [part if isinstance(part, CMatrix) else (matrix or matrix_of)(part) for part in parts]
     window = layer.config.window(layer.index)
-    return CLayer(*matrices, *(norm_of(norm) for norm in norms), window or 0, rope)
+    return CLayer(*matrices, *(gain_of(norm) for norm in norms), window or 0, rope)
 
 
 _NO_MATRIX = CMatrix(None, None, LANES, LANES, FORMATS["tiles"], None, None)
-"""Placeholder for the feed-forward of a layer with experts, which a native call over it does not read."""
+"""Placeholder for a gate that a layer has not, and for the feed-forward of a layer with experts, which a native call
+over it does not read."""
 
 
 def matrix_of(part: object) -> CMatrix:
     """Return the weights of a packed projection as a struct."""
-    if isinstance(part, CMatrix):
-        return part
     assert isinstance(part, nn.Module)
     assert isinstance(part.matrix, Matrix)
     return part.matrix.struct
@@ -311,12 +336,12 @@ def quantized_copy(part: object, weights: Weights) -> Matrix:
     return Matrix(quantise(matrix.rows_of_weights(), weights), matrix.bias, matrix.in_width, matrix.out_width)
 
 
-def norm_of(norm: nn.Module | None) -> int | None:
-    """Return the address of a norm's weight, or None for no norm."""
+def gain_of(norm: nn.Module | None) -> CGain:
+    """Return the weights of a norm as a struct, which is empty for no norm."""
     if norm is None:
-        return None
-    assert isinstance(norm.weight, Tensor)
-    return norm.weight.data_ptr()
+        return CGain()
+    assert isinstance(norm, NativeNorm)
+    return CGain(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr())
 
 
 def pointers(tensors: Sequence[Tensor]) -> Pointers:

@@ -71,6 +71,12 @@ struct Screen {
     int64_t* counts;     // (3,) added to: calls, outputs of the calls, outputs that were computed exactly
 };
 
+// The weights of a norm over the last dimension: with a bias it is a layer norm, without one a root-mean-square norm. An
+// absent norm has neither.
+struct Gain {
+    const bf16 *weight, *bias;
+};
+
 struct Linear {
     Matrix matrix;
     const bf16* x;    // (rows, in)
@@ -87,7 +93,7 @@ struct Gated {
     int64_t activation;
 };
 
-// out = round(act(gate)) * up
+// out = round(act(gate)) * up, or round(act(gate)) where `up` is null
 struct Activated {
     const bf16 *gate, *up;
     bf16* out;
@@ -122,7 +128,7 @@ struct Screened {
 
 struct Norm {
     const bf16* x;
-    const bf16* weight;
+    Gain gain;
     bf16* out;
     int64_t rows, width;
     float eps, offset;
@@ -166,18 +172,25 @@ struct Attention {
     float scale, softcap;  // softcap 0: none
 };
 
-// The weights of a layer in a span; an absent norm is null.
+// The weights of a layer in a span; `gate` is not read where the plan's feed-forwards have none.
 struct Layer {
     Matrix qkv, o, gate, up, down;
-    const bf16 *attention_norm, *ffn_norm, *q_norm, *k_norm;
+    Gain attention_norm, ffn_norm;            // before each half
+    Gain attention_post_norm, ffn_post_norm;  // after it, before the residual is added
+    Gain q_norm, k_norm;
     int64_t window, rope;
 };
 
 // The layers of a span and the sizes that they share.
 struct Plan {
     const Layer* layers;
-    int64_t num_layers, heads, kv_heads, width, ffn_width, head_width, rotated, activation;
-    float norm_eps, norm_offset, scale, softcap;
+    int64_t num_layers, heads, kv_heads, width, ffn_width, head_width;
+    int64_t rotated;            // components of a head that are rotated; 0: positions are added to embeddings
+    int64_t activation;
+    int64_t is_gated;           // whether feed-forwards are down(act(gate) * up), and not down(act(up))
+    int64_t norms_heads_alone;  // whether queries and keys are normed head by head, and not over all heads at once
+    float norm_eps, norm_offset, scale;
+    float softcap, clip;        // of scores, and of queries, keys and values; 0: none
 };
 
 // Low-rank deltas at one site of one layer, for the rows whose `which` (their adapter) is not -1.
@@ -215,7 +228,8 @@ struct DeepRead {
 struct Chain {
     Matrix head;
     Matrix rows;  // the embedding where it is INT8 or EXACT12_ROWS; else `embedding` is it
-    const bf16 *embedding, *final_norm;
+    const bf16 *embedding, *positions;  // positions: (entries, E) added to embeddings, or null
+    Gain final_norm;
     const bf16* scale;          // (E,) on a draft row's residual before the final norm; null: there are no draft rows
     const bf16* offsets;        // (sequences, num_offsets, E) added where a draft row starts, the last at later depths
     const bf16* const* keys;    // one pointer per layer of the plan
@@ -231,6 +245,7 @@ struct Chain {
     bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
     int64_t exit_layer, sequences, is_fed, num_deltas, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // a guess less likely than the latter is its chain's last; 0: never
+    float softcap, certain;  // of logits, 0: none; capping keeps the order of logits whose size is below the latter
 };
 
 // Stream rows, which start from the last kept row's residual at a layer and guess in place of a chain (streams.h).

@@ -62,7 +62,7 @@ void neurons_item(const void* context, int64_t phase, int64_t item) {
 
 void norm_item(const void* context, int64_t, int64_t item) {
     const Norm& n = *(const Norm*)context;
-    norm_row(n.x + item * n.width, n.weight, n.out + item * n.width, n.width, n.eps, n.offset);
+    norm_row(n.x + item * n.width, n.gain, n.out + item * n.width, n.width, n.eps, n.offset);
 }
 
 void attention_item(const void* context, int64_t, int64_t item) {

@@ -62,7 +62,7 @@ private:
         rows_.seat(at, i, chain_.length[i] + depth);
         which_[at] = is_draft ? 0 : -1;
         bf16* h = rows_.h.get() + at * width;
-        embed_row(chain_, chain_.tokens[row], width, h);
+        embed_row(chain_, chain_.tokens[row], chain_.length[i] + depth, width, h);
         if (!is_draft || chain_.num_offsets == 0) return;
         const int64_t which = i * chain_.num_offsets + (depth < chain_.num_offsets ? depth : chain_.num_offsets - 1);
         const bf16* offset = chain_.offsets + which * width;
@@ -82,13 +82,14 @@ private:
         const int64_t count = (int64_t)growing.size(), width = plan_.width, queries = plan_.heads * plan_.head_width;
         const Layer& layer = plan_.layers[read.layer];
         bf16* h = rows_.h.get() + first * width;
-        const Norm norm{h, read.gain, x_.get(), count, width, plan_.norm_eps, 0};
+        const Norm norm{h, {read.gain, nullptr}, x_.get(), count, width, plan_.norm_eps, 0};
         for (int64_t row = 0; row < count; ++row) worker_.body.norm(&norm, 0, row);
         worker_.linear({read.query, x_.get(), nullptr, q_.get(), count});
         for (int64_t row = 0; row < count; ++row) {
-            const bf16 *cosines = rows_.cosines(layer.rope, first + row), *sines = rows_.sines(layer.rope, first + row);
-            for (int64_t head = 0; head < plan_.heads; ++head)
-                worker_.body.rotate(q_.get() + row * queries + head * plan_.head_width, cosines, sines, plan_.rotated);
+            for (int64_t head = 0; head < plan_.heads && plan_.rotated > 0; ++head)
+                worker_.body.rotate(q_.get() + row * queries + head * plan_.head_width,
+                                    rows_.cosines(layer.rope, first + row), rows_.sines(layer.rope, first + row),
+                                    plan_.rotated);
             verified_[row] = chain_.length[sequence_[growing[row]]];
         }
         const Attention attention{q_.get(), chain_.keys[read.layer], chain_.values[read.layer], chain_.places[read.layer],
@@ -139,17 +140,20 @@ private:
             worker_.norm(plan_, chain_.final_norm, p, x + i * width, 1);
         }
         std::vector<int64_t> tokens((size_t)count);
+        std::vector<float> values((size_t)count);
         const Linear head{chain_.head, x, nullptr, logits_.get(), count};
-        if (logits_ == nullptr) worker_.greedy(head, tokens.data());
+        if (logits_ == nullptr) worker_.greedy(head, tokens.data(), values.data());
         else worker_.linear(head);
         for (int64_t i = 0; i < count; ++i) {
             bool is_sure = true;
             if (logits_ != nullptr) {
                 const bf16* logits = logits_.get() + i * chain_.head.out;
-                is_sure = worker_.body.likeliest(logits, chain_.head.out, &tokens[i]) >= chain_.min_confidence;
+                is_sure = worker_.body.likeliest(logits, chain_.head.out, chain_.softcap, &tokens[i]) >=
+                          chain_.min_confidence;
             }
             const bool ends = is_end(chain_, tokens[i]);
-            if (ends && decides()) continue;  // the caller reads this token from the last residual: no row for it
+            // The caller reads this token from the last residual: no row for it.
+            if (decides() && (ends || !is_certain(chain_, values[i]))) continue;
             is_sure = is_sure && !ends;
             children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
         }

@@ -65,15 +65,43 @@ inline void for_width(int64_t width, Use use) {
     if (i < width) use(i, width - i);
 }
 
-// out = round(act(gate)) * up
+// out = round(act(gate)) * up, or round(act(gate)) where `up` is null
 void activate(const bf16* gate, const bf16* up, bf16* out, int64_t count, int64_t kind) {
     for_width(count, [&](int64_t i, int64_t n) {
-        store_some(out + i, mul(rounded(activated(load_some(gate + i, n), kind)), load_some(up + i, n)), n);
+        const Vec active = rounded(activated(load_some(gate + i, n), kind));
+        store_some(out + i, up == nullptr ? active : mul(active, load_some(up + i, n)), n);
     });
 }
 
-// Root-mean-square norm of one row; with an offset the weight is offset + weight and nothing is rounded between.
-void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float eps, float offset) {
+// Limits numbers to [-most, most] in place, where `most` is a bfloat16 number.
+void clip(bf16* x, int64_t count, float most) {
+    for_width(count, [&](int64_t i, int64_t n) {
+        store_some(x + i, min(max(load_some(x + i, n), broadcast(-most)), broadcast(most)), n);
+    });
+}
+
+// Layer norm of one row, which is rounded once, at the end; `out` may be `x`.
+void layer_norm_row(const bf16* x, const Gain& gain, bf16* out, int64_t width, float eps) {
+    Vec sum = broadcast(0), squares = broadcast(0);
+    for_width(width, [&](int64_t i, int64_t n) { sum = add(sum, load_some(x + i, n)); });
+    const Vec mean = broadcast(sum_of(sum) / (float)width);
+    for_width(width, [&](int64_t i, int64_t n) {
+        float away[WIDTH];
+        store(away, sub(load_some(x + i, n), mean));
+        for (int64_t k = n; k < WIDTH; ++k) away[k] = 0;
+        squares = fma(load(away), load(away), squares);
+    });
+    const Vec scale = broadcast(1.0f / __builtin_sqrtf(sum_of(squares) / (float)width + eps));
+    for_width(width, [&](int64_t i, int64_t n) {
+        const Vec y = mul(sub(load_some(x + i, n), mean), scale);
+        store_some(out + i, fma(y, load_some(gain.weight + i, n), load_some(gain.bias + i, n)), n);
+    });
+}
+
+// Norm of one row; `out` may be `x`. With an offset the weight of a root-mean-square norm is offset + weight and
+// nothing is rounded between.
+void norm_row(const bf16* x, const Gain& gain, bf16* out, int64_t width, float eps, float offset) {
+    if (gain.bias != nullptr) return layer_norm_row(x, gain, out, width, eps);
     Vec squares = broadcast(0);
     for_width(width, [&](int64_t i, int64_t n) {
         const Vec v = load_some(x + i, n);
@@ -81,13 +109,17 @@ void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float
     });
     const Vec scale = broadcast(1.0f / __builtin_sqrtf(sum_of(squares) / (float)width + eps));
     for_width(width, [&](int64_t i, int64_t n) {
-        const Vec y = mul(load_some(x + i, n), scale), w = load_some(weight + i, n);
+        const Vec y = mul(load_some(x + i, n), scale), w = load_some(gain.weight + i, n);
         store_some(out + i, offset != 0 ? mul(y, add(broadcast(offset), w)) : mul(rounded(y), w), n);
     });
 }
 
-// Returns the probability of the largest logit and sets `index` to the first such logit.
-float likeliest(const bf16* logits, int64_t count, int64_t* index) {
+// Returns the probability of the largest logit and sets `index` to the first such logit; `softcap` is that of the
+// logits, 0 for none.
+float likeliest(const bf16* logits, int64_t count, float softcap, int64_t* index) {
+    const auto capped = [&](Vec v) {
+        return softcap == 0 ? v : mul(broadcast(softcap), hyperbolic_tangent(div(v, broadcast(softcap))));
+    };
     float highest = -__builtin_inff();
     for_width(count, [&](int64_t i, int64_t n) {
         const Vec v = load_some(logits + i, n);
@@ -97,10 +129,11 @@ float likeliest(const bf16* logits, int64_t count, int64_t* index) {
         for (int64_t k = 0; k < n; ++k)
             if (values[k] > highest) highest = values[k], *index = i + k;
     });
+    const Vec top = capped(broadcast(highest));
     Vec sum = broadcast(0);
     for_width(count, [&](int64_t i, int64_t n) {
         float weights[WIDTH];
-        store(weights, exponential(sub(load_some(logits + i, n), broadcast(highest))));
+        store(weights, exponential(sub(capped(load_some(logits + i, n)), top)));
         for (int64_t k = n; k < WIDTH; ++k) weights[k] = 0;
         sum = add(sum, load(weights));
     });

@@ -74,7 +74,7 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
         case AFTER_DOWN:
             return s.is_raised(layer, kind == AFTER_DOWN) ? items(out, s.threads) : 0;
         case UP:
-            return fed * items(l.gate, s.threads) * (s.is_fused(layer) ? 1 : 2) + lower;
+            return fed * items(l.up, s.threads) * (s.plan->is_gated && !s.is_fused(layer) ? 2 : 1) + lower;
         case ACTIVATE:
             return s.is_fused(layer) ? 0 : c.num_feed;
         case BEFORE_DOWN:
@@ -115,7 +115,7 @@ int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
     int64_t prepared = 0;
     for (int64_t layer = 0; layer < s.call->stop - s.call->start; ++layer) {
         const Layer& l = s.layer(layer);
-        for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.down}) prepared = std::max(prepared, prepared_width(*m));
+        for (const Matrix* m : {&l.qkv, &l.o, &l.up, &l.down}) prepared = std::max(prepared, prepared_width(*m));
     }
     s.prepared = from.take<bf16>(rows * prepared);
     for (int64_t t = 0; t < s.call->num_deltas; ++t) low.push_back(from.take<bf16>(rows * even(s.call->deltas[t].rank)));
@@ -176,7 +176,8 @@ EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated* gated) {
     run_prepared(threads, gated->gate, gated->rows, body_of(body)->gated, &work);
 }
 
-EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, int64_t* tokens) {
+// Finds the largest output of each row; `values` may be null.
+EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, int64_t* tokens, float* values) {
     const int64_t count = items(linear->matrix, threads), rows = linear->rows;
     std::vector<float> best((size_t)(count * rows));
     std::vector<int64_t> index((size_t)(count * rows));
@@ -193,6 +194,7 @@ EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, i
         for (int64_t chunk = 1; chunk < count; ++chunk)
             if (best[chunk * rows + row] > best[winner * rows + row]) winner = chunk;
         tokens[row] = index[winner * rows + row];
+        if (values != nullptr) values[row] = best[winner * rows + row];
     }
 }
 

@@ -85,13 +85,14 @@ void project_item(const Span& s, int64_t layer, Kind kind, int64_t item, const M
     project(m, inputs(m, x, s.prepared), nullptr, out, rows, first, stop);
 }
 
-void norm_heads(bf16* x, const bf16* weight, int64_t heads, const Plan& p) {
-    for (int64_t i = 0; i < heads && weight != nullptr; ++i)
-        norm_row(x + i * p.head_width, weight, x + i * p.head_width, p.head_width, p.norm_eps, p.norm_offset);
+void norm_heads(bf16* x, const Gain& gain, int64_t heads, const Plan& p) {
+    const int64_t all = heads * p.head_width, width = p.norms_heads_alone ? p.head_width : all;
+    for (int64_t i = 0; i < all && gain.weight != nullptr; i += width)
+        norm_row(x + i, gain, x + i, width, p.norm_eps, p.norm_offset);
 }
 
-// Adds the deltas of a row's heads, applies QK-norm and rotation, and stores keys and values if the row is a writing
-// one.
+// Adds the deltas of a row's heads, applies QK-norm, limits and rotation, and stores keys and values if the row is a
+// writing one.
 void finish_heads(const Span& s, int64_t layer, int64_t row) {
     const Plan& p = *s.plan;
     const Call& c = *s.call;
@@ -103,8 +104,11 @@ void finish_heads(const Span& s, int64_t layer, int64_t row) {
     });
     norm_heads(q, l.q_norm, p.heads, p);
     norm_heads(k, l.k_norm, p.kv_heads, p);
-    const bf16 *cos = c.cosines[l.rope] + row * p.rotated, *sin = c.sines[l.rope] + row * p.rotated;
-    for (int64_t i = 0; i < p.heads + p.kv_heads; ++i) rotate(q + i * p.head_width, cos, sin, p.rotated);
+    if (p.clip != 0) clip(q, s.qkv_width(), p.clip);
+    if (p.rotated > 0) {
+        const bf16 *cos = c.cosines[l.rope] + row * p.rotated, *sin = c.sines[l.rope] + row * p.rotated;
+        for (int64_t i = 0; i < p.heads + p.kv_heads; ++i) rotate(q + i * p.head_width, cos, sin, p.rotated);
+    }
     if (row >= c.num_write) return;
     const Places& places = c.places[c.start + layer];
     const int64_t place = places.of(c.slot[row], c.entry[row]);
@@ -151,36 +155,44 @@ void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
         });
 }
 
-// to = round(from + y); y is zero for a row that passed no feed-forward and has no deltas.
+// to = round(from + y), where y is normed before if there is a norm after this half; y is zero for a row that passed no
+// feed-forward and has no deltas.
 void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const bf16* from, bf16* to) {
     const int64_t width = s.plan->width;
     bf16* y = s.y + row * width;
     if (is_feed && row >= s.call->num_feed && !s.is_raised(layer, true)) __builtin_memset(y, 0, width * sizeof(bf16));
+    const Gain& after = is_feed ? s.layer(layer).ffn_post_norm : s.layer(layer).attention_post_norm;
+    if (after.weight != nullptr) norm_row(y, after, y, width, s.plan->norm_eps, s.plan->norm_offset);
     for_width(width, [&](int64_t i, int64_t n) {
         store_some(to + row * width + i, add(load_some(from + row * width + i, n), load_some(y + i, n)), n);
     });
 }
 
-void norm_into_x(const Span& s, int64_t row, const bf16* from, const bf16* weight, const Matrix& next) {
+// Prepares the inputs of a half; without a norm before it, they are the residuals themselves.
+void norm_into_x(const Span& s, int64_t row, const bf16* from, const Gain& gain, const Matrix& next) {
     const int64_t width = s.plan->width;
-    norm_row(from + row * width, weight, s.x + row * width, width, s.plan->norm_eps, s.plan->norm_offset);
+    if (gain.weight == nullptr) __builtin_memcpy(s.x + row * width, from + row * width, width * sizeof(bf16));
+    else norm_row(from + row * width, gain, s.x + row * width, width, s.plan->norm_eps, s.plan->norm_offset);
     prepare(next, s.x, s.prepared, row);
 }
 
-// Computes an item of gate and up, together with the activation unless deltas are added before it.
+// Computes an item of gate (if there is one) and up, together with the activation unless deltas are added before it.
 void up_item(const Span& s, int64_t layer, int64_t item) {
     const Layer& l = s.layer(layer);
     const int64_t rows = s.call->num_feed;
-    const int64_t count = rows ? items(l.gate, s.threads) : 0;
+    const int64_t count = rows ? items(l.up, s.threads) : 0, activation = s.plan->activation;
     int64_t first, stop;
     if (s.is_fused(layer)) {
         if (item >= count) return lower_nth(s, layer, UP, item - count, s.x);
-        split_range(item, l.gate, s.threads, &first, &stop);
-        const Gated g{l.gate, l.up, inputs(l.gate, s.x, s.prepared), s.inner, rows, s.plan->activation};
+        split_range(item, l.up, s.threads, &first, &stop);
+        const bf16* x = inputs(l.up, s.x, s.prepared);
+        if (!s.plan->is_gated) return project_activated(l.up, x, s.inner, rows, activation, first, stop);
+        const Gated g{l.gate, l.up, x, s.inner, rows, activation};
         return project_gated(g, first, stop);
     }
-    if (item < count) return project_item(s, layer, UP, item, l.gate, s.x, s.gates, rows);
-    project_item(s, layer, UP, item - count, l.up, s.x, s.inner, rows);
+    const int64_t gates = s.plan->is_gated ? count : 0;
+    if (item < gates) return project_item(s, layer, UP, item, l.gate, s.x, s.gates, rows);
+    project_item(s, layer, UP, item - gates, l.up, s.x, s.inner, rows);
 }
 
 void activate_row(const Span& s, int64_t layer, int64_t row) {
@@ -189,7 +201,8 @@ void activate_row(const Span& s, int64_t layer, int64_t row) {
     for_deltas(s, layer, [&](int64_t t, int64_t site) {
         if (site == SITE_GATE || site == SITE_UP) raise(s, t, row, site == SITE_GATE ? gate : up);
     });
-    activate(gate, up, up, ffn, s.plan->activation);
+    if (s.plan->is_gated) activate(gate, up, up, ffn, s.plan->activation);
+    else activate(up, nullptr, up, ffn, s.plan->activation);
 }
 
 void begin_row(const Span& s, int64_t row) {
@@ -224,7 +237,7 @@ void span_item(const void* context, int64_t phase, int64_t item) {
             return raise_item(s, layer, false, item);
         case MIDDLE:
             finish_half(s, layer, item, false, s.call->out, s.u);
-            return norm_into_x(s, item, s.u, l.ffn_norm, l.gate);
+            return norm_into_x(s, item, s.u, l.ffn_norm, l.up);
         case UP:
             return up_item(s, layer, item);
         case ACTIVATE:

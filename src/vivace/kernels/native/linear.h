@@ -105,6 +105,18 @@ void project(const Matrix& m, const bf16* x, const bf16* plus, bf16* out, int64_
     });
 }
 
+// out = round(act(round(x W^T + b))), for tiles first..stop-1.
+void project_activated(const Matrix& m, const bf16* x, bf16* out, int64_t rows, int64_t activation, int64_t first,
+                       int64_t stop) {
+    for_sums(m, x, row_stride(m), rows, first, stop, [&](int64_t tile, int64_t row, const float* sums) {
+        for_lanes(tile, m.out, [&](int64_t lane, int64_t n) {
+            const int64_t at = tile * LANES + lane;
+            const Vec v = rounded(with_bias(m, load(sums + lane), at, n));
+            store_some(out + row * m.out + at, activated(v, activation), n);
+        });
+    });
+}
+
 // out = round(act(round(gate))) * round(up), for tiles first..stop-1 of both projections.
 void project_gated(const Gated& g, int64_t first, int64_t stop) {
     TileUnit unit;

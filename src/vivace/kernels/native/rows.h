@@ -2,6 +2,7 @@
 // working space of a forward pass.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -11,17 +12,25 @@
 
 EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
 EXPORT void vivace_span(int64_t body, int64_t threads, const Plan*, const Call*);
-EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens);
+EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens, float* values);
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
 EXPORT void vivace_attention(int64_t body, int64_t threads, const Attention*);
 
 namespace {
 
-// Writes a token's embedding, scaled, as it enters the first layer.
-inline void embed_row(const Chain& chain, int64_t token, int64_t width, bf16* h) {
+// Writes a token's embedding as it enters the first layer: scaled, and with its position where positions are learned.
+inline void embed_row(const Chain& chain, int64_t token, int64_t place, int64_t width, bf16* h) {
     embed_token(chain.rows, chain.embedding, token, width, h);
     if (chain.embedding_scale != 1)
         for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) * chain.embedding_scale);
+    if (chain.positions == nullptr) return;
+    const bf16* position = chain.positions + place * width;
+    for (int64_t e = 0; e < width; ++e) h[e] = narrowed(widened(h[e]) + widened(position[e]));
+}
+
+// Whether the largest logit, before capping, is certainly the largest one after it.
+inline bool is_certain(const Chain& chain, float logit) {
+    return chain.softcap == 0 || std::abs(logit) < chain.certain;
 }
 
 inline bool is_end(const Chain& chain, int64_t token) {
@@ -35,13 +44,15 @@ struct Worker {
     int64_t index, threads;
 
     // Applies a norm with the plan's eps and offset to some rows.
-    void norm(const Plan& plan, const bf16* gain, const bf16* rows, bf16* x, int64_t count) const {
+    void norm(const Plan& plan, const Gain& gain, const bf16* rows, bf16* x, int64_t count) const {
         const Norm all{rows, gain, x, count, plan.width, plan.norm_eps, plan.norm_offset};
         for (int64_t row = 0; row < count; ++row) body.norm(&all, 0, row);
     }
 
     void linear(const Linear& product) const { vivace_linear(index, threads, &product); }
-    void greedy(const Linear& head, int64_t* tokens) const { vivace_greedy(index, threads, &head, tokens); }
+    void greedy(const Linear& head, int64_t* tokens, float* values = nullptr) const {
+        vivace_greedy(index, threads, &head, tokens, values);
+    }
     void span(const Plan& plan, const Call& call) const { vivace_span(index, threads, &plan, &call); }
 };
 

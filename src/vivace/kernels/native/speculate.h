@@ -20,6 +20,7 @@ public:
         const int64_t most = chain.limit[0] + 1;
         x_.reset(new bf16[most * plan.width]);
         for (auto* rows : {&tokens_, &slots_, &nodes_, &parents_, &chosen_}) rows->resize(most);
+        logits_.resize(most);
         if (into_.has_feedback) offsets_.reset(new bf16[into_.feedback.out]);
         rows_.make_room(plan, call(0, plan.num_layers, most));
         given_.tokens = tokens_.data(), given_.slots = slots_.data();
@@ -39,7 +40,7 @@ public:
             const int64_t kept = verify(rows, done);
             into_.kept[step] = kept, into_.guessed[step] = rows - 1;
             done += kept, length_ += kept, root_ = chosen_[kept - 1];
-            if (is_end(chain_, tokens_[kept - 1])) return step + 1;
+            if (is_end(chain_, tokens_[kept - 1]) || !is_certain(chain_, logits_[kept - 1])) return step + 1;
             if (into_.has_feedback) set_offsets(into_.hidden + (done - 1) * plan_.width);
         }
         return step;
@@ -66,7 +67,7 @@ private:
         const int64_t width = plan_.width;
         const bool is_handed = !streams_ && given_.hidden != nullptr;
         for (int64_t row = 0; row < rows; ++row) {
-            if (!is_handed) embed_row(chain_, tokens_[row], width, rows_.h.get() + row * width);
+            if (!is_handed) embed_row(chain_, tokens_[row], length_ + row, width, rows_.h.get() + row * width);
             rows_.seat(row, 0, length_ + row);
         }
         int64_t start = is_handed ? chain_.exit_layer : 0;
@@ -77,9 +78,9 @@ private:
         }
         worker_.span(plan_, call(start, plan_.num_layers, rows));
         worker_.norm(plan_, chain_.final_norm, rows_.out.get(), x_.get(), rows);
-        worker_.greedy({into_.head, x_.get(), nullptr, nullptr, rows}, chosen_.data());
+        worker_.greedy({into_.head, x_.get(), nullptr, nullptr, rows}, chosen_.data(), logits_.data());
         int64_t kept = 1;
-        while (kept < rows && tokens_[kept] == chosen_[kept - 1]) ++kept;
+        while (kept < rows && tokens_[kept] == chosen_[kept - 1] && is_certain(chain_, logits_[kept - 1])) ++kept;
         memcpy(into_.tokens + done, tokens_.data(), kept * sizeof(int64_t));
         memcpy(into_.hidden + done * width, rows_.out.get(), kept * width * sizeof(bf16));
         if (streams_) streams_->follow(rows_.h.get() + (kept - 1) * width, into_.hidden + (done + kept - 1) * width);
@@ -109,6 +110,7 @@ private:
     int64_t root_ = 0, length_ = 0, limit_ = 0;
     std::unique_ptr<bf16[]> x_, offsets_;
     std::vector<int64_t> tokens_, slots_, nodes_, parents_, chosen_;
+    std::vector<float> logits_;  // of the chosen tokens, before capping
 };
 
 }  // namespace

@@ -25,7 +25,7 @@ public:
     int64_t guess(int64_t root, int64_t length, int64_t limit, int64_t* tokens) {
         const int64_t count = std::min(limit, streams_.count);
         if (count == 0) return 0;
-        if (streams_.has_feedback) set_offsets(root);
+        if (streams_.has_feedback) set_offsets(root, length);
         const float unit = size();
         for (int64_t row = 0; row < count; ++row) start(row, unit), rows_.seat(row, 0, length + row);
         worker_.span(*streams_.plan, call(count));
@@ -44,12 +44,12 @@ public:
 
 private:
     // Computes the offsets of the stream rows from the kept row's final residual and the root's embedding, both normed.
-    void set_offsets(int64_t root) {
+    void set_offsets(int64_t root, int64_t place) {
         const int64_t width = plan_.width;
         bf16 *known = known_.get(), *decided = rows_.out.get();
-        embed_row(chain_, root, width, decided);
+        embed_row(chain_, root, place, width, decided);
         worker_.norm(plan_, chain_.final_norm, final_, known, 1);
-        const Norm even{decided, streams_.ones, known + width, 1, width, streams_.embedding_eps, 0};
+        const Norm even{decided, {streams_.ones, nullptr}, known + width, 1, width, streams_.embedding_eps, 0};
         worker_.body.norm(&even, 0, 0);
         worker_.linear({streams_.feedback, known, nullptr, offsets_.get(), 1});
     }

@@ -97,7 +97,7 @@ class StoredExperts:
 def packed_over(config: ModelConfig, body: NativeBody, up: Tensor, down: Tensor) -> Expert:
     """Build the same as ``feed_forward_over`` from tiles, for the kernels that read them."""
     if not config.gated:
-        return FeedForward(config, 0, PackedLinear(body, up), PackedLinear(body, down))
+        return PackedFeedForward(body, config.activation, 0, None, PackedLinear(body, up), PackedLinear(body, down))
     gate, wide = (PackedLinear(body, half) for half in up.chunk(2))
     return PackedFeedForward(body, config.activation, 0, gate, wide, PackedLinear(body, down))
 
