@@ -28,7 +28,7 @@ from vivace.engine import SHIPPED, Engine
 from vivace.evaluate.provenance import provenance
 from vivace.files import write_text
 from vivace.kernels.library import open_library, runnable
-from vivace.prompts import PACKAGED, packaged_prompts
+from vivace.prompts import TASKS, packaged_prompts
 
 FULL, SHORT = 20, 4
 """Numbers of prompts, half of them from each packaged set: all of them before a release, the few in the default
@@ -53,8 +53,8 @@ def measure(engine: Engine, method: str, num_prompts: int = FULL, *, batch_size:
         num_prompts: number of packaged prompts to answer.
         batch_size: number of prompts decoded together.
     """
-    each = num_prompts // len(PACKAGED)
-    asked = [prompt.request for name in PACKAGED for prompt in packaged_prompts(name)[:each]]
+    each = num_prompts // len(TASKS)
+    asked = [prompt.request for name in TASKS for prompt in packaged_prompts(name)[:each]]
     settings: Mapping[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "logprobs": False}
     stats = [r.stats for r in engine.generate(asked, method=method, batch_size=batch_size, **settings)]
     found = {"tokens_per_target_pass": sum(s.num_tokens for s in stats) / sum(s.num_spec_steps for s in stats)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Outcome
+from tests.every_method import make_model
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.evaluate import benchmark, sameness
 from vivace.evaluate.sameness import Difference, Sameness
@@ -89,7 +90,7 @@ def test_a_difference_is_shown_and_is_a_failure(cli: Cli, folder: Path, monkeypa
     summarise = benchmark.summarise
     changed = lambda *args: [replace(run, identical=False) for run in summarise(*args)]  # noqa: E731
     monkeypatch.setattr(benchmark, "summarise", changed)
-    outcome = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1)
+    outcome = cli("demo", "--model", folder, "--tasks", "e2e,sql", "--prompts", 1, "--repeats", 1)
     assert (outcome.status, outcome.out.count("lookup: identical: no")) == (1, 2)
 
 
@@ -138,11 +139,27 @@ def test_bench_drafts_by_the_plans_it_is_given(cli: Cli, folder: Path, tmp_path:
 
 
 def test_demo_shows_samples_and_identity(cli: Cli, folder: Path) -> None:
-    outcome = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1)
+    outcome = cli("demo", "--model", folder, "--tasks", "e2e,sql", "--prompts", 1, "--repeats", 1)
     assert outcome.status == 0, outcome.err
     assert outcome.out.count("> Describe: ") == 1
     assert outcome.out.count("lookup: identical: yes") == 2
     assert "multirate is left out" in outcome.err
+    assert f"`vivace train multirate --model {folder}` makes one" in outcome.err
+
+
+def test_demo_of_another_model_is_a_chat(cli: Cli, folder: Path) -> None:
+    report = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1, "--json").json
+    assert list(report["runs"]) == list(report["samples"]) == ["chat"]
+    assert [run["method"] for run in report["runs"]["chat"]] == ["plain", "lookup"]
+    outcome = cli("demo", "--model", folder, "--tasks", "chatt")
+    assert outcome.status == 2
+    assert "no packaged prompt set 'chatt'; did you mean 'chat'?" in outcome.err
+
+
+def test_demo_shows_what_was_trained(cli: Cli, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "medusa")
+    runs = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1, "--json").json["runs"]["chat"]
+    assert [run["method"] for run in runs] == ["plain", "lookup", "medusa"]
 
 
 def test_doctor_says_what_works(cli: Cli, folder: Path, tmp_path: Path) -> None:

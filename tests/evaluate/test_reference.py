@@ -21,7 +21,7 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate import reference
 from vivace.evaluate.reference import Departure, Plainness, Text, beside_checkpoint, beside_itself, rounding
-from vivace.prompts import PACKAGED, packaged_prompts
+from vivace.prompts import TASKS, packaged_prompts
 
 __all__ = ["cli"]
 PROMPTS = ("Describe: name[Oak], food[French]", "Hello hello hello", "near the river", "x")
@@ -98,7 +98,7 @@ def test_crippled_decoding_is_an_error(harm: Callable[[Any], None]) -> None:
     """Attention that is a tenth sharper, and angles that are a twentieth too wide."""
     engine = vivace.load(kernels="torch")
     harm(engine.model)
-    asked = [prompt.request for task in PACKAGED for prompt in packaged_prompts(task)[:4]]
+    asked = [prompt.request for task in TASKS for prompt in packaged_prompts(task)[:4]]
     texts = answers(engine, asked, max_new_tokens=48, ignore_eos=False)
     assert beside_checkpoint(engine.folder, torch.bfloat16, texts, GREEDY).errors
 

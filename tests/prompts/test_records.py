@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.prompts import PACKAGED, Prompt, load_prompts, packaged_prompts, save_prompts
+from vivace.prompts import TASKS, Prompt, load_prompts, packaged_prompts, save_prompts
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -74,7 +74,13 @@ def test_files_that_are_no_prompt_files(tmp_path: Path) -> None:
         packaged_prompts("sqll")
 
 
-@pytest.mark.parametrize("name", PACKAGED)
+def test_the_chat_set_is_short_and_has_no_references() -> None:
+    prompts = packaged_prompts("chat")
+    assert len({str(prompt.request) for prompt in prompts}) == len(prompts) == 24
+    assert not any(prompt.references or prompt.task for prompt in prompts)
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_packaged_sets_hold_a_hundred_distinct_prompts(name: str) -> None:
     prompts = packaged_prompts(name)
     assert len({prompt.request for prompt in prompts if isinstance(prompt.request, str)}) == 100
@@ -93,5 +99,5 @@ def test_packaged_sets_are_what_the_generator_draws(tmp_path: Path) -> None:
     spec.loader.exec_module(make_prompts)
     make_prompts.FOLDER = tmp_path
     make_prompts.main()
-    for name in PACKAGED:
+    for name in TASKS:
         assert load_prompts(tmp_path / f"{name}.jsonl") == packaged_prompts(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,18 +10,32 @@ from vivace.cli import options
 from vivace.cli.bench import BASELINE, facts, print_runs, roofline_note
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine
-from vivace.cli.prompting import questions_of
-from vivace.prompts import PACKAGED, packaged_prompts
+from vivace.cli.prompting import questions_of, split_names
+from vivace.errors import ConfigError, nearest
+from vivace.methods.table import METHODS
+from vivace.prompts import PACKAGED, TASKS, packaged_prompts
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
 
 METHODS_SHOWN = ("plain", "lookup", "multirate")
-"""Methods that are compared, as far as the model has what they need."""
+"""Methods that are compared on the model that ships; on others, multirate stands for what was trained on them."""
 NUM_SAMPLES = 2
 MAX_NEW_TOKENS = 96
+BEYOND = "Why is the sky blue?"
+"""A question that the model that ships was not trained for, and does not answer."""
 
 
 def demo(
     model: options.Model = None,
     ignore_config_key: options.IgnoreConfigKey = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Packaged prompts, with commas: {', '.join(PACKAGED)}. Left out: those that the model that ships was "
+            "trained for, chat for any other model."
+        ),
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Prompts of each task that are timed.", min=1, max=100)] = 8,
     repeats: Annotated[int, typer.Option(help="Times each is answered by every method.", min=1)] = 2,
     as_json: options.AsJson = False,
@@ -29,17 +43,19 @@ def demo(
     """Answer the packaged prompts with several methods; show answers, speeds and whether the answers are identical."""
     from dataclasses import asdict
 
+    from vivace.engine import SHIPPED
     from vivace.evaluate.benchmark import run_benchmark, summarise
     from vivace.evaluate.systems import MethodSystem
 
+    sets = None if tasks is None else [packaged_set(name) for name in split_names(tasks)]
     engine = open_engine(model, (), options.LoadFlags(ignore_config_key=ignore_config_key))
-    names = [name for name in METHODS_SHOWN if name in engine.methods.ready()]
-    for name in METHODS_SHOWN:
-        if name not in names:
-            console.note(f"{name} is left out: this model has no adapter for it (vivace doctor says what is missing)")
+    is_shipped = engine.folder == SHIPPED
+    names = methods_shown(engine, is_shipped=is_shipped)
+    if sets is None:
+        sets = list(TASKS) if is_shipped else ["chat"]
     samples: dict[str, Any] = {}
     report: dict[str, Any] = {"samples": samples, "runs": {}}
-    for task in PACKAGED:
+    for task in sets:
         rows = packaged_prompts(task)[:prompts]
         answers = engine.generate(
             [row.request for row in rows[:NUM_SAMPLES]], method=BASELINE, max_new_tokens=MAX_NEW_TOKENS
@@ -57,6 +73,12 @@ def demo(
             print_runs(runs)
             for run in runs:
                 console.result(f"{run.method}: identical: {'yes' if run.identical else 'no'}")
+    if is_shipped and tasks is None:
+        [beyond] = engine.generate([BEYOND], method=BASELINE, max_new_tokens=MAX_NEW_TOKENS)
+        samples["beyond"] = [{"prompt": BEYOND, "text": beyond.text}]
+        if not as_json:
+            console.result("\nIt has learnt these two tasks and nothing else; what it makes of another question:")
+            show_samples(samples["beyond"])
     report |= facts(engine)
     if as_json:
         console.json(report)
@@ -64,6 +86,30 @@ def demo(
         console.note(roofline_note(report["roofline"]))
     if not all(run["identical"] for runs in report["runs"].values() for run in runs):
         raise typer.Exit(1)
+
+
+def methods_shown(engine: Engine, *, is_shipped: bool) -> list[str]:
+    """Return the methods to compare: plain, lookup, and multirate or all lossless ones that have weights."""
+    ready = engine.methods.ready()
+    trained = [name for name in ready if METHODS[name].adapter is not None and METHODS[name].lossless]
+    names = METHODS_SHOWN if is_shipped else dict.fromkeys([*METHODS_SHOWN[:2], *trained])
+    if METHODS_SHOWN[-1] not in ready:
+        console.note(
+            f"{METHODS_SHOWN[-1]} is left out: this model has no adapter for it; `vivace train {METHODS_SHOWN[-1]} "
+            f"--model {engine.folder}` makes one"
+        )
+    return [name for name in names if name in ready]
+
+
+def packaged_set(name: str) -> str:
+    """Return the name of a packaged set.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in PACKAGED:
+        raise ConfigError(f"no packaged prompt set {name!r}{nearest(name, PACKAGED)}")
+    return name
 
 
 def show_samples(samples: list[dict[str, Any]]) -> None:

@@ -1,8 +1,9 @@
 """Prompt files with one JSON object per line, and the sets that come with the package.
 
-``e2e.jsonl`` and ``sql.jsonl`` beside this file are the project's own, made by ``tools/make_prompts.py``.
+``e2e.jsonl`` and ``sql.jsonl`` beside this file are the project's own, made by ``tools/make_prompts.py``;
+``chat.jsonl`` was written by hand.
 """
 
-from vivace.prompts.records import PACKAGED, Message, Prompt, load_prompts, packaged_prompts, save_prompts
+from vivace.prompts.records import PACKAGED, TASKS, Message, Prompt, load_prompts, packaged_prompts, save_prompts
 
-__all__ = ["PACKAGED", "Message", "Prompt", "load_prompts", "packaged_prompts", "save_prompts"]
+__all__ = ["PACKAGED", "TASKS", "Message", "Prompt", "load_prompts", "packaged_prompts", "save_prompts"]

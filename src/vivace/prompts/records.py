@@ -24,8 +24,12 @@ Message = dict[str, str]
 PACKAGED: Mapping[str, str] = {
     "e2e": "100 meaning representations to describe",
     "sql": "100 questions to answer in SQL",
+    "chat": "24 questions and small tasks for a chat model, without references",
 }
 """Prompt sets that come with the package, with a description of each."""
+
+TASKS = ("e2e", "sql")
+"""Those that the model that ships was trained for."""
 
 _KEYS = ("prompt", "messages", "reference", "task")
 
