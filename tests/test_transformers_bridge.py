@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import vivace
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
+from vivace import transformers_bridge
 from vivace.checkpoint.share import share_module
+from vivace.core.footprint import held_bytes
 from vivace.errors import MismatchError, UnsupportedError
+from vivace.kernels.choice import KernelChoice
 
 END = 7
 SETTINGS = [
@@ -23,8 +30,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def make_module(*, is_tied: bool = False) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61,
@@ -35,12 +41,18 @@ def model() -> Any:
         num_key_value_heads=2,
         eos_token_id=None,
         pad_token_id=0,
+        tie_word_embeddings=is_tied,
     )
     made = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.25))
     return made
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_module()
 
 
 @pytest.fixture
@@ -77,6 +89,131 @@ def test_a_change_of_the_weights_is_seen(model, ragged) -> None:
     model.model.embed_tokens.weight.data.copy_(kept)
     assert torch.equal(after, usual)
     assert not torch.equal(before, after)
+
+
+@pytest.fixture
+def packed(model, library) -> Any:
+    """Return a copy of the module that native kernels run."""
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
+def decode(model: Any, **settings: Any) -> torch.Tensor:
+    ids = torch.randint(1, 61, (1, 7), generator=torch.Generator().manual_seed(2))
+    call = {"max_new_tokens": 16, "do_sample": False, "method": "plain", **settings}
+    return model.generate(ids, custom_generate=vivace.custom_generate, **call)[0]
+
+
+def merge(weight: torch.Tensor) -> None:
+    """Change a weight as peft merges LoRA weights: PyTorch does not count it."""
+    weight.data += 0.5
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), 0.5).step(),
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: value.flip(0) for name, value in model.state_dict().items()}
+    ),
+    "merged": lambda model: merge(model.model.layers[1].self_attn.v_proj.weight),
+    "one number": lambda model: model.model.norm.weight.data[3].mul_(-3),
+    "other storage": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj, "weight", torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 2)
+    ),
+    "float32": lambda model: model.float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_change_are_laid_out_anew(packed, change: str) -> None:
+    decode(packed)
+    laid_out = transformers_bridge._KNOWN[packed]
+    decode(packed)
+    assert transformers_bridge._KNOWN[packed] is laid_out
+    for parameter in packed.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    CHANGES[change](packed)
+    packed.zero_grad()
+    assert torch.equal(decode(packed), decode(copy.deepcopy(packed)))
+    assert transformers_bridge._KNOWN[packed] is not laid_out
+
+
+def test_a_packed_module_keeps_its_mode_and_its_gradients(packed) -> None:
+    usual = decode(packed.eval())
+    assert torch.equal(decode(packed.train()), usual)
+    assert packed.training
+    assert all(parameter.requires_grad for parameter in packed.parameters())
+    packed(torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
+    assert packed.model.norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_packed_module_gives_the_text_of_its_checkpoint(tmp_path: Path, library, is_tied: bool) -> None:
+    model = make_module(is_tied=is_tied).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    engine = vivace.load(tmp_path)
+    prompts = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5, 6, 7, 8]]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    call = {"attention_mask": (ids != 0).long(), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    found = model.generate(ids, **call, custom_generate=vivace.custom_generate, method="plain", pad_token_id=0)
+    expected = [r.token_ids for r in engine.generate(prompts, max_new_tokens=24, method="plain", ignore_eos=True)]
+    assert found[:, width:].tolist() == [list(tokens) for tokens in expected]
+
+
+def test_what_can_be_shared_is_shared_and_the_rest_is_told_once(packed, caplog) -> None:
+    decode(packed), decode(packed)
+    told = [record.message for record in caplog.records if record.name == "vivace.transformers_bridge"]
+    assert len(told) == 1
+    assert "beside its own" in told[0]
+    decoder = transformers_bridge._KNOWN[packed].methods.model
+    assert decoder.backend.span is not None
+    assert decoder.embedding.data_ptr() == packed.model.embed_tokens.weight.data_ptr()
+    assert decoder.final_norm.weight.data_ptr() == packed.model.norm.weight.data_ptr()
+    matrices = sum(p.nbytes for n, p in packed.named_parameters() if p.dim() == 2 and "embed" not in n)
+    assert held_bytes(packed, decoder)[1] <= matrices + 16_384  # padding to whole tiles, and tables of rotations
+
+
+def test_nothing_is_kept_of_a_module_that_is_gone(model, library) -> None:
+    known = transformers_bridge._KNOWN
+    gc.collect()
+    before = len(known)
+    first, second = (copy.deepcopy(model).to(torch.bfloat16) for _ in range(2))
+    decode(first), decode(second)
+    assert len(known) == before + 2
+    decoder = weakref.ref(known[first].methods.model)
+    del first
+    gc.collect()
+    assert decoder() is None
+    assert len(known) == before + 1
+    decode(second)
+
+
+def test_a_module_that_is_not_packed_says_why_once(packed, caplog, monkeypatch) -> None:
+    absent = KernelChoice("torch", "the native kernels are not built", None)
+    monkeypatch.setattr(transformers_bridge, "choose", lambda *_, **__: absent)
+    decode(packed), decode(packed), decode(packed, kernels="torch")
+    told = [record.message for record in caplog.records if record.name == "vivace.transformers_bridge"]
+    assert told == ["the module runs on PyTorch's kernels: the native kernels are not built"]
+    held = transformers_bridge._KNOWN[packed].methods.model
+    assert {p.data_ptr() for p in held.parameters()} <= {p.data_ptr() for p in packed.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_criteria_end_each_row_where_transformers_ends_it(model, ragged, dtype: torch.dtype) -> None:
+    module = copy.deepcopy(model).to(dtype)
+    call = {**ragged, "max_new_tokens": 24, "do_sample": False}
+    plain = module.generate(**call, custom_generate=vivace.custom_generate, method="plain")[:, 9:]
+    ends = [int(plain[0, 5]), int(plain[2, 2])]
+
+    class AfterFour(StoppingCriteria):
+        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(ids),), ids.shape[1] >= 9 + 4)
+
+    for more in ({"eos_token_id": ends}, {"stopping_criteria": StoppingCriteriaList([AfterFour()])}):
+        found = module.generate(**call, **more, custom_generate=vivace.custom_generate, method="plain")[:, 9:]
+        for row, whole in zip(found.tolist(), plain.tolist(), strict=True):
+            stops = [at + 1 for at, token in enumerate(whole) if token in ends] if "eos_token_id" in more else [4]
+            stop = min(stops, default=24)
+            assert row == (whole[:stop] + [0] * 24)[: found.shape[1]]
 
 
 def test_sampling_follows_torch_seed_and_the_processors(model, ragged) -> None:

@@ -1,6 +1,10 @@
-"""vivace inside plain transformers: one argument of ``generate``, the module's own memory, the same decoding loop.
+"""vivace inside plain transformers: one argument of ``generate``, the module's weights, the same decoding loop.
 
     model.generate(**inputs, custom_generate=vivace.custom_generate, method="multirate", adapter="DIR")
+
+Where native kernels run a module of this dtype, its matrices are laid out for them once and kept for as long as the
+module lives; the embedding, a head tied to it, the norms and the biases share its memory. They are laid out anew when
+a parameter has changed in any way. Other modules run on PyTorch, over their own memory. Both is said once (``log``).
 
 Everything that ``generate`` prepares is used: logits processors are applied at every drafted position,
 stopping criteria after every token, and left padding is removed and put back. What is not supported (beams,
@@ -11,7 +15,10 @@ tokens cannot be streamed this way; use ``vivace.load(...).stream`` for that.
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,17 +26,46 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.share import share_module
+from vivace.checkpoint.share import Fingerprint, pack_module, share_module
+from vivace.core.cpu.backend import backend_of
+from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
+from vivace.kernels.choice import KernelChoice, choose
 from vivace.methods.composition import Methods, adapters_by_method
+from vivace.units import format_bytes
 
-_SHARED: WeakKeyDictionary[Any, tuple[tuple[int, ...], Methods]] = WeakKeyDictionary()
-"""For each module, the addresses of its parameters and the methods over its decoder."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What is kept for a module from call to call."""
+
+    methods: Methods
+    kernels: str
+    """The kernels that were asked for."""
+    places: list[tuple[object, ...]]
+    """Where its parameters were."""
+    fingerprint: Fingerprint | None
+    """What they were, where the decoder has copies of them."""
+
+    def fits(self, model: Any, kernels: str, adapters: dict[str, Path]) -> bool:
+        """Return whether it still can be used: for a module whose parameters have not changed."""
+        is_asked = self.kernels == kernels and self.methods.adapters == adapters
+        if not is_asked or self.places != _places(model):
+            return False
+        return self.fingerprint is None or self.fingerprint.is_of(model)
+
+
+_KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+"""What is kept for each module that is alive."""
+_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""What was said of each of them."""
 
 
 def custom_generate(
@@ -40,6 +76,7 @@ def custom_generate(
     generation_config: Any = None,
     method: str = "auto",
     adapter: str | Path | None = None,
+    kernels: str = "auto",
     **model_kwargs: Any,
 ) -> Any:
     """Generate text; pass this function as ``generate(custom_generate=...)``.
@@ -52,6 +89,7 @@ def custom_generate(
         generation_config: prepared by ``generate``.
         method: how to decode, a name of ``vivace.methods.table.METHODS``.
         adapter: folder of the method's adapter; None looks beside the checkpoint.
+        kernels: as for ``vivace.load``; "torch" lays out nothing and takes no memory for weights.
         model_kwargs: arguments of the forward pass; only the attention mask is used.
 
     Returns:
@@ -62,17 +100,18 @@ def custom_generate(
         UnsupportedError: an output or strategy is not supported.
     """
     _refuse(generation_config)
-    methods = _methods(model, adapter)
+    methods = _methods(model, adapter, kernels)
     mask = model_kwargs.get("attention_mask")
     padding = [0 if mask is None else int((mask[place] == 0).sum()) for place in range(len(input_ids))]
     seeds = torch.randint(0, 2**31, (len(input_ids),)).tolist()
+    criteria = _Criteria.of(stopping_criteria)
     requests = [
         Request(
             tokens=tuple(ids[padded:].tolist()),
-            max_new_tokens=generation_config.max_length - len(ids),
+            max_new_tokens=min(generation_config.max_length, criteria.max_length) - len(ids),
             drafter=methods.drafter(method),
             sampling=Sampling(do_sample=bool(generation_config.do_sample)),
-            stop=StopRule(criterion=_criterion(stopping_criteria, ids)),
+            stop=StopRule(end_tokens=criteria.end_tokens, criterion=criteria.criterion(ids)),
             seed=seeds[row],
             processors=tuple(_of_row(processor, row, ids[:padded]) for processor in logits_processor),
         )
@@ -92,16 +131,54 @@ def _refuse(config: Any) -> None:
         raise UnsupportedError(f"vivace.custom_generate does not do {', '.join(asked)}; leave it out")
 
 
-def _methods(model: Any, adapter: str | Path | None) -> Methods:
-    """Return the methods over a module's own memory, reused for as long as its parameters stay where they are."""
-    addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
+def _methods(model: Any, adapter: str | Path | None, kernels: str) -> Methods:
+    """Return the methods over a module's weights, kept for as long as these do not change."""
     name = getattr(model.config, "_name_or_path", "")
     folder = Path(name) if name and Path(name).is_dir() else None
     adapters = {} if adapter is None else adapters_by_method([adapter], folder)
-    known = _SHARED.get(model)
-    if known is None or known[0] != addresses or known[1].adapters != adapters:
-        known = _SHARED[model] = (addresses, Methods(share_module(model), folder, adapters))
-    return known[1]
+    known = _KNOWN.get(model)
+    if known is None or not known.fits(model, kernels, adapters):
+        del known
+        _KNOWN.pop(model, None)  # before memory is taken again
+        decoder, fingerprint = _decoder(model, kernels)
+        _KNOWN[model] = _Known(Methods(decoder, folder, adapters), kernels, _places(model), fingerprint)
+    return _KNOWN[model].methods
+
+
+def _places(model: Any) -> list[tuple[object, ...]]:
+    """Return where each parameter of a module is, and in which form."""
+    return [(p.data_ptr(), p.dtype, p.device) for p in model.parameters()]
+
+
+def _decoder(model: Any, kernels: str) -> tuple[Decoder, Fingerprint | None]:
+    """Return a decoder with a module's weights, and what these were if the decoder has copies of them."""
+    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
+    dtype, device = min(kinds, key=str)
+    choice = choose(kernels, device=torch.device(device))
+    backend = backend_of(choice.body, "bf16", dtype, is_required=kernels != "auto")
+    if backend is None or len(kinds) > 1:
+        if kernels == "auto":
+            _tell(model, f"the module runs on PyTorch's kernels: {_why_not_native(choice, kinds)}")
+        return share_module(model), None
+    fingerprint = Fingerprint(model)
+    decoder = pack_module(model, backend)
+    size = format_bytes(held_bytes(model, decoder)[1])
+    _tell(model, f"the module runs on {choice.name} kernels; its weights laid out for them take {size} beside its own")
+    return decoder, fingerprint
+
+
+def _why_not_native(choice: KernelChoice, kinds: set[tuple[torch.dtype, str]]) -> str:
+    if len(kinds) > 1:
+        return "its parameters are " + " and ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+    return choice.reason if choice.body is None else f"native kernels are for bfloat16, its weights are {min(kinds)[0]}"
+
+
+def _tell(model: Any, what: str) -> None:
+    """Log what is worth knowing of a module, once."""
+    told = _TOLD.setdefault(model, set())
+    if what not in told:
+        told.add(what)
+        log.warning(what)
 
 
 def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -113,13 +190,35 @@ def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tens
     return lambda ids, scores: processor(torch.cat((padding[None].to(ids), ids), 1), scores)
 
 
-def _criterion(
-    criteria: Callable[[Tensor, Any], Tensor] | None, prompt: Tensor
-) -> Callable[[Sequence[int]], bool] | None:
-    """Return a function that applies transformers' stopping criteria to the prompt with some new tokens."""
-    if criteria is None:
-        return None
-    return lambda new: bool(criteria(torch.cat((prompt, prompt.new_tensor(new)))[None], None).any())
+@dataclass(frozen=True)
+class _Criteria:
+    """Stopping criteria of transformers: the two that nearly every call has as numbers, since calling them after each
+    token takes as long as a small model; all others as they are.
+    """
+
+    max_length: int
+    end_tokens: frozenset[int]
+    others: Callable[[Tensor, Any], Tensor] | None
+
+    @staticmethod
+    def of(criteria: Any) -> _Criteria:
+        """Sort the criteria that ``generate`` has prepared."""
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+        if criteria is None or not isinstance(criteria, StoppingCriteriaList):
+            return _Criteria(sys.maxsize, frozenset(), criteria)
+        lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
+        ends = [each.eos_token_id.tolist() for each in criteria if type(each) is EosTokenCriteria]
+        others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
+        kept = StoppingCriteriaList(others) if others else None
+        return _Criteria(min(lengths, default=sys.maxsize), frozenset(token for some in ends for token in some), kept)
+
+    def criterion(self, prompt: Tensor) -> Callable[[Sequence[int]], bool] | None:
+        """Return a function that applies the other criteria to the prompt with some new tokens."""
+        others = self.others
+        if others is None:
+            return None
+        return lambda new: bool(others(torch.cat((prompt, prompt.new_tensor(new)))[None], None).any())
 
 
 def _decode(model: Decoder, requests: Sequence[Request]) -> tuple[list[list[int]], list[DecodeStats]]:

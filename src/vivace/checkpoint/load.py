@@ -94,15 +94,29 @@ def load_decoder(
     with torch.device("meta"):
         decoder = Decoder(config, parts, chosen)
     if chosen is not None:
-        _pack_parts(decoder, lambda name: assemble(plan[name], stored, kind, place), stored)
+        pack_parts(
+            decoder,
+            lambda name: assemble(plan[name], stored, kind, place),
+            lambda part, mapped: _let_go(part, mapped, stored),
+        )
     else:
         for name in [name for name, _ in decoder.named_parameters()]:
             put(decoder, name, assemble(plan[name], stored, kind, place))
     return decoder.requires_grad_(False).eval()
 
 
-def _pack_parts(decoder: Decoder, read: Callable[[str], Tensor], stored: TensorFiles) -> None:
-    """Load the decoder and hand it to its backend in parts: first what belongs to no layer, then layer by layer."""
+def pack_parts(
+    decoder: Decoder,
+    read: Callable[[str], Tensor],
+    let_go: Callable[[nn.Module, set[int]], None] = lambda part, read: None,
+) -> None:
+    """Fill a decoder and hand it to its backend in parts: first what belongs to no layer, then layer by layer.
+
+    Args:
+        decoder: built without memory, with the backend that is to run it.
+        read: returns the parameter of a name.
+        let_go: called with each part once it is packed, and with the addresses of what was read for it.
+    """
     names = [name for name, _ in decoder.named_parameters()]
 
     def fill(prefix: str, *, is_within: bool = True) -> set[int]:
@@ -111,13 +125,13 @@ def _pack_parts(decoder: Decoder, read: Callable[[str], Tensor], stored: TensorF
             put(decoder, name, value)
         return {value.data_ptr() for value in values.values()}
 
-    mapped = fill("layers.", is_within=False)
+    found = fill("layers.", is_within=False)
     decoder.backend.pack_ends(decoder)
-    _let_go(decoder, mapped, stored)
+    let_go(decoder, found)
     for index, layer in enumerate(decoder.layers):
-        mapped = fill(f"layers.{index}.")
+        found = fill(f"layers.{index}.")
         decoder.backend.pack_layer(decoder, index)
-        _let_go(layer, mapped, stored)
+        let_go(layer, found)
     decoder.backend.finish(decoder)
 
 
@@ -238,7 +252,12 @@ def _stored_shape(target: Target, piece: TensorPiece) -> tuple[int, ...]:
 
 def assemble(target: Target, stored: TensorFiles, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Build one parameter from its pieces: a view of the file where possible, one copy where several are fused."""
-    pieces = [_read(stored.tensor(p.name), p.expert, p.transposed) for p in target.pieces]
+    return fused(target, [stored.tensor(piece.name) for piece in target.pieces], dtype, device)
+
+
+def fused(target: Target, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Build one parameter from the stored tensors of its pieces: the tensor itself if that is possible, else a copy."""
+    pieces = [_read(values, p.expert, p.transposed) for p, values in zip(target.pieces, tensors, strict=True)]
     if len(pieces) == 1:
         return pieces[0].to(device=device, dtype=dtype).contiguous()
     whole = torch.empty(target.shape, dtype=dtype, device=device)

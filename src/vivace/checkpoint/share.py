@@ -1,26 +1,38 @@
-"""A ``Decoder`` over the storage of a transformers module: the same memory, no copy.
+"""A ``Decoder`` over the storage of a transformers module: the same memory where the layout allows it.
 
-Projections that transformers keeps apart are computed side by side (``SplitLinear``); stacks of experts and
-transposed matrices are views. Training the module or moving it afterwards changes the decoder too only as long
-as its parameters keep their storage.
+``share_module`` copies nothing. Projections that transformers keeps apart are computed side by side (``SplitLinear``);
+stacks of experts and transposed matrices are views. Training the module or moving it afterwards changes the decoder
+too, but only as long as its parameters keep their storage.
+
+``pack_module`` lays out the matrices for a backend, which takes memory of its own, and shares the embedding, the norms
+and the biases. Whoever keeps its decoder has to notice changes of the module (``Fingerprint``).
 """
 
 from __future__ import annotations
 
 import json
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.load import put
+from vivace.checkpoint.load import fused, pack_parts, put
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
+from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.layers import Linear, SplitLinear
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
 from vivace.errors import MismatchError
+from vivace.kernels.library import open_library
+
+PAGE = 4096
+"""Bytes that have one checksum."""
+SUMMED_BYTES = 4 << 20
+"""Bytes that one thread sums at a time."""
 
 
 class SplitParts(DenseParts):
@@ -59,6 +71,42 @@ def share_module(hf_module: nn.Module) -> Decoder:
         UnsupportedError: a family or setting is not supported.
         MismatchError: the module lacks parameters that its configuration implies.
     """
+    config, names, table, theirs = _parameters(hf_module)
+    with torch.device("meta"):
+        decoder = Decoder(config, SplitParts(config, names))
+    for ours, target in table.items():
+        for place, piece in enumerate(target.pieces):
+            put(decoder, _part(ours, target, place), _view(theirs[piece.name], piece))
+    return decoder.eval()
+
+
+def pack_module(hf_module: nn.Module, backend: Backend) -> Decoder:
+    """Return a decoder with the weights of a causal language model of transformers, laid out for a backend.
+
+    Args:
+        hf_module: as for ``share_module``, all of its parameters of one dtype.
+        backend: takes over each layer as soon as its weights are collected, so that never more than one layer is in
+            memory a third time.
+
+    Raises:
+        UnsupportedError: a family or setting is not supported, or the backend cannot run such a decoder.
+        MismatchError: the module lacks parameters that its configuration implies.
+    """
+    config, _, table, theirs = _parameters(hf_module)
+    dtype = next(hf_module.parameters()).dtype
+
+    def read(name: str) -> Tensor:
+        target = table[name]
+        return fused(target, [theirs[piece.name].detach() for piece in target.pieces], dtype, torch.device("cpu"))
+
+    with torch.device("meta"):
+        decoder = Decoder(config, backend=backend)
+    pack_parts(decoder, read)
+    return decoder.requires_grad_(False).eval()
+
+
+def _parameters(hf_module: nn.Module) -> tuple[ModelConfig, Names, dict[str, Target], dict[str, nn.Parameter]]:
+    """Return a module's configuration, its family's names, what fills our parameters, and its own by name."""
     raw = hf_config_of(hf_module)
     family, config = family_of(raw), translate(raw)
     names = family.names.packed() if config.moe is not None else family.names
@@ -67,12 +115,43 @@ def share_module(hf_module: nn.Module) -> Decoder:
     missing = sorted({p.name for t in table.values() for p in t.pieces} - set(theirs))
     if missing:
         raise MismatchError(f"the module has no parameter {missing[0]} (quantised or wrapped modules cannot be shared)")
-    with torch.device("meta"):
-        decoder = Decoder(config, SplitParts(config, names))
-    for ours, target in table.items():
-        for place, piece in enumerate(target.pieces):
-            put(decoder, _part(ours, target, place), _view(theirs[piece.name], piece))
-    return decoder.eval()
+    return config, names, table, theirs
+
+
+class Fingerprint:
+    """What the parameters of a module were at one time.
+
+    PyTorch counts changes of a parameter in place, and the count is compared first. It leaves out those of
+    ``parameter.data``, by which LoRA weights are merged and some checkpoints are loaded, so the CRC-32 of all pages is
+    compared too. That costs about as much as one pass of the model, which reads the weights once as well.
+    """
+
+    def __init__(self, hf_module: nn.Module) -> None:
+        """Look at all parameters of a module, which are on the CPU."""
+        self._changes, self._sums = _changes(hf_module), _sums(hf_module)
+
+    def is_of(self, hf_module: nn.Module) -> bool:
+        """Return whether the parameters of a module have these values still."""
+        return self._changes == _changes(hf_module) and self._sums == _sums(hf_module)
+
+
+def _changes(hf_module: nn.Module) -> list[int | None]:
+    """Return how often each parameter was changed in place."""
+    return [None if p.is_inference() else p._version for p in hf_module.parameters()]
+
+
+def _sums(hf_module: nn.Module) -> list[int]:
+    """Return checksums of all parameters, computed by as many threads as PyTorch has."""
+    values = [p.detach().contiguous().view(-1).view(torch.uint8) for p in hf_module.parameters()]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(_sum_of, (part for each in values for part in each.split(SUMMED_BYTES))))
+
+
+def _sum_of(part: Tensor) -> int:
+    """Return a checksum of some bytes: of the checksums of whole pages and of what follows them."""
+    sums = torch.empty(len(part) // PAGE, dtype=torch.int32)
+    open_library().vivace_page_sums(part.data_ptr(), len(sums), sums.data_ptr(), 0)
+    return zlib.crc32(part[len(sums) * PAGE :].numpy().data, zlib.crc32(sums.numpy().data))
 
 
 def hf_config_of(hf_module: nn.Module) -> dict[str, Any]:
@@ -90,7 +169,7 @@ def _part(ours: str, target: Target, place: int) -> str:
     return f"{stem}.parts.{place}.{leaf}"
 
 
-def _view(parameter: nn.Parameter, piece: TensorPiece) -> torch.Tensor:
+def _view(parameter: nn.Parameter, piece: TensorPiece) -> Tensor:
     """Return the parameter itself, or a view of its storage."""
     if piece.expert is None and not piece.transposed:
         return parameter
