@@ -20,6 +20,14 @@ constexpr int64_t MAX_THREADS = 256;
 // machine longer than a layer, and between two calls of a decoding step lies at most a millisecond of Python.
 constexpr std::chrono::milliseconds LOOKOUT{2};
 
+// Waits a little before a thread looks again, for the spins-th time.
+inline void pause(int spins) {
+    if (spins < SPINS_BEFORE_YIELD)
+        _mm_pause();
+    else
+        sched_yield();
+}
+
 // The items first..stop-1 that are left of a thread's share of a phase, as two halves of one atomic word, so that both
 // ends change together. The owner takes items in order, so that it reads memory in order; other threads take the last
 // item. Aligned to a line of the cache, so that shares do not slow each other down.
@@ -83,12 +91,7 @@ struct Job {
             int64_t finished = 0;
             for (int64_t next; (next = claim(phase, thread)) >= 0; ++finished) item(context, phase, next);
             if (finished) mine.done.fetch_add(finished, std::memory_order_acq_rel);
-            for (int spins = 0; mine.done.load(std::memory_order_acquire) < count; ++spins) {
-                if (spins < SPINS_BEFORE_YIELD)
-                    _mm_pause();
-                else
-                    sched_yield();
-            }
+            for (int spins = 0; mine.done.load(std::memory_order_acquire) < count; ++spins) pause(spins);
         }
     }
 };
@@ -104,7 +107,7 @@ public:
         call_.notify_all();
         job.work(0);
         job_.store(nullptr);
-        while (inside_.load() != 0) _mm_pause();  // the job is on this stack: wait until no thread uses it
+        for (int spins = 0; inside_.load() != 0; ++spins) pause(spins);  // the job is on this stack, and in use till then
         return true;
     }
 
