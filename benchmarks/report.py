@@ -21,6 +21,7 @@ from benchmarks import (
     bars,
     captions,
     expert_tables,
+    family_tables,
     flash_tables,
     hostile_tables,
     pass_tables,
@@ -126,6 +127,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "multirate.md": {"law": law(everything), "results": technique(everything, "multirate")},
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},
+        docs / "models.md": {"speed": family_tables.tables(RESULTS / "families")},
         docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},
         CARD: {"quality": bars.card(QUALITY)},
     }

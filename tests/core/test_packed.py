@@ -14,7 +14,7 @@ from tests.core.entries import all_entries, set_entries
 from tests.core.test_bits import prefill, tree
 from tests.decode.tiny_decoders import randomise
 from vivace.core.cache import KVCache
-from vivace.core.config import ModelConfig
+from vivace.core.config import ModelConfig, MoeConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.cpu.span import NativeSpan
 from vivace.core.layers import Linear
@@ -121,10 +121,11 @@ def test_spans_are_layers_one_by_one(variant: str, packed: Decoder) -> None:
         assert torch.equal(packed.greedy(expected), logits.argmax(-1)), name
 
 
+@pytest.mark.parametrize("moe", [None, MoeConfig(7, 3, 96, True)], ids=["dense", "experts"])
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_spans_with_any_number_of_threads(body: NativeBody, threads: int) -> None:
+def test_spans_with_any_number_of_threads(body: NativeBody, threads: int, moe: MoeConfig | None) -> None:
     """A phase begins when the one before is complete, also where a thread comes late."""
-    packed = packing(wide_decoder(), body)
+    packed = packing(wide_decoder(moe=moe), body)
     cache, _ = prefill(packed, {0: tokens(40, 1)}, 1)
     step = Step.of(Draft.committed_only({0: tokens(6, 2)}), cache)
     h = torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -134,9 +135,9 @@ def test_spans_with_any_number_of_threads(body: NativeBody, threads: int) -> Non
         assert torch.equal(packed.run(h, step), alone)
 
 
-def wide_decoder() -> Decoder:
+def wide_decoder(**fields: object) -> Decoder:
     changes = {"width": 256, "ffn_width": 512, "num_heads": 8, "head_dim": 32, "num_layers": 4}
-    decoder = Decoder(ModelConfig(**BASE | changes))
+    decoder = Decoder(ModelConfig(**BASE | changes | fields))
     randomise(decoder, 0)
     return decoder.to(torch.bfloat16).requires_grad_(False).eval()
 
@@ -180,6 +181,11 @@ def test_terms_of_some_rows(body: NativeBody, sites: tuple[str, ...]) -> None:
 def test_terms_beside_every_kind_of_norm(body: NativeBody, variant: str) -> None:
     """At all sites at once; a feed-forward without a gate has none there."""
     rows_with_terms(body, variant, tuple(site for site in SITES if variant != "learned" or site != "gate"))
+
+
+def test_terms_beside_experts(body: NativeBody) -> None:
+    """Those of the whole feed-forward are added to what the experts give."""
+    rows_with_terms(body, "experts", ("q", "k", "v", "o", "mlp"))
 
 
 def rows_with_terms(body: NativeBody, variant: str, sites: tuple[str, ...]) -> None:

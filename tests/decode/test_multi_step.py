@@ -10,6 +10,7 @@ import torch
 from tests.decode.runs import Result, finish
 from tests.decode.steps_at_once import Noting
 from tests.decode.tiny_decoders import VOCAB, build, prompts
+from vivace.core.config import MoeConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
@@ -29,6 +30,7 @@ FIELDS = {
     "norms after": {"norm_placement": "post", "qk_norm": "full", "qkv_clip": 1.5},
     "norms around": {"norm_placement": "sandwich", "qk_norm": "head", "windows": (9, None, 5), "num_kv_heads": 1},
     "learned": {"positions": "learned", "position_offset": 2, "norm": "layer", "gated": False, "activation": "relu"},
+    "experts": {"moe": MoeConfig(5, 2, 20, True), "moe_layers": (True, False, True)},
     "capped": {"logit_softcap": 5.0, "attention_softcap": 2.0},
 }
 

@@ -6,15 +6,23 @@ import pytest
 import torch
 
 from tests.decode.tiny_decoders import build
+from vivace.core.config import MoeConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.step import Step
 from vivace.kernels.native import NativeBody
 
+KINDS = {
+    "gated": {},
+    "without a gate": {"gated": False, "norm": "layer", "positions": "learned"},
+    "experts": {"moe": MoeConfig(4, 4, 20, True)},  # all of them: other weights would choose others
+}
+
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weights", ["int8", "q4"])
-def test_only_the_layers_named_are_rounded(body: NativeBody, weights) -> None:
-    model = build(torch.bfloat16, num_layers=6, seed=3).requires_grad_(False)
+def test_only_the_layers_named_are_rounded(body: NativeBody, weights, kind: str) -> None:
+    model = build(torch.bfloat16, num_layers=6, seed=3, **KINDS[kind]).requires_grad_(False)
     pack_decoder(model, body)
     span = model.backend.span
     assert span is not None

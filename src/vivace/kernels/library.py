@@ -141,6 +141,23 @@ class CAttention(Structure):
     ]
 
 
+class CExpert(Structure):
+    """Mirrors ``Expert``: the gated feed-forward of an expert."""
+
+    _fields_ = [(name, CMatrix) for name in ("gate", "up", "down")]
+
+
+class CMixture(Structure):
+    """Mirrors ``Mixture``: the experts of a layer and their router."""
+
+    _fields_ = [
+        ("router", CMatrix),
+        ("experts", POINTER(CExpert)),
+        ("top_k", c_int64),
+        ("normalises", c_int64),
+    ]
+
+
 class CLayer(Structure):
     """Mirrors ``Layer``: the weights of a layer in a span."""
 
@@ -150,6 +167,7 @@ class CLayer(Structure):
         *((name, CGain) for name in ("q_norm", "k_norm")),
         ("window", c_int64),
         ("rope", c_int64),
+        ("mixture", POINTER(CMixture)),
     ]
 
 

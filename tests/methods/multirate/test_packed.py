@@ -7,6 +7,7 @@ import torch
 
 from tests.decode.runs import Result, finish
 from tests.decode.tiny_decoders import build, prompts
+from vivace.core.config import MoeConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
@@ -14,8 +15,11 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan
+from vivace.kernels.low_bit import Weights
 from vivace.kernels.native import NativeBody
+from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.drafter import self_speculation
+from vivace.methods.multirate.residual import Accelerator
 
 
 @pytest.fixture
@@ -44,3 +48,19 @@ def test_text_and_probabilities_of_plain_decoding(model: Decoder, accelerator, w
             assert not logprobs or [r.logprobs for r in found] == [r.logprobs for r in plain]
             accepted += sum(r.stats.num_accepted_draft_tokens for r in found)
     assert accepted > 0
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q4"])
+def test_drafts_of_a_mixture(body: NativeBody, weights: Weights) -> None:
+    """Drafts read quantized copies of the experts too."""
+    made = build(torch.bfloat16, num_layers=6, seed=3, moe=MoeConfig(5, 2, 20, True)).requires_grad_(False)
+    pack_decoder(made, body)
+    fast = Accelerator(MultirateConfig(exit_layer=5, rank=4, bottleneck=8), made.config)
+    drafter = self_speculation(
+        made, fast.to(torch.bfloat16).requires_grad_(False), DraftPlan((1,) * 3, weights=weights)
+    )
+    plain = run(made, NoDrafts(), slots=1, logprobs=True)
+    for slots in (6, 1):
+        found = run(made, drafter, slots=slots, logprobs=True)
+        assert [(r.tokens, r.logprobs) for r in found] == [(r.tokens, r.logprobs) for r in plain]
+        assert sum(r.stats.num_accepted_draft_tokens for r in found) > 0

@@ -1,7 +1,7 @@
 """The backend of native CPU kernels: it replaces modules by packed ones and runs several layers or steps in one call.
 
-It also keeps quantized weights for PyTorch's kernels (``body`` is None then). Layers of the common kind run as a span
-(``span.py``) and draft whole chains (``chain.py``), with the bits they have one by one.
+It also keeps quantized weights for PyTorch's kernels (``body`` is None then). Layers run as a span (``span.py``) and
+draft whole chains (``chain.py``), with the bits they have one by one.
 """
 
 from __future__ import annotations

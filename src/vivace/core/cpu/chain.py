@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.cpu.span import NativeSpan, gain_of, matrix_of, pointers, quantized_copy
+from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers, quantized_copy
 from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, StreamRows
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
@@ -54,8 +54,6 @@ class _StreamCall:
 
 def why_no_chain(c: ModelConfig) -> str | None:
     """Return why a model with a span cannot make several steps in one native call, or None where it can."""
-    if c.moe is not None:
-        return "experts run one by one"
     if any(rope.depends_on_length for rope in c.ropes):
         return "rotations depend on the length of a text"
     return None
@@ -72,8 +70,12 @@ class NativeChain:
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
-        """Make it for a decoder with a span, or return None for the reason that ``why_no_chain`` gives."""
-        return None if span is None or why_no_chain(decoder.config) is not None else NativeChain(decoder, span)
+        """Make it for a decoder with a span, or return None for the reason that ``why_no_chain`` gives, or where
+        experts are fetched.
+        """
+        if span is None or isinstance(span, MixtureSpan) or why_no_chain(decoder.config) is not None:
+            return None
+        return NativeChain(decoder, span)
 
     def covers(self, draft_rows: DraftRows) -> bool:
         """Return whether it can draft with these draft rows: their weights are contiguous and bfloat16."""

@@ -177,12 +177,13 @@ class PackedMixture(MixtureOfExperts):
         router = PackedLinear(body, mixture.router.weight, mixture.router.bias)
         super().__init__(mixture.config, router, mixture.experts)
         self.body = body
-        self._matrix = router.matrix
+        self.matrix = router.matrix
+        """The router in the form that native kernels take."""
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and indices of the chosen experts, each (T, top_k), the likeliest first."""
         refuse_gradients(x)
-        return self.body.choose(self._matrix, x, self.config.top_k, normalise=self.config.normalise)
+        return self.body.choose(self.matrix, x, self.config.top_k, normalise=self.config.normalise)
 
     def mix(self, parts: Sequence[Tensor], weights: Tensor, add: Tensor | None) -> Tensor:
         """Return ``[add +] sum_k weights[:, k] parts[k]``, (T, E), summed in this order."""

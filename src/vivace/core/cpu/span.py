@@ -1,9 +1,10 @@
 """Several layers in one native call: norm, projections, rotation, cache, attention and feed-forward of each.
 
 Every kind of layer that ``ModelConfig`` describes can run so, with the exceptions that ``why_no_span`` names. Experts
-run one by one between calls. Low-rank deltas and rows that only read are passed as data. Prompt chunks and dense
-batches go through the layers one by one. The bits of a row are those of the layers one by one; only rows with low-rank
-deltas may differ in the last bit, since one by one the deltas are computed by PyTorch (``low_rank.py``).
+that are fetched from a store run one by one between calls. Low-rank deltas and rows that only read are passed as data.
+Prompt chunks and dense batches go through the layers one by one. The bits of a row are those of the layers one by one;
+only rows with low-rank deltas may differ in the last bit, since one by one the deltas are computed by PyTorch
+(``low_rank.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from copy import copy
-from ctypes import c_void_p
+from ctypes import c_void_p, pointer
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,8 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.cpu.packed import NativeNorm
+from vivace.core.cpu.packed import NativeNorm, PackedFeedForward, PackedMixture
 from vivace.core.low_rank import LowRankDeltas
+from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.library import (
@@ -32,9 +34,11 @@ from vivace.kernels.library import (
     SITES,
     CCall,
     CDelta,
+    CExpert,
     CGain,
     CLayer,
     CMatrix,
+    CMixture,
     CPlaces,
     CPlan,
 )
@@ -66,9 +70,9 @@ class NativeSpan:
         self.rotating = [self._layers[place] for place in rotaries.values()] if is_rotary else []
         """One layer for each distinct rotary embedding, in the order of the plan's tables; none without rotation."""
         ropes = {rotary: index for index, rotary in enumerate(rotaries)}
-        self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers])
-        self._copies: list[Matrix] = []
-        """Quantized copies that the plan points into and no layer holds."""
+        self._kept: list[object] = []
+        """What the plan points into and no layer holds: quantized copies, and the structs of mixtures."""
+        self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers], self._kept)
         self._stored: WeakKeyDictionary[KVCache, StoredEntries] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._native_deltas = WeakIdKeyDictionary()
@@ -76,22 +80,28 @@ class NativeSpan:
     def quantized(self, start: int, stop: int, weights: Weights) -> NativeSpan:
         """Make a span whose layers start..stop-1 have quantized copies of their matrices; the rest is shared."""
         other = copy(self)
-        other.plan, other._copies = self.quantized_copy(start, stop, weights)
+        other.plan, other._kept = self.quantized_copy(start, stop, weights)
         return other
 
-    def quantized_copy(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[Matrix]]:
-        """Return a plan in which layers start..stop-1 have quantized copies of their matrices, and the copies."""
-        kept: list[Matrix] = []
+    def quantized_copy(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[object]]:
+        """Return a plan in which layers start..stop-1 have quantized copies of their matrices, and what it points into.
+
+        Routers are not quantized: they would choose other experts.
+        """
+        kept = list(self._kept)
         if weights == "bf16":
             return self.plan, kept
 
         def matrix(part: object) -> CMatrix:
-            kept.append(quantized_copy(part, weights))
-            return kept[-1].struct
+            copied = quantized_copy(part, weights)
+            kept.append(copied)
+            return copied.struct
 
         plan = CPlan.from_buffer_copy(self.plan)
         layers = self.plan.layers[: len(self._layers)]
-        layers[start:stop] = [_layer(layer, layers[layer.index].rope, matrix) for layer in self._layers[start:stop]]
+        layers[start:stop] = [
+            _layer(layer, layers[layer.index].rope, kept, matrix) for layer in self._layers[start:stop]
+        ]
         plan.layers = (CLayer * len(layers))(*layers)
         return plan, kept
 
@@ -100,7 +110,7 @@ class NativeSpan:
         """Make the span of a packed decoder, or return None for the reason that ``why_no_span`` gives."""
         if why_no_span(decoder.config) is not None:
             return None
-        return NativeSpan(decoder, body) if decoder.config.moe is None else MixtureSpan(decoder, body)
+        return NativeSpan(decoder, body) if _fetches_nothing(decoder) else MixtureSpan(decoder, body)
 
     def covers(self, step: Step) -> bool:
         """Return whether a call can run as a span: its rows are single rows over a cache, its deltas bfloat16."""
@@ -225,7 +235,9 @@ class NativeSpan:
 
 
 class MixtureSpan(NativeSpan):
-    """A span of layers with experts: attention and deltas in one native call for each layer, experts one by one."""
+    """A span of layers whose experts are fetched: attention and deltas in one native call for each layer, experts one
+    by one.
+    """
 
     def covers(self, step: Step) -> bool:
         """Return whether a call can run as a span; rows that pass experts must have no deltas beside them."""
@@ -273,12 +285,27 @@ def why_no_span(c: ModelConfig) -> str | None:
         return "its rotary embeddings rotate different parts of a head"
     if c.width % 2 or c.ffn_width % 2 or c.num_heads * c.head_dim % 2:
         return "a width is odd"
+    if c.moe is not None and (c.moe.expert_width % 2 or not c.gated):
+        return "its experts have an odd width, or no gate"
     return None
 
 
-def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CPlan:
+def _fetches_nothing(decoder: Decoder) -> bool:
+    """Return whether all experts of a decoder are in memory, packed."""
+    mixtures = [layer for index, layer in enumerate(decoder.layers) if decoder.config.is_moe(index)]
+    return all(_experts_of(layer.feed_forward) is not None for layer in mixtures)
+
+
+def _experts_of(feed: object) -> list[PackedFeedForward] | None:
+    """Return the experts of a mixture, or None where they are fetched."""
+    if not isinstance(feed, PackedMixture) or not isinstance(feed.experts, ResidentExperts):
+        return None
+    return [expert for expert in feed.experts if isinstance(expert, PackedFeedForward)]
+
+
+def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int], kept: list[object]) -> CPlan:
     c = decoder.config
-    table = (CLayer * len(layers))(*(_layer(layer, rope) for layer, rope in zip(layers, ropes, strict=True)))
+    table = (CLayer * len(layers))(*(_layer(layer, rope, kept) for layer, rope in zip(layers, ropes, strict=True)))
     return CPlan(
         layers=table,
         num_layers=len(layers),
@@ -299,7 +326,8 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int]) -> CP
     )
 
 
-def _layer(layer: Layer, rope: int, matrix: Callable[[object], CMatrix] | None = None) -> CLayer:
+def _layer(layer: Layer, rope: int, kept: list[object], matrix: Callable[[object], CMatrix] | None = None) -> CLayer:
+    """Return the weights of a layer as a struct; the structs that it points to are added to ``kept``."""
     around = (layer.attention_norm, layer.ffn_norm, layer.attention_post_norm, layer.ffn_post_norm)
     norms = (*around, layer.q_norm, layer.k_norm)
     feed = layer.feed_forward
@@ -309,7 +337,21 @@ def _layer(layer: Layer, rope: int, matrix: Callable[[object], CMatrix] | None =
     parts = (layer.qkv, layer.o, *halves)
     matrices = [part if isinstance(part, CMatrix) else (matrix or matrix_of)(part) for part in parts]
     window = layer.config.window(layer.index)
-    return CLayer(*matrices, *(gain_of(norm) for norm in norms), window or 0, rope)
+    mixture = _mixture(feed, kept, matrix or matrix_of) if is_mixture else None
+    return CLayer(*matrices, *(gain_of(norm) for norm in norms), window or 0, rope, mixture)
+
+
+def _mixture(feed: object, kept: list[object], matrix: Callable[[object], CMatrix]) -> object:
+    """Return a pointer to the struct of a mixture, or None where its experts are fetched."""
+    experts = _experts_of(feed)
+    if experts is None:
+        return None
+    assert isinstance(feed, PackedMixture)
+    structs = [CExpert(matrix(expert.gate), matrix(expert.up), matrix(expert.down)) for expert in experts]
+    table = (CExpert * len(structs))(*structs)
+    mixture = CMixture(feed.matrix.struct, table, feed.config.top_k, feed.config.normalise)
+    kept += [table, mixture]
+    return pointer(mixture)
 
 
 _NO_MATRIX = CMatrix(None, None, LANES, LANES, FORMATS["tiles"], None, None)

@@ -172,6 +172,18 @@ struct Attention {
     float scale, softcap;  // softcap 0: none
 };
 
+// The gated feed-forward of an expert.
+struct Expert {
+    Matrix gate, up, down;
+};
+
+// The experts of a layer, all of one size and format, and the router that chooses among them.
+struct Mixture {
+    Matrix router;  // (X, E)
+    const Expert* experts;
+    int64_t top_k, normalises;  // as in Choice
+};
+
 // The weights of a layer in a span; `gate` is not read where the plan's feed-forwards have none.
 struct Layer {
     Matrix qkv, o, gate, up, down;
@@ -179,6 +191,7 @@ struct Layer {
     Gain attention_post_norm, ffn_post_norm;  // after it, before the residual is added
     Gain q_norm, k_norm;
     int64_t window, rope;
+    const Mixture* mixture;  // in place of gate, up and down; null: none
 };
 
 // The layers of a span and the sizes that they share.

@@ -73,13 +73,24 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
         case AFTER_OUTPUT:
         case AFTER_DOWN:
             return s.is_raised(layer, kind == AFTER_DOWN) ? items(out, s.threads) : 0;
+        case ROUTE:
+            return l.mixture == nullptr ? 0 : fed * items(l.mixture->router, s.threads);
+        case CHOOSE:
+            return l.mixture == nullptr ? 0 : fed;
+        case GATHER:
+            return l.mixture == nullptr ? 0 : s.num_seats(layer);
+        case MIX:
+            return l.mixture == nullptr ? 0 : c.num_feed;
         case UP:
+            if (l.mixture != nullptr) return s.most_experts(layer) * items(l.mixture->experts->up, s.threads) + lower;
             return fed * items(l.up, s.threads) * (s.plan->is_gated && !s.is_fused(layer) ? 2 : 1) + lower;
         case ACTIVATE:
-            return s.is_fused(layer) ? 0 : c.num_feed;
+            return l.mixture != nullptr || s.is_fused(layer) ? 0 : c.num_feed;
         case BEFORE_DOWN:
+            if (l.mixture != nullptr) return is_low_bit(l.mixture->experts->down) ? s.num_seats(layer) : 0;
             return is_low_bit(l.down) ? c.num_feed : 0;
         case DOWN:
+            if (l.mixture != nullptr) return s.most_experts(layer) * items(l.mixture->experts->down, s.threads) + lower;
             return fed * items(l.down, s.threads) + lower;
         default:
             return c.rows;
@@ -111,13 +122,27 @@ int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
     s.y = from.take<bf16>(rows * p.width);
     s.u = from.take<bf16>(rows * p.width);
     s.gates = from.take<bf16>(rows * p.ffn_width);
-    s.inner = from.take<bf16>(rows * p.ffn_width);
-    int64_t prepared = 0;
+    int64_t prepared = 0, inner = rows * p.ffn_width, seats = 0, experts = 0, wide = p.width;
     for (int64_t layer = 0; layer < s.call->stop - s.call->start; ++layer) {
         const Layer& l = s.layer(layer);
-        for (const Matrix* m : {&l.qkv, &l.o, &l.up, &l.down}) prepared = std::max(prepared, prepared_width(*m));
+        for (const Matrix* m : {&l.qkv, &l.o, &l.up, &l.down}) prepared = std::max(prepared, rows * prepared_width(*m));
+        if (l.mixture == nullptr) continue;
+        const Expert& e = *l.mixture->experts;
+        const int64_t here = s.num_seats(layer);
+        inner = std::max(inner, here * e.up.out), seats = std::max(seats, here);
+        experts = std::max(experts, l.mixture->router.out), wide = std::max(wide, prepared_width(e.up));
+        prepared = std::max({prepared, rows * prepared_width(e.up), here * prepared_width(e.down)});
     }
-    s.prepared = from.take<bf16>(rows * prepared);
+    s.inner = from.take<bf16>(inner);
+    s.prepared = from.take<bf16>(prepared);
+    Routed& r = s.routed;
+    r.logits = from.take<bf16>(rows * experts);
+    r.weights = from.take<bf16>(seats);
+    for (int64_t** of : {&r.chosen, &r.seats, &r.row, &r.expert}) *of = from.take<int64_t>(seats);
+    r.first = from.take<int64_t>(seats + 1);
+    r.count = from.take<int64_t>(1);
+    r.x = from.take<bf16>(seats * wide);
+    r.parts = from.take<bf16>(seats * p.width);
     for (int64_t t = 0; t < s.call->num_deltas; ++t) low.push_back(from.take<bf16>(rows * even(s.call->deltas[t].rank)));
     s.low = low.data();
     return from.used;

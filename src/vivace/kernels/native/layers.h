@@ -205,6 +205,52 @@ void activate_row(const Span& s, int64_t layer, int64_t row) {
     else activate(up, nullptr, up, ffn, s.plan->activation);
 }
 
+// Chooses the experts of all rows, and gives the rows of each expert neighbouring seats.
+void choose_item(const Span& s, const Mixture& m) {
+    const Routed& r = s.routed;
+    const int64_t rows = s.call->num_feed, count = rows * m.top_k;
+    choose_experts(r.logits, m.router.out, rows, m.top_k, m.normalises, r.chosen, r.weights);
+    int64_t seat = 0, some = 0;
+    for (int64_t expert = 0; expert < m.router.out; ++expert) {
+        const int64_t first = seat;
+        for (int64_t i = 0; i < count; ++i)
+            if (r.chosen[i] == expert) r.row[seat] = i / m.top_k, r.seats[i] = seat++;
+        if (seat > first) r.expert[some] = expert, r.first[some++] = first;
+    }
+    r.first[some] = seat, *r.count = some;
+}
+
+void gather_item(const Span& s, const Matrix& up, int64_t seat) {
+    const int64_t width = row_stride(up);
+    const bf16* from = inputs(up, s.x, s.prepared) + s.routed.row[seat] * width;
+    __builtin_memcpy(s.routed.x + seat * width, from, width * sizeof(bf16));
+}
+
+// Computes an item of the experts' gate and up, or of their down; items of experts that no row takes are empty.
+void expert_item(const Span& s, int64_t layer, Kind kind, int64_t item) {
+    const Routed& r = s.routed;
+    const Mixture& m = *s.layer(layer).mixture;
+    const int64_t each = items(kind == UP ? m.experts->up : m.experts->down, s.threads), place = item / each;
+    const int64_t most = s.most_experts(layer);
+    if (place >= most) return lower_nth(s, layer, kind, item - most * each, s.x);
+    if (place >= *r.count) return;
+    const Expert& e = m.experts[r.expert[place]];
+    const int64_t seat = r.first[place], rows = r.first[place + 1] - seat;
+    int64_t first, stop;
+    split_range(item % each, kind == UP ? e.up : e.down, s.threads, &first, &stop);
+    if (kind == UP) {
+        bf16* inner = s.inner + seat * e.up.out;
+        return project_gated({e.gate, e.up, r.x + seat * row_stride(e.up), inner, rows, s.plan->activation}, first, stop);
+    }
+    const bf16* x = inputs(e.down, s.inner, s.prepared) + seat * row_stride(e.down);
+    project(e.down, x, nullptr, r.parts + seat * e.down.out, rows, first, stop);
+}
+
+void mix_item(const Span& s, const Mixture& m, int64_t row) {
+    const int64_t at = row * m.top_k, width = s.plan->width;
+    mix_seats(s.routed.parts, s.routed.seats + at, s.routed.weights + at, m.top_k, width, s.y + row * width);
+}
+
 void begin_row(const Span& s, int64_t row) {
     const int64_t width = s.plan->width;
     __builtin_memcpy(s.call->out + row * width, s.call->h + row * width, width * sizeof(bf16));
@@ -237,15 +283,24 @@ void span_item(const void* context, int64_t phase, int64_t item) {
             return raise_item(s, layer, false, item);
         case MIDDLE:
             finish_half(s, layer, item, false, s.call->out, s.u);
-            return norm_into_x(s, item, s.u, l.ffn_norm, l.up);
+            return norm_into_x(s, item, s.u, l.ffn_norm, l.mixture == nullptr ? l.up : l.mixture->experts->up);
+        case ROUTE:
+            return project_item(s, layer, ROUTE, item, l.mixture->router, s.x, s.routed.logits, s.call->num_feed);
+        case CHOOSE:
+            return choose_item(s, *l.mixture);
+        case GATHER:
+            return gather_item(s, l.mixture->experts->up, item);
         case UP:
-            return up_item(s, layer, item);
+            return l.mixture == nullptr ? up_item(s, layer, item) : expert_item(s, layer, UP, item);
         case ACTIVATE:
             return activate_row(s, layer, item);
         case BEFORE_DOWN:
-            return prepare(l.down, s.inner, s.prepared, item);
+            return prepare(l.mixture == nullptr ? l.down : l.mixture->experts->down, s.inner, s.prepared, item);
         case DOWN:
+            if (l.mixture != nullptr) return expert_item(s, layer, DOWN, item);
             return project_item(s, layer, DOWN, item, l.down, s.inner, s.y, s.call->num_feed);
+        case MIX:
+            return mix_item(s, *l.mixture, item);
         case AFTER_DOWN:
             return raise_item(s, layer, true, item);
         case END:

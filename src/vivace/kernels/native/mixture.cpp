@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "embed.h"
+#include "span.h"
 
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
 EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated*);
@@ -21,45 +22,59 @@ void most(std::vector<int64_t>& order, int64_t count, const Score* scores) {
     });
 }
 
+// out = [add +] sum_k weights[k] part(k), where part(k) has the numbers of the k-th expert.
+template <class Part>
+void mix(Part part, const bf16* weights, int64_t count, const bf16* add, int64_t width, bf16* out) {
+    for (int64_t e = 0; e < width; ++e) {
+        float sum = 0;
+        for (int64_t k = 0; k < count; ++k) {
+            const bf16 each = narrowed(widened(part(k)[e]) * widened(weights[k]));
+            sum = k ? widened(narrowed(sum + widened(each))) : widened(each);
+        }
+        out[e] = narrowed(add == nullptr ? sum : widened(add[e]) + sum);
+    }
+}
+
 }  // namespace
 
 EXPORT void vivace_choose(int64_t body, int64_t threads, const Choice* choice) {
     const Choice& c = *choice;
-    const int64_t experts = c.router.out;
-    std::vector<bf16> logits(c.rows * experts);
+    std::vector<bf16> logits(c.rows * c.router.out);
     const Linear product{c.router, c.x, nullptr, logits.data(), c.rows};
     vivace_linear(body, threads, &product);
+    choose_experts(logits.data(), c.router.out, c.rows, c.top_k, c.normalises, c.chosen, c.weights);
+}
+
+void choose_experts(const bf16* logits, int64_t experts, int64_t rows, int64_t top_k, int64_t normalises,
+                    int64_t* chosen, bf16* weights) {
     std::vector<float> shares(experts);
     std::vector<int64_t> order(experts);
-    for (int64_t row = 0; row < c.rows; ++row) {
-        const bf16* of = logits.data() + row * experts;
-        float top = widened(of[0]), sum = 0, chosen = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+        const bf16* of = logits + row * experts;
+        float top = widened(of[0]), sum = 0, all = 0;
         for (int64_t i = 1; i < experts; ++i) top = std::max(top, widened(of[i]));
         for (int64_t i = 0; i < experts; ++i) sum += shares[i] = std::exp(widened(of[i]) - top);
         for (float& share : shares) share /= sum;
-        most(order, c.top_k, shares.data());
-        for (int64_t k = 0; k < c.top_k; ++k) chosen += shares[order[k]];
-        for (int64_t k = 0; k < c.top_k; ++k) {
-            c.chosen[row * c.top_k + k] = order[k];
-            c.weights[row * c.top_k + k] = narrowed(shares[order[k]] / (c.normalises ? chosen : 1));
+        most(order, top_k, shares.data());
+        for (int64_t k = 0; k < top_k; ++k) all += shares[order[k]];
+        for (int64_t k = 0; k < top_k; ++k) {
+            chosen[row * top_k + k] = order[k];
+            weights[row * top_k + k] = narrowed(shares[order[k]] / (normalises ? all : 1));
         }
     }
 }
 
-EXPORT void vivace_mix(const Mix* mix) {
-    const Mix& m = *mix;
+EXPORT void vivace_mix(const Mix* given) {
+    const Mix& m = *given;
     for (int64_t row = 0; row < m.rows; ++row) {
-        bf16* out = m.out + row * m.width;
-        const bf16* weights = m.weights + row * m.count;
-        for (int64_t e = 0; e < m.width; ++e) {
-            float sum = 0;
-            for (int64_t k = 0; k < m.count; ++k) {
-                const bf16 part = narrowed(widened(m.parts[k][row * m.stride + e]) * widened(weights[k]));
-                sum = k ? widened(narrowed(sum + widened(part))) : widened(part);
-            }
-            out[e] = narrowed(m.add == nullptr ? sum : widened(m.add[row * m.width + e]) + sum);
-        }
+        const bf16* add = m.add == nullptr ? nullptr : m.add + row * m.width;
+        const auto part = [&](int64_t k) { return m.parts[k] + row * m.stride; };
+        mix(part, m.weights + row * m.count, m.count, add, m.width, m.out + row * m.width);
     }
+}
+
+void mix_seats(const bf16* parts, const int64_t* seats, const bf16* weights, int64_t count, int64_t width, bf16* out) {
+    mix([&](int64_t k) { return parts + seats[k] * width; }, weights, count, nullptr, width, out);
 }
 
 EXPORT void vivace_feed(int64_t body, int64_t threads, const Gated* gated, const Linear* down) {

@@ -3,8 +3,27 @@
 #include "abi.h"
 
 enum Kind : int64_t {
-    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, AFTER_OUTPUT, MIDDLE, UP, ACTIVATE, BEFORE_DOWN, DOWN, AFTER_DOWN, END, NUM_KINDS
+    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, AFTER_OUTPUT, MIDDLE, ROUTE, CHOOSE, GATHER, UP, ACTIVATE, BEFORE_DOWN, DOWN,
+    MIX, AFTER_DOWN, END, NUM_KINDS
 };
+
+// Which experts the rows of a mixture take. A row that an expert takes is a seat; those of an expert are neighbours.
+struct Routed {
+    bf16 *logits, *weights;   // (rows, X) and (rows, top_k)
+    int64_t* chosen;          // (rows, top_k) experts of each row, the likeliest first
+    int64_t* seats;           // (rows, top_k) seat of each
+    int64_t* row;             // (seats,)
+    int64_t *expert, *first;  // experts that have seats, and their first seats; one more seat ends the list
+    int64_t* count;           // (1,) how many experts have seats
+    bf16 *x, *parts;          // (seats, .) inputs, quantized where the experts need it, and outputs
+};
+
+// Writes weights and indices of the experts of each row, the likeliest first (mixture.cpp).
+void choose_experts(const bf16* logits, int64_t experts, int64_t rows, int64_t top_k, int64_t normalises,
+                    int64_t* chosen, bf16* weights);
+
+// out = sum_k weights[k] parts[seats[k]], in this order (mixture.cpp).
+void mix_seats(const bf16* parts, const int64_t* seats, const bf16* weights, int64_t count, int64_t width, bf16* out);
 
 // Phase 0 applies the first layer's norm to the rows; then every layer has NUM_KINDS phases.
 struct Span {
@@ -13,11 +32,17 @@ struct Span {
     bf16 *x, *qkv, *a, *y, *u, *gates, *inner;  // (rows, .): normed, heads, attended, projected, between halves, ...
     bf16* prepared;                             // (rows, .): quantized inputs of the next projection
     float* sums;                                // (rows, H, D)
+    Routed routed;
     bf16** low;                                 // for each delta: products with its down factor, (rows, even rank)
     const int64_t* first_delta;                  // first delta of each layer of the span, and one past the last
     int64_t threads;
 
     const Layer& layer(int64_t index) const { return plan->layers[call->start + index]; }
+    int64_t num_seats(int64_t index) const { return call->num_feed * layer(index).mixture->top_k; }
+    int64_t most_experts(int64_t index) const {  // that can have seats
+        const int64_t experts = layer(index).mixture->router.out, seats = num_seats(index);
+        return seats < experts ? seats : experts;
+    }
     int64_t query_width() const { return plan->heads * plan->head_width; }
     int64_t key_width() const { return plan->kv_heads * plan->head_width; }
     int64_t qkv_width() const { return query_width() + 2 * key_width(); }

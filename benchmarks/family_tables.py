@@ -1,0 +1,42 @@
+"""Tables of plain decoding by model family, from files that ``benchmarks.families`` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import captions
+from tools.blocks import table
+
+HEADINGS = ("model", "weights", "one call has", "tokens a second", "transformers", "gain (95 % interval)")
+
+
+def tables(folder: Path) -> str:
+    """Return one table for each file."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        models, origin, setting = written["models"], written["provenance"], written["setting"]
+        busiest = max(models.values(), key=lambda found: found["others_cpu_share"] or 0)
+        parts.append(
+            f"{captions.heading(origin, busiest['kernels'])}{captions.others(busiest)}; bfloat16, plain decoding of "
+            f"one sequence, {setting['prompts']} prompts of random tokens, {setting['tokens']} tokens each, "
+            f"{setting['repeats']} repeats in turns."
+        )
+        rows = []
+        for name, found in models.items():
+            ours, theirs = found["runs"]
+            low, high = ours["speedup_interval"]
+            reach = "several tokens" if found["is_chain"] else "all layers" if found["is_span"] else "one layer"
+            rows.append(
+                (
+                    f"`{name}`",
+                    f"{found['parameters'] / 1e6:.1f} M",
+                    reach,
+                    f"{ours['tokens_per_s']:.0f}",
+                    f"{theirs['tokens_per_s']:.0f} ({found['transformers_dtype']})",
+                    f"{ours['speedup']:.2f}x ({low:.2f} to {high:.2f})",
+                )
+            )
+        parts.append(table(HEADINGS, rows))
+    return "\n\n".join(parts) or "No run is committed yet."
