@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
@@ -50,9 +52,37 @@ def test_said(engine: vivace.Engine, body: NativeBody) -> None:
     assert any(isinstance(module, PackedLinear) for module in engine.model.modules())
 
 
-def test_float32_stays_with_torch(checkpoint: Path, body: NativeBody) -> None:
-    engine = vivace.load(checkpoint, dtype="float32")
+def test_float32(checkpoint: Path, body: NativeBody) -> None:
+    engine = vivace.load(checkpoint, dtype="float32", kernels=body.name)
+    assert engine.kernels.name == body.name
+    dense = vivace.load(checkpoint, dtype="float32", kernels="torch")
+    ids = [[5, 9, 11, 7, 20, 30, 4]]
+    torch.testing.assert_close(engine.logits(ids), dense.logits(ids), atol=2e-4, rtol=2e-4)
+    settings = {"max_new_tokens": 24, "logprobs": True}
+    plain, expected = (each.generate(PROMPTS, **settings, method="plain") for each in (engine, dense))
+    assert [r.token_ids for r in plain] == [r.token_ids for r in expected]
+    for method in ("lookup", "auto"):
+        for batch_size in (1, 4):
+            other = engine.generate(PROMPTS, **settings, method=method, batch_size=batch_size)
+            assert [r.token_ids for r in other] == [r.token_ids for r in plain]
+            assert [r.logprobs for r in other] == [r.logprobs for r in plain]
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_stay_so_in_float32(tmp_path: Path, checkpoint: Path, library, kind: torch.dtype) -> None:
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=kind)
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    model.save_pretrained(tmp_path)
+    engine, dense = (vivace.load(tmp_path, dtype="float32", kernels=name) for name in ("auto", "torch"))
+    assert engine.num_bytes < 0.6 * dense.num_bytes
+    assert engine.model.dtype == torch.float32
+    plain, expected = (e.generate(PROMPTS, max_new_tokens=24, method="plain") for e in (engine, dense))
+    assert [r.token_ids for r in plain] == [r.token_ids for r in expected]
+
+
+def test_quantized_float32_stays_with_torch(checkpoint: Path, body: NativeBody) -> None:
+    engine = vivace.load(checkpoint, dtype="float32", weights="int8")
     assert engine.kernels.name == "torch"
-    assert "bfloat16" in engine.kernels.reason
+    assert "float32" in engine.kernels.reason
     with pytest.raises(UnsupportedError, match="give --dtype bfloat16 or --kernels torch"):
-        vivace.load(checkpoint, dtype="float32", kernels=body.name)
+        vivace.load(checkpoint, dtype="float32", weights="int8", kernels=body.name)

@@ -136,6 +136,14 @@ def test_weights_that_change_are_laid_out_anew(packed, change: str) -> None:
     assert transformers_bridge._KNOWN[packed] is not laid_out
 
 
+def test_float16_is_computed_in_float32_and_takes_16_bits(packed) -> None:
+    half = packed.half()
+    assert torch.equal(decode(half), decode(copy.deepcopy(half).float()))
+    decoder = transformers_bridge._KNOWN[half].methods.model
+    assert decoder.dtype == torch.float32
+    assert held_bytes(decoder)[0] < 1.4 * held_bytes(half)[0]  # padding, biases and tables are float32
+
+
 def test_a_packed_module_keeps_its_mode_and_its_gradients(packed) -> None:
     usual = decode(packed.eval())
     assert torch.equal(decode(packed.train()), usual)

@@ -213,10 +213,14 @@ def load(
             second.decoder  # noqa: B018 - a draft model that was named is read now, so that errors come from here
     if storage is not None and storage.plan.streamed and storage.body is None:
         choice = refusals.torch_only(kernels)
-    if storage is not None and storage.body is None and (chosen := backend(model.dtype)) is not None:
-        model.run_on(chosen)
-    if choice.body is not None and model.dtype != torch.bfloat16:
-        choice = KernelChoice("torch", f"native kernels are for bfloat16, the weights are {model.dtype}", None)
+    if storage is not None and storage.body is None and (model.dtype == torch.bfloat16 or not storage.plan.streamed):
+        chosen = backend(model.dtype)
+        if chosen is not None:
+            model.run_on(chosen)
+    if choice.body is not None and getattr(model.backend, "body", None) is None:
+        kind = str(model.dtype).removeprefix("torch.")
+        what = f"{kind} weights" if kept == "bf16" else f"{kept} weights multiplied in {kind}"
+        choice = KernelChoice("torch", f"there are no native kernels for {what}", None)
     methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from vivace.checkpoint.load import choose_dtype
 from vivace.checkpoint.share import Fingerprint, pack_module, share_module
 from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
@@ -153,7 +154,8 @@ def _places(model: Any) -> list[tuple[object, ...]]:
 def _decoder(model: Any, kernels: str) -> tuple[Decoder, Fingerprint | None]:
     """Return a decoder with a module's weights, and what these were if the decoder has copies of them."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    dtype, device = min(kinds, key=str)
+    own, device = min(kinds, key=str)
+    dtype = choose_dtype("auto", own, torch.device(device))
     choice = choose(kernels, device=torch.device(device))
     backend = backend_of(choice.body, "bf16", dtype, is_required=kernels != "auto")
     if backend is None or len(kinds) > 1:
@@ -161,7 +163,7 @@ def _decoder(model: Any, kernels: str) -> tuple[Decoder, Fingerprint | None]:
             _tell(model, f"the module runs on PyTorch's kernels: {_why_not_native(choice, kinds)}")
         return share_module(model), None
     fingerprint = Fingerprint(model)
-    decoder = pack_module(model, backend)
+    decoder = pack_module(model, backend, dtype)
     size = format_bytes(held_bytes(model, decoder)[1])
     _tell(model, f"the module runs on {choice.name} kernels; its weights laid out for them take {size} beside its own")
     return decoder, fingerprint
@@ -170,7 +172,7 @@ def _decoder(model: Any, kernels: str) -> tuple[Decoder, Fingerprint | None]:
 def _why_not_native(choice: KernelChoice, kinds: set[tuple[torch.dtype, str]]) -> str:
     if len(kinds) > 1:
         return "its parameters are " + " and ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-    return choice.reason if choice.body is None else f"native kernels are for bfloat16, its weights are {min(kinds)[0]}"
+    return choice.reason if choice.body is None else f"there are none of ours for {min(kinds)[0]}"
 
 
 def _tell(model: Any, what: str) -> None:

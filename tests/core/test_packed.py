@@ -251,7 +251,9 @@ def test_one_copy(body: NativeBody) -> None:
 
 def test_refusals(body: NativeBody) -> None:
     with pytest.raises(UnsupportedError, match=r"bfloat16 weights, this model's are float32"):
-        pack_decoder(build("plain"), body)
+        pack_decoder(build("plain"), body, "int8")
+    with pytest.raises(UnsupportedError, match=r"bfloat16 and float32 weights, this model's are float16"):
+        pack_decoder(build("plain", torch.float16), body)
     packed = packing(build("plain", torch.bfloat16), body)
     with torch.inference_mode(False), torch.enable_grad():
         step = Step.dense(1, 4)

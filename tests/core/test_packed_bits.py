@@ -18,7 +18,7 @@ from vivace.kernels.native import NativeBody
 
 
 @pytest.fixture(params=sorted(VARIANTS))
-def decoder(request: pytest.FixtureRequest, body: NativeBody) -> Decoder:
-    made = build(request.param, torch.bfloat16)
+def decoder(request: pytest.FixtureRequest, body: NativeBody, dtype: torch.dtype) -> Decoder:
+    made = build(request.param, dtype)
     pack_decoder(made, body)
     return made

@@ -80,20 +80,20 @@ def share_module(hf_module: nn.Module) -> Decoder:
     return decoder.eval()
 
 
-def pack_module(hf_module: nn.Module, backend: Backend) -> Decoder:
+def pack_module(hf_module: nn.Module, backend: Backend, dtype: torch.dtype) -> Decoder:
     """Return a decoder with the weights of a causal language model of transformers, laid out for a backend.
 
     Args:
         hf_module: as for ``share_module``, all of its parameters of one dtype.
         backend: takes over each layer as soon as its weights are collected, so that never more than one layer is in
             memory a third time.
+        dtype: of the decoder.
 
     Raises:
         UnsupportedError: a family or setting is not supported, or the backend cannot run such a decoder.
         MismatchError: the module lacks parameters that its configuration implies.
     """
     config, _, table, theirs = _parameters(hf_module)
-    dtype = next(hf_module.parameters()).dtype
 
     def read(name: str) -> Tensor:
         target = table[name]

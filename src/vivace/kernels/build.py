@@ -22,6 +22,7 @@ SOURCES = Path(__file__).parent / "native"
 LIBRARY = Path(__file__).parent / "libvivace_kernels.so"
 
 AVX2 = ("-mavx2", "-mfma")
+F16C = "-mf16c"  # every processor with AVX2 has it
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 UNITS: dict[str, tuple[str, ...]] = {
     "entry.cpp": (),
@@ -29,9 +30,12 @@ UNITS: dict[str, tuple[str, ...]] = {
     "checksum.cpp": (),
     "reader.cpp": (),
     "mixture.cpp": (),
+    "mixture_float32.cpp": (),
     "body_avx2.cpp": AVX2,
     "body_avx2vnni.cpp": (*AVX2, "-mavxvnni"),
     "body_avx512.cpp": AVX512,
+    "body_avx2_float32.cpp": (*AVX2, F16C),
+    "body_avx512_float32.cpp": AVX512,
     "body_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 MAY_LACK = {"body_amx.cpp": "amx"}

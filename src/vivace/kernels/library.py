@@ -16,12 +16,17 @@ registers of AMX."""
 
 BODIES = {"avx2": 0, "avx512": 1, "amx": 3}
 """Indices of the kernels in the library, from the slowest to the fastest."""
+FLOAT32_BODIES = {"avx2": 4, "avx512": 5, "amx": 5}
+"""Indices of the kernels for float32 weights; the tiles of AMX do not multiply float32."""
 AVX2_WITHOUT_VNNI = 2
 """Index of the AVX2 kernels for processors without VNNI; the library chooses them itself, tests name them."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7}
-FORMATS = {"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4, "exact12": 5, "exact12_rows": 6}
+FORMATS = {
+    **{"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4, "exact12": 5, "exact12_rows": 6},
+    **{"float16_tiles": 7, "float16_rows": 8, "bfloat16_tiles": 9, "bfloat16_rows": 10},
+}
 LANES = 16
 """Number of outputs in a tile of a packed matrix: the float32 numbers of a 512-bit register."""
 
@@ -300,7 +305,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     returning = (library.vivace_features, library.vivace_span_bytes, library.vivace_chain, library.vivace_speculate)
     for counting in returning:
         counting.restype = c_int64
-    library.vivace_span_bytes.argtypes = (POINTER(CPlan), POINTER(CCall))
+    library.vivace_span_bytes.argtypes = (c_int64, POINTER(CPlan), POINTER(CCall))
     library.vivace_reader_open.argtypes = (c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)
     library.vivace_reader_open.restype = c_void_p
     library.vivace_reader_submit.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)

@@ -1,4 +1,7 @@
-"""The native kernels as operations on bfloat16 tensors; the bits of a row never depend on other rows of a call.
+"""The native kernels as operations on tensors; the bits of a row never depend on other rows of a call.
+
+Numbers are bfloat16, or float32 in a body for that (``NativeBody.of``). Only bfloat16 has quantized weights, drafts in
+native calls (``core/cpu/chain.py``), routing and single neurons.
 
 Every output is summed as one chain over the inputs in their order, so neither the number of rows nor the number of
 threads changes it. Results are rounded where ``reference`` rounds them: a projection is rounded before anything is
@@ -22,6 +25,7 @@ from vivace.kernels.chain import CChain, CSpeculation
 from vivace.kernels.library import (
     ACTIVATIONS,
     BODIES,
+    FLOAT32_BODIES,
     FORMATS,
     LANES,
     CActivated,
@@ -47,22 +51,41 @@ from vivace.kernels.threads import num_threads
 MAX_GROUP = 128
 """Largest number of query heads per key/value head that the attention kernels have buffers for."""
 
+INDICES = {torch.bfloat16: BODIES, torch.float32: FLOAT32_BODIES}
+"""Indices of the kernels in the library, by the dtype of what they compute."""
 
 _Q4_TABLE = torch.tensor(TABLE, dtype=torch.int8)
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Arrange a matrix in tiles, (out, in) -> (ceil(out / 16), ceil(in / 2), 16, 2), padded with zeros.
 
     A step of a tile has two inputs of each of sixteen outputs, the operand of one bfloat16 dot-product instruction.
+    Where products are computed in float32, a step is (2, 16): the outputs of one input are an operand.
+
+    Args:
+        weight: (out, in).
+        dtype: of the rows that are to be multiplied; None is the weight's.
     """
     out_width, in_width = weight.shape
     padded = F.pad(weight, (0, in_width % 2, 0, -out_width % LANES))
-    return padded.view(-1, LANES, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    split = padded.reshape(-1, LANES, padded.shape[1] // 2, 2)
+    by_input = (dtype or weight.dtype) == torch.float32
+    return (split.permute(0, 2, 3, 1) if by_input else split.transpose(1, 2)).contiguous()
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """Return a float32 matrix in 16 bits if these hold all of its numbers, such as those of a float16 checkpoint."""
+    for dtype in (torch.bfloat16, torch.float16):
+        # the first row is tried first, as nearly every matrix that does not fit shows it there
+        if all(torch.equal(part.to(dtype).float(), part) for part in (weight[:1], weight)):
+            return weight.to(dtype)
+    return weight
 
 
 def unpack(tiles: Tensor) -> Tensor:
     """Arrange tiles as rows, (tiles, pairs, 16, 2) -> (16 tiles, 2 pairs); the padding of ``pack`` is not removed."""
+    tiles = tiles.transpose(2, 3) if tiles.shape[3] == LANES else tiles
     return tiles.transpose(1, 2).reshape(-1, 2 * tiles.shape[1])
 
 
@@ -73,18 +96,24 @@ class Matrix:
     weight: Tensor | Rounded
     """Tiles of ``pack``, a row-major matrix (out, in), or a quantized matrix."""
     bias: Tensor | None
-    """(out,) bfloat16, or None."""
+    """(out,) of the weights' dtype, or None."""
     in_width: int
     out_width: int
     screen: Screen | None = None
     """Bounds by which ``greedy`` skips most outputs; None computes all of them."""
+    widens: bool = False
+    """Whether weights of 16 bits are multiplied in float32."""
 
     @property
     def format(self) -> str:
-        """Name of the layout of ``weight``: "tiles", "row_major", or a quantized format."""
+        """Name of the layout of ``weight``, one of ``FORMATS``."""
         if not isinstance(self.weight, Tensor):
             return self.weight.format
-        return "tiles" if self.weight.dim() == 4 else "row_major"
+        is_tiled = self.weight.dim() == 4
+        if self.widens:
+            kind = "float16" if self.weight.dtype == torch.float16 else "bfloat16"
+            return f"{kind}_tiles" if is_tiled else f"{kind}_rows"
+        return "tiles" if is_tiled else "row_major"
 
     @cached_property
     def struct(self) -> CMatrix:
@@ -96,7 +125,6 @@ class Matrix:
             assert codes.is_contiguous()
             assert scales.is_contiguous()
             return CMatrix(codes.data_ptr(), bias, *sizes, scales.data_ptr(), _Q4_TABLE.data_ptr(), self._screen)
-        assert self.weight.dtype == torch.bfloat16
         assert self.weight.is_contiguous()
         return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None, self._screen)
 
@@ -114,19 +142,27 @@ class Matrix:
         assert all(part.is_contiguous() for part in parts)
         return CScreen(codes.struct, *(part.data_ptr() for part in parts))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the rows that are multiplied."""
+        if self.widens:
+            return torch.float32
+        return self.weight.dtype if isinstance(self.weight, Tensor) else torch.bfloat16
+
     def rows_of_weights(self) -> Tensor:
-        """Return the weights as a row-major matrix (out, in) bfloat16."""
+        """Return the weights as a row-major matrix (out, in)."""
         if not isinstance(self.weight, Tensor):
             return self.weight.dense().bfloat16()
-        if self.format == "row_major":
+        if self.weight.dim() == 2:
             return self.weight
         return unpack(self.weight)[: self.out_width, : self.in_width]
 
     def rows(self, x: Tensor) -> Tensor:
         """Return the inputs (T, in) contiguous and, for layouts that read them in pairs, padded to an even width."""
-        assert x.dtype == torch.bfloat16
+        assert x.dtype == self.dtype
         assert x.shape[1] == self.in_width
-        return F.pad(x, (0, 1)) if self.format in ("tiles", "lut4", "exact12") and self.in_width % 2 else x.contiguous()
+        in_pairs = self.format.endswith("tiles") or self.format in ("lut4", "exact12")
+        return F.pad(x, (0, 1)) if in_pairs and self.in_width % 2 else x.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,12 +193,20 @@ class Routers:
 
 
 class NativeBody:
-    """The kernels compiled for one instruction set."""
+    """The kernels compiled for one instruction set and one dtype."""
 
-    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+    def __init__(self, name: str, library: ctypes.CDLL, dtype: torch.dtype = torch.bfloat16) -> None:
         self.name = name
+        self.dtype = dtype
+        """Dtype of all tensors that it takes and returns."""
         self._library = library
-        self._index = BODIES[name]
+        self._index = INDICES[dtype][name]
+
+    def of(self, dtype: torch.dtype) -> NativeBody | None:
+        """Return the kernels of the same instruction set for another dtype; None where there are none."""
+        if dtype not in INDICES:
+            return None
+        return self if dtype == self.dtype else NativeBody(self.name, self._library, dtype)
 
     def linear(self, matrix: Matrix, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Return ``[add +] (x W^T + b)``, (T, in) -> (T, out)."""
@@ -353,7 +397,7 @@ class NativeBody:
 
     def span(self, plan: CPlan, call: CCall) -> None:
         """Run layers ``call.start .. call.stop - 1`` of a plan, with working space aligned to 64 bytes."""
-        size = self._library.vivace_span_bytes(byref(plan), byref(call))
+        size = self._library.vivace_span_bytes(self._index, byref(plan), byref(call))
         space = torch.empty(size + 64, dtype=torch.uint8)
         call.space = space.data_ptr() + -space.data_ptr() % 64
         self._library.vivace_span(self._index, num_threads(), byref(plan), byref(call))

@@ -17,6 +17,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.cpu.chain import NativeChain
 from vivace.core.cpu.low_bit import LowBitLinear, LowBitRows, frozen
 from vivace.core.cpu.packed import (
+    NarrowRows,
     NativeAttention,
     NativeNorm,
     PackedFeedForward,
@@ -33,7 +34,7 @@ from vivace.core.seams import Span
 from vivace.errors import UnsupportedError
 from vivace.kernels.exact import pack_exact
 from vivace.kernels.low_bit import Weights, quantise, size_of
-from vivace.kernels.native import MAX_GROUP, NativeBody
+from vivace.kernels.native import MAX_GROUP, NativeBody, narrowed
 from vivace.kernels.screen import Screen, screen_of
 
 ROWS_UP_TO = sys.maxsize
@@ -79,8 +80,8 @@ class CpuBackend:
         """Refuse a decoder that cannot be packed in this format.
 
         Raises:
-            UnsupportedError: the decoder is not on the CPU; or native kernels and ``exact12`` need bfloat16 weights,
-                and the decoder's are not.
+            UnsupportedError: the decoder is not on the CPU; or the weights are of a dtype that the native kernels, or
+                the format, are not for.
         """
         if decoder.device.type != "cpu":
             raise UnsupportedError(f"{self.weights} weights are for the CPU, this model is on {decoder.device}")
@@ -89,9 +90,10 @@ class CpuBackend:
                 f"exact12 keeps bfloat16 weights as they are, this model's are {_name(decoder.dtype)}; "
                 "give --dtype bfloat16 to round them first"
             )
-        if self.body is not None and decoder.dtype != torch.bfloat16:
+        if self.body is not None and decoder.dtype != self.body.dtype:
+            kinds = "bfloat16" if self.weights != "bf16" else "bfloat16 and float32"
             raise UnsupportedError(
-                f"the {self.body.name} kernels are for bfloat16 weights, this model's are {_name(decoder.dtype)}; "
+                f"the {self.body.name} kernels are for {kinds} weights, this model's are {_name(decoder.dtype)}; "
                 "give --dtype bfloat16 or --kernels torch"
             )
         if self.screens_head and (reason := self._why_no_screen(decoder)) is not None:
@@ -100,17 +102,28 @@ class CpuBackend:
     def pack_ends(self, decoder: Decoder) -> None:
         """Pack the embedding, the final norm and the head."""
         self.check(decoder)
+        if self.body is not None and self.body.dtype == torch.float32:
+            self._narrow_embedding(decoder)
         head = decoder.lm_head
         if self.weights != "bf16":
             self._round_ends(decoder)
         elif head is None:
             assert self.body is not None
-            decoder.lm_head = TiedHead(self.body, decoder.embedding, self._screen(decoder, decoder.embedding))
+            rows = decoder.embedding_rows
+            weight = rows.weight if isinstance(rows, NarrowRows) else decoder.embedding
+            decoder.lm_head = TiedHead(self.body, weight, self._screen(decoder, weight))
         elif isinstance(head, Linear):
             assert self.body is not None
             decoder.lm_head = PackedLinear(self.body, head.weight, head.bias, self._screen(decoder, head.weight))
         if self.body is not None and isinstance(decoder.final_norm, RMSNorm | LayerNorm):
             decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
+
+    def _narrow_embedding(self, decoder: Decoder) -> None:
+        """Keep an embedding in 16 bits if these hold all of its numbers."""
+        rows = narrowed(decoder.embedding)
+        if rows.dtype != torch.float32:
+            decoder.embedding_rows = NarrowRows(rows)
+            decoder.embedding = frozen(decoder.embedding.new_empty(0, decoder.config.width))
 
     def _screen(self, decoder: Decoder, weight: Tensor) -> Screen | None:
         """Return the screen of a head (V, E), or None where it has none."""
@@ -123,6 +136,8 @@ class CpuBackend:
         """Return why a decoder's head cannot be screened, or None if it can."""
         if self.body is None:
             return "it runs on native kernels"
+        if self.body.dtype != torch.bfloat16:
+            return f"that is for bfloat16 weights, this model's are {_name(self.body.dtype)}"
         if self.weights not in ("bf16", "exact12"):
             return f"with {self.weights} weights the head has eight bits itself"
         return "the width of this model is odd" if decoder.config.width % 2 else None
@@ -155,7 +170,7 @@ class CpuBackend:
         """Make the span and the chain where the layers are of the common kind."""
         if self.body is not None and self.joins_layers:
             self.span = span = NativeSpan.of(decoder, self.body)
-            self.chain = NativeChain.of(decoder, span)
+            self.chain = NativeChain.of(decoder, span) if self.body.dtype == torch.bfloat16 else None
 
     def projection(self, weight: Tensor) -> nn.Module:
         """Make a module that multiplies by a matrix (out, in) of a method, in bfloat16."""
@@ -176,8 +191,9 @@ class CpuBackend:
         for name, child in list(parent.named_children()):
             match child:
                 case MixtureOfExperts():
-                    if self.body is not None and isinstance(child.router, Linear):
-                        setattr(parent, name, PackedMixture(self.body, child))
+                    body = self.body if self.body is not None and self.body.dtype == torch.bfloat16 else None
+                    if body is not None and isinstance(child.router, Linear):
+                        setattr(parent, name, PackedMixture(body, child))
                     if isinstance(child.experts, nn.Module):
                         self._replace(child.experts)
                 case FeedForward() if self._fuses(child):
@@ -216,11 +232,11 @@ def backend_of(
 ) -> CpuBackend | None:
     """What runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
 
-    Native kernels compute in bfloat16. A decoder of another precision is left to PyTorch, unless the kernels were
-    asked for by name: the backend then refuses it.
+    Native kernels compute in bfloat16, and in float32 where weights are not quantized. A decoder of another precision
+    is left to PyTorch, unless the kernels were asked for by name: the backend then refuses it.
     """
-    takes = is_required or dtype == torch.bfloat16 or weights == "exact12"
-    used = body if takes else None
+    found = body.of(dtype) if body is not None and (weights == "bf16" or dtype == torch.bfloat16) else None
+    used = body if found is None and (is_required or weights == "exact12") else found
     if used is None and weights == "bf16" and not screens_head:
         return None
     return CpuBackend(used, weights, screens_head=screens_head)
@@ -230,16 +246,16 @@ def pack_decoder(decoder: Decoder, body: NativeBody | None, weights: Weights = "
     """Pack every weight of a decoder in place; the decoder can no longer be trained or saved.
 
     Args:
-        decoder: decoder to pack, with bfloat16 weights if there are native kernels.
+        decoder: decoder to pack, with weights of the native kernels' dtype if there are some.
         body: native kernels that run it; None is PyTorch.
         weights: format of the matrices, as ``CpuBackend`` takes it.
 
     Raises:
-        UnsupportedError: the decoder's weights are not bfloat16.
+        UnsupportedError: the decoder's weights are of another dtype.
     """
-    if body is None and weights == "bf16":
-        return
-    decoder.run_on(CpuBackend(body, weights))
+    backend = backend_of(body, weights, decoder.dtype, is_required=True)
+    if backend is not None:
+        decoder.run_on(backend)
 
 
 def num_bytes(config: ModelConfig, weights: Weights) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.attention import Attention
@@ -21,7 +23,7 @@ from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.kernels.library import LANES
-from vivace.kernels.native import Matrix, NativeBody, pack
+from vivace.kernels.native import Matrix, NativeBody, narrowed, pack
 from vivace.kernels.screen import Screen
 
 
@@ -44,6 +46,8 @@ class PackedLinear(nn.Module):
     ) -> None:
         """Pack a matrix (out, in), or share tiles (tiles, pairs, 16, 2) that were packed before.
 
+        A float32 matrix is kept in 16 bits if that loses nothing.
+
         Args:
             body: kernels that multiply.
             weight: the matrix, or its tiles.
@@ -56,14 +60,16 @@ class PackedLinear(nn.Module):
         is_packed = weight.dim() == 4
         tiles, pairs = weight.shape[:2]
         self.out_width, self.in_width = (tiles * LANES, pairs * 2) if is_packed else weight.shape
-        self.weight = frozen(weight if is_packed else pack(weight))
+        kept = narrowed(weight) if not is_packed and body.dtype == torch.float32 else weight
+        self.weight = frozen(kept if is_packed else pack(kept, body.dtype))
         """Tiles (tiles, pairs, 16, 2), as ``pack`` arranges them."""
         self.bias = None if bias is None else frozen(bias.contiguous())
 
     @cached_property
     def matrix(self) -> Matrix:
         """The weights in the form that native kernels take."""
-        return Matrix(self.weight, self.bias, self.in_width, self.out_width, self.screen)
+        widens = self.weight.dtype != self.body.dtype
+        return Matrix(self.weight, self.bias, self.in_width, self.out_width, self.screen, widens)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
@@ -87,7 +93,8 @@ class TiedHead(nn.Module):
     @cached_property
     def matrix(self) -> Matrix:
         """The weights in the form that native kernels take."""
-        return Matrix(self.weight, None, self.weight.shape[1], self.weight.shape[0], self.screen)
+        widens = self.weight.dtype != self.body.dtype
+        return Matrix(self.weight, None, self.weight.shape[1], self.weight.shape[0], self.screen, widens)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, (T, E) -> (T, V)."""
@@ -97,6 +104,18 @@ class TiedHead(nn.Module):
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest token of each row and its logit, (T, E) -> (T,) each, without storing the logits."""
         return self.body.greedy(self.matrix, x)
+
+
+class NarrowRows(nn.Module):
+    """An embedding in float32 whose numbers take 16 bits."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the rows of tokens, (T,) -> (T, E)."""
+        return F.embedding(tokens, self.weight).float()
 
 
 class NativeNorm(nn.Module):

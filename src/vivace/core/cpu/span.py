@@ -86,10 +86,11 @@ class NativeSpan:
     def quantized_copy(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[object]]:
         """Return a plan in which layers start..stop-1 have quantized copies of their matrices, and what it points into.
 
-        Routers are not quantized: they would choose other experts.
+        Routers are not quantized: they would choose other experts. Rows in float32 are not multiplied by quantized
+        weights: their plan stays as it is.
         """
         kept = list(self._kept)
-        if weights == "bf16":
+        if weights == "bf16" or self.body.dtype != torch.bfloat16:
             return self.plan, kept
 
         def matrix(part: object) -> CMatrix:
@@ -113,12 +114,14 @@ class NativeSpan:
         return NativeSpan(decoder, body) if _fetches_nothing(decoder) else MixtureSpan(decoder, body)
 
     def covers(self, step: Step) -> bool:
-        """Return whether a call can run as a span: its rows are single rows over a cache, its deltas bfloat16."""
+        """Return whether a call can run as a span: its rows are single rows over a cache, its deltas of the
+        body's dtype.
+        """
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
         fresh = (deltas for deltas in step.low_rank if deltas not in self._native_deltas)
         weights = (w for deltas in fresh for w in (*deltas.down.values(), *deltas.up.values()))
-        return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
+        return all(w.dtype == self.body.dtype and w.is_contiguous() for w in weights)
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows through layers start..stop-1, (T, E) -> (T, E)."""
@@ -131,7 +134,7 @@ class NativeSpan:
         h = h.contiguous()
         if start >= stop or len(h) == 0:
             return h
-        assert h.dtype == torch.bfloat16
+        assert h.dtype == self.body.dtype
         call, version = self._shared(step, h.dtype)
         native_deltas, kept = self.native_deltas(step.low_rank, start, stop, version)
         out = torch.empty_like(h)
@@ -322,7 +325,7 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int], kept:
         norm_offset=c.norm_offset,
         scale=c.scale,
         softcap=c.attention_softcap or 0.0,
-        clip=0.0 if c.qkv_clip is None else float(torch.tensor(c.qkv_clip, dtype=torch.bfloat16)),
+        clip=0.0 if c.qkv_clip is None else float(torch.tensor(c.qkv_clip, dtype=decoder.dtype)),
     )
 
 

@@ -5,7 +5,13 @@
 #pragma once
 #include <cstdint>
 
+// The numbers of tensors: bfloat16, and float32 in the bodies that are compiled for it (body_*_float32.cpp).
+#if defined(VIVACE_FLOAT32)
+typedef float bf16;
+#else
 typedef uint16_t bf16;
+#endif
+typedef uint16_t EntryScale;  // bfloat16 in every body: of a head of an entry in eight bits
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -18,7 +24,7 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 //
 // ROW_MAJOR  (out, in).
 // TILES      [ceil(out / 16)][ceil(in / 2)][16][2]: two inputs of sixteen outputs are the 64 bytes that one bfloat16
-//            dot-product instruction of 512 bits takes.
+//            dot-product instruction of 512 bits takes. In float32 [ceil(out / 16)][ceil(in / 2)][2][16].
 // INT8       [ceil(out / 16)][ceil(in / 64)][16][16][4] bytes, each weight plus 128, since one factor of the integer
 //            dot product has no sign; `scales` has a float32 for each output.
 // Q4         [ceil(out / 16)][ceil(in / 64)][8][16][4] bytes of two codes, the earlier inputs in the low half; a code
@@ -32,7 +38,12 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 //            of the first two in the low halves of the bytes. `scales` is an ExactSide.
 // EXACT12_ROWS  [ceil(out / 4)][3][ceil(in / 32)][64] bytes, in the order of sums of ROW_MAJOR: a step is 32 inputs of
 //            four outputs.
-enum Format : int64_t { ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS };
+// FLOAT16_TILES, FLOAT16_ROWS, BFLOAT16_TILES, BFLOAT16_ROWS  for a body for float32: TILES and ROW_MAJOR of its layout,
+//            whose weights take 16 bits and are widened in registers. The sums have the bits of the same weights in
+//            float32.
+enum Format : int64_t {
+    ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS, FLOAT16_TILES, FLOAT16_ROWS, BFLOAT16_TILES, BFLOAT16_ROWS
+};
 
 // The part of an EXACT12 matrix beside its planes. A step with an upper byte that has no code is stored uncompressed:
 // three of its tiles take its 64 bytes in each plane, the fourth is here. After those fourth tiles come, for each group
@@ -147,7 +158,7 @@ struct Quantised {
 struct Places {
     const int64_t* table;  // (slots, table_width)
     int64_t table_width, block, capacity;  // entries of a block, and of all blocks together
-    const bf16 *key_scales, *value_scales;  // (K, capacity) where entries have eight bits, else null
+    const EntryScale *key_scales, *value_scales;  // (K, capacity) where entries have eight bits, else null
 
     // Blocks of 64 entries, which nearly all models have, take no division.
     int64_t within(int64_t entry) const { return block == 64 ? entry & 63 : entry % block; }

@@ -55,16 +55,16 @@ struct Block {
                 k[j] = keys + at, v[j] = values + at;
             }
         }
-        if (is_tiled(a.width)) lay(count, a.width / 2);
+        if (is_tiled(a.width)) lay(count, a.width);
     }
 
     static bool is_tiled(int64_t width) { return width % 2 == 0 && width <= MAX_TILED; }
 
-    void lay(int64_t count, int64_t pairs) {
+    void lay(int64_t count, int64_t width) {
         for (int64_t j = 0; j < count; j += LANES) {
             const bf16* rows[LANES];
             for (int64_t i = 0; i < LANES; ++i) rows[i] = k[j + i < count ? j + i : count - 1];
-            turn_rows(rows, pairs, tiles + j * pairs * 2);
+            turn_rows(rows, width, tiles + j * width);
         }
     }
 };

@@ -4,9 +4,11 @@
 // was compiled for this instruction set could otherwise be linked into files for older processors.
 #pragma once
 #include "layers.h"
+#if !defined(VIVACE_FLOAT32)
 #include "neurons.h"
 #include "quantize.h"
 #include "screen.h"
+#endif
 
 namespace {
 
@@ -40,6 +42,7 @@ void greedy_item(const void* context, int64_t phase, int64_t item) {
     choose_greedily(l, first, stop, work.greedy->best + item * l.rows, work.greedy->index + item * l.rows);
 }
 
+#if !defined(VIVACE_FLOAT32)
 // Phase 0 quantizes a row of inputs, phase 1 bounds some outputs, phase 2 computes those that may be the largest.
 void screened_item(const void* context, int64_t phase, int64_t item) {
     const ScreenedWork& work = *(const ScreenedWork*)context;
@@ -50,14 +53,17 @@ void screened_item(const void* context, int64_t phase, int64_t item) {
     phase == 1 ? bound_outputs(s, work.prepared, first, stop, item) : choose_within_bounds(s, work.threads, first, stop, item);
 }
 
-void activate_item(const void* context, int64_t, int64_t) {
-    const Activated& a = *(const Activated*)context;
-    activate(a.gate, a.up, a.out, a.count, a.activation);
-}
-
 void neurons_item(const void* context, int64_t phase, int64_t item) {
     const Neurons& n = *(const Neurons*)context;
     phase == 0 ? activate_neurons(n, item) : add_neurons(n, item);
+}
+#else  // what only weights in bfloat16 have
+constexpr decltype(Body::linear) screened_item = nullptr, quantise_item = nullptr, neurons_item = nullptr;
+#endif
+
+void activate_item(const void* context, int64_t, int64_t) {
+    const Activated& a = *(const Activated*)context;
+    activate(a.gate, a.up, a.out, a.count, a.activation);
 }
 
 void norm_item(const void* context, int64_t, int64_t item) {
@@ -70,6 +76,6 @@ void attention_item(const void* context, int64_t, int64_t item) {
 }
 
 constexpr Body BODY{linear_item, gated_item, greedy_item, screened_item, activate_item, norm_item, attention_item,
-                    span_item, quantise_item, likeliest, rotate, neurons_item};
+                    span_item, quantise_item, likeliest, rotate, neurons_item, sizeof(bf16)};
 
 }  // namespace

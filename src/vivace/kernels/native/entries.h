@@ -5,13 +5,13 @@
 namespace {
 
 // The largest number of a head becomes 127.
-inline void narrow_entry(const bf16* x, int64_t width, int8_t* codes, bf16* scale) {
+inline void narrow_entry(const bf16* x, int64_t width, int8_t* codes, EntryScale* scale) {
     float most = 0;
     for (int64_t i = 0; i < width; ++i) {
         const float size = __builtin_fabsf(widened(x[i]));
         most = size > most ? size : most;
     }
-    *scale = narrowed(most / 127);
+    *scale = to_bfloat16(most / 127);
     const float step = widened(*scale);
     for (int64_t i = 0; i < width; ++i) {
         float code = step == 0 ? 0 : __builtin_rintf(widened(x[i]) / step);
@@ -20,7 +20,7 @@ inline void narrow_entry(const bf16* x, int64_t width, int8_t* codes, bf16* scal
     }
 }
 
-inline void widen_entry(const int8_t* codes, bf16 scale, bf16* x, int64_t width) {
+inline void widen_entry(const int8_t* codes, EntryScale scale, bf16* x, int64_t width) {
     const float step = widened(scale);
     for (int64_t i = 0; i < width; ++i) x[i] = narrowed((float)codes[i] * step);
 }

@@ -18,11 +18,13 @@
 
 namespace {
 
-// The body with an index: 0 is AVX2, 1 AVX-512, 2 AVX2 without VNNI (for tests), 3 AMX. Integer sums are exact, so 0
+// The body with an index: 0 is AVX2, 1 AVX-512, 2 AVX2 without VNNI (for tests), 3 AMX, 4 and 5 AVX2 and AVX-512 for
+// float32. Integer sums are exact, so 0
 // and 2 give the same bits.
 const Body* body_of(int64_t index) {
     static const bool has_vnni = __builtin_cpu_supports("avxvnni");
     if (index == 3) return amx_body;
+    if (index > 3) return index == 4 ? &avx2_float32_body : &avx512_float32_body;
     return index == 1 ? &avx512_body : index == 0 && has_vnni ? &avx2vnni_body : &avx2_body;
 }
 
@@ -101,27 +103,30 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
 // it only counts the bytes.
 struct Space {
     uint8_t* at;
+    int64_t number_bytes;  // of the numbers of the body that works there
     int64_t used = 0;
-    template <class T>
-    T* take(int64_t count) {
-        T* found = at == nullptr ? nullptr : (T*)(at + used);
-        used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    uint8_t* take_bytes(int64_t bytes) {
+        uint8_t* found = at == nullptr ? nullptr : at + used;
+        used += (bytes + 63) / 64 * 64;
         return found;
     }
+    bf16* take(int64_t count) { return (bf16*)take_bytes(count * number_bytes); }
+    int64_t* take_integers(int64_t count) { return (int64_t*)take_bytes(count * (int64_t)sizeof(int64_t)); }
+    float* take_floats(int64_t count) { return (float*)take_bytes(count * (int64_t)sizeof(float)); }
 };
 
 // Sets the buffers of a span in its working space; returns the bytes they take.
-int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
+int64_t lay_out(Span& s, int64_t body, uint8_t* space, std::vector<bf16*>& low) {
     const Plan& p = *s.plan;
     const int64_t rows = s.call->rows;
-    Space from{space};
-    s.sums = from.take<float>(rows * s.query_width());
-    s.x = from.take<bf16>(rows * p.width);
-    s.qkv = from.take<bf16>(rows * s.qkv_width());
-    s.a = from.take<bf16>(rows * s.query_width());
-    s.y = from.take<bf16>(rows * p.width);
-    s.u = from.take<bf16>(rows * p.width);
-    s.gates = from.take<bf16>(rows * p.ffn_width);
+    Space from{space, body_of(body)->number_bytes};
+    s.sums = from.take_floats(rows * s.query_width());
+    s.x = from.take(rows * p.width);
+    s.qkv = from.take(rows * s.qkv_width());
+    s.a = from.take(rows * s.query_width());
+    s.y = from.take(rows * p.width);
+    s.u = from.take(rows * p.width);
+    s.gates = from.take(rows * p.ffn_width);
     int64_t prepared = 0, inner = rows * p.ffn_width, seats = 0, experts = 0, wide = p.width;
     for (int64_t layer = 0; layer < s.call->stop - s.call->start; ++layer) {
         const Layer& l = s.layer(layer);
@@ -133,17 +138,17 @@ int64_t lay_out(Span& s, uint8_t* space, std::vector<bf16*>& low) {
         experts = std::max(experts, l.mixture->router.out), wide = std::max(wide, prepared_width(e.up));
         prepared = std::max({prepared, rows * prepared_width(e.up), here * prepared_width(e.down)});
     }
-    s.inner = from.take<bf16>(inner);
-    s.prepared = from.take<bf16>(prepared);
+    s.inner = from.take(inner);
+    s.prepared = from.take(prepared);
     Routed& r = s.routed;
-    r.logits = from.take<bf16>(rows * experts);
-    r.weights = from.take<bf16>(seats);
-    for (int64_t** of : {&r.chosen, &r.seats, &r.row, &r.expert}) *of = from.take<int64_t>(seats);
-    r.first = from.take<int64_t>(seats + 1);
-    r.count = from.take<int64_t>(1);
-    r.x = from.take<bf16>(seats * wide);
-    r.parts = from.take<bf16>(seats * p.width);
-    for (int64_t t = 0; t < s.call->num_deltas; ++t) low.push_back(from.take<bf16>(rows * even(s.call->deltas[t].rank)));
+    r.logits = from.take(rows * experts);
+    r.weights = from.take(seats);
+    for (int64_t** of : {&r.chosen, &r.seats, &r.row, &r.expert}) *of = from.take_integers(seats);
+    r.first = from.take_integers(seats + 1);
+    r.count = from.take_integers(1);
+    r.x = from.take(seats * wide);
+    r.parts = from.take(seats * p.width);
+    for (int64_t t = 0; t < s.call->num_deltas; ++t) low.push_back(from.take(rows * even(s.call->deltas[t].rank)));
     s.low = low.data();
     return from.used;
 }
@@ -250,18 +255,18 @@ EXPORT void vivace_quantise(int64_t body, int64_t threads, const Quantised* quan
 }
 
 // Returns the bytes of working space that a call needs.
-EXPORT int64_t vivace_span_bytes(const Plan* plan, const Call* call) {
+EXPORT int64_t vivace_span_bytes(int64_t body, const Plan* plan, const Call* call) {
     Span s{};
     s.plan = plan, s.call = call;
     std::vector<bf16*> low;
-    return lay_out(s, nullptr, low);
+    return lay_out(s, body, nullptr, low);
 }
 
 EXPORT void vivace_span(int64_t body, int64_t threads, const Plan* plan, const Call* call) {
     Span s{};
     s.plan = plan, s.call = call;
     std::vector<bf16*> low;
-    lay_out(s, call->space, low);
+    lay_out(s, body, call->space, low);
     const int64_t layers = call->stop - call->start;
     std::vector<int64_t> first_delta((size_t)layers + 1, call->num_deltas);
     for (int64_t layer = layers - 1, t = call->num_deltas; layer >= 0; --layer) {

@@ -14,12 +14,6 @@ constexpr int64_t MAX_EXACT_SUMS = 4;   // 8 registers, beside a widened tile (4
 constexpr int64_t MAX_EXACT_ROWS = 2;
 constexpr int64_t MAX_EXACT_DOTS = 2;
 
-inline float max_of(Vec a) {
-    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
-}
-
 inline void store_bytes(int8_t* p, Vec whole) {
     const __m256i ints = _mm256_cvtps_epi32(whole);
     const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(ints), _mm256_extracti128_si256(ints, 1));

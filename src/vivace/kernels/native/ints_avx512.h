@@ -18,8 +18,6 @@ constexpr int64_t MAX_EXACT_SUMS = 24;  // sums in registers, beside four tiles,
 constexpr int64_t MAX_EXACT_ROWS = 12;
 constexpr int64_t MAX_EXACT_DOTS = 8;   // rows of row-major products, two outputs at a time: 16 sums
 
-inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
-
 // Stores integers -128..127 as bytes.
 inline void store_bytes(int8_t* p, Vec whole) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));

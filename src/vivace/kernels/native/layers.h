@@ -117,8 +117,8 @@ void finish_heads(const Span& s, int64_t layer, int64_t row) {
         if (places.key_scales != nullptr) {
             const bf16 *key = k + i * p.head_width, *value = v + i * p.head_width;
             int8_t *keys = (int8_t*)c.keys[c.start + layer] + at, *values = (int8_t*)c.values[c.start + layer] + at;
-            narrow_entry(key, p.head_width, keys, (bf16*)places.key_scales + number);
-            narrow_entry(value, p.head_width, values, (bf16*)places.value_scales + number);
+            narrow_entry(key, p.head_width, keys, (EntryScale*)places.key_scales + number);
+            narrow_entry(value, p.head_width, values, (EntryScale*)places.value_scales + number);
             continue;
         }
         __builtin_memcpy((bf16*)c.keys[c.start + layer] + at, k + i * p.head_width, p.head_width * sizeof(bf16));

@@ -12,12 +12,23 @@ namespace {
 // The distance between rows of inputs in bfloat16 numbers; layouts that read pairs need an even one.
 inline int64_t row_stride(const Matrix& m) {
     if (is_low_bit(m)) return prepared_width(m);
-    return m.format == TILES || m.format == LUT4 || m.format == EXACT12 ? even(m.in) : m.in;
+    switch ((Format)m.format) {
+        case TILES:
+        case LUT4:
+        case EXACT12:
+        case FLOAT16_TILES:
+        case BFLOAT16_TILES:
+            return even(m.in);
+        default:
+            return m.in;
+    }
 }
 
-// Quantizes a row of inputs for a matrix of integers; does nothing for other matrices.
+// Quantizes a row of inputs for a matrix of integers; does nothing for other matrices, and float32 has no others.
 inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row) {
+#if !defined(VIVACE_FLOAT32)
     if (is_low_bit(m)) prepare_int_row(x + row * m.in, m.in, prepared + row * prepared_width(m));
+#endif
 }
 
 // sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1, in vector registers.
@@ -25,10 +36,22 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
                            float* sums) {
     switch ((Format)m.format) {
         case TILES:
-            return sum_bf16_tiles(m, tile, count, x, stride, rows, sums);
+            return sum_number_tiles(m, tile, count, x, stride, rows, sums);
         case ROW_MAJOR:
             for (int i = 0; i < count; ++i) sum_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
             return;
+#if defined(VIVACE_FLOAT32)
+        case FLOAT16_TILES:
+            return sum_number_tiles<Float16>(m, tile, count, x, stride, rows, sums);
+        case BFLOAT16_TILES:
+            return sum_number_tiles<Bfloat16>(m, tile, count, x, stride, rows, sums);
+        case FLOAT16_ROWS:
+            for (int i = 0; i < count; ++i) sum_rows<Float16>(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+            return;
+        case BFLOAT16_ROWS:
+            for (int i = 0; i < count; ++i) sum_rows<Bfloat16>(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+            return;
+#else
         case INT8:
             return sum_int_tiles<Int8Tiles>(m, tile, count, x, stride, rows, sums);
         case Q4:
@@ -39,6 +62,9 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
             return sum_exact_tiles(m, tile, x, stride, rows, sums);
         case EXACT12_ROWS:
             for (int i = 0; i < count; ++i) sum_exact_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
+            return;
+#endif
+        default:
             return;
     }
 }

@@ -136,7 +136,7 @@ public:
         if (rows.x == x_ && rows.count == count_) return;
         const bf16* each[LANES];
         for (int64_t i = 0; i < LANES; ++i) each[i] = rows.x + (i < rows.count ? i : rows.count - 1) * rows.stride;
-        turn_rows(each, pairs, turned_);
+        turn_rows(each, 2 * pairs, turned_);
         x_ = rows.x, count_ = rows.count;
     }
 
@@ -167,7 +167,7 @@ public:
             store(sum, add(add(load(sum), load(chains[1][i])), add(load(chains[2][i]), load(chains[3][i]))));
             each[i] = (const bf16*)sum;
         }
-        turn_pairs(each, 0, (bf16*)turned);
+        turn_words(each, 0, (bf16*)turned);
         __builtin_memcpy(sums, turned, count_ * sizeof *turned);
     }
 

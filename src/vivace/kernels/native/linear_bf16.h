@@ -1,4 +1,4 @@
-// Sums of bfloat16 weights, in tiles or row-major. Every output is one chain of sums over the inputs in order,
+// Sums of weights that are stored as numbers (bfloat16, or float32), in tiles or row-major. Every output is one chain of sums over the inputs in order,
 // independent of the other rows and outputs.
 #pragma once
 #include "elementwise.h"
@@ -11,19 +11,21 @@ constexpr int GROUP = 4;  // tiles summed together where there are few rows: an 
 // to stay in the first cache. Where that reaches beyond a tile, the next tiles are prefetched instead.
 constexpr int64_t AHEAD = 64, MOST_AHEAD = 256;
 
-// tile[p][i] = pair p of rows[i]: arranges sixteen rows as a tile of weights.
-inline void turn_rows(const bf16* const* rows, int64_t pairs, bf16* tile) {
-    int64_t pair = 0;
-    for (; pair + WIDTH <= pairs; pair += WIDTH) turn_pairs(rows, 2 * pair, tile + pair * 2 * LANES);
-    for (; pair < pairs; ++pair)
+// tile[p][i] = word p of rows[i]: arranges sixteen rows of an even number of numbers as a tile of weights.
+inline void turn_rows(const bf16* const* rows, int64_t width, bf16* tile) {
+    const int64_t words = width / WORD;
+    int64_t word = 0;
+    for (; word + WIDTH <= words; word += WIDTH) turn_words(rows, WORD * word, tile + word * WORD * LANES);
+    for (; word < words; ++word)
         for (int64_t i = 0; i < LANES; ++i)
-            __builtin_memcpy(tile + (pair * LANES + i) * 2, rows[i] + 2 * pair, 2 * sizeof(bf16));
+            __builtin_memcpy(tile + (word * LANES + i) * WORD, rows[i] + WORD * word, WORD * sizeof(bf16));
 }
 
 // sums[m][r][lane] of R rows over M tiles. acc holds M x R sums in registers (at most MAX_SUMS) and tile the weights of
-// one pair of inputs. The second turn of the outer loop prefetches the beginning of the M tiles that follow.
-template <int R, int M>
-void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {
+// one pair of inputs. The second turn of the outer loop prefetches the beginning of the M tiles that follow. W is how
+// weights are stored.
+template <int R, int M, class W>
+void sum_block(const W* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     Sums acc[M][R];
     const int64_t near = pairs <= AHEAD || pairs * M <= MOST_AHEAD ? pairs : AHEAD, turn = pairs - near;
     int64_t ahead = near * 2 * LANES;
@@ -33,6 +35,7 @@ void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width
 #pragma GCC unroll 4
             for (int m = 0; m < M; ++m) {
                 __builtin_prefetch(w[m] + k * 2 * LANES + ahead);
+                if constexpr (sizeof(W) == 4) __builtin_prefetch(w[m] + k * 2 * LANES + ahead + LANES);
                 tile[m] = Tile(w[m] + k * 2 * LANES);
             }
 #pragma GCC unroll 16
@@ -50,8 +53,8 @@ void sum_block(const bf16* const* w, int64_t pairs, const bf16* x, int64_t width
 }
 
 // The same for `count` tiles, as many at a time as the registers hold sums of R rows.
-template <int R>
-void sum_tiles(const bf16* const* w, int count, int64_t pairs, const bf16* x, int64_t width, float* sums) {
+template <int R, class W>
+void sum_tiles(const W* const* w, int count, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     int m = 0;
     if constexpr (4 * R <= MAX_SUMS)
         for (; m + 4 <= count; m += 4) sum_block<R, 4>(w + m, pairs, x, width, sums + m * R * LANES);
@@ -60,11 +63,17 @@ void sum_tiles(const bf16* const* w, int count, int64_t pairs, const bf16* x, in
     for (; m < count; ++m) sum_block<R, 1>(w + m, pairs, x, width, sums + m * R * LANES);
 }
 
-using SumTiles = void (*)(const bf16* const*, int, int64_t, const bf16*, int64_t, float*);
-const SumTiles SUM_TILES[] = {
-    sum_tiles<1>, sum_tiles<2>, sum_tiles<3>, sum_tiles<4>,
-#if defined(__AVX512BF16__)
-    sum_tiles<5>, sum_tiles<6>, sum_tiles<7>, sum_tiles<8>, sum_tiles<9>, sum_tiles<10>, sum_tiles<11>, sum_tiles<12>,
+template <class W>
+using SumTiles = void (*)(const W* const*, int, int64_t, const bf16*, int64_t, float*);
+
+template <class W>
+constexpr SumTiles<W> SUM_TILES[] = {
+    sum_tiles<1, W>, sum_tiles<2, W>, sum_tiles<3, W>, sum_tiles<4, W>,
+#if defined(__AVX512F__)
+    sum_tiles<5, W>, sum_tiles<6, W>, sum_tiles<7, W>, sum_tiles<8, W>, sum_tiles<9, W>, sum_tiles<10, W>,
+#if !defined(VIVACE_FLOAT32)
+    sum_tiles<11, W>, sum_tiles<12, W>,
+#endif
 #endif
 };
 
@@ -73,8 +82,8 @@ enum Fetch { ALL, EVEN, ODD, NONE };
 
 // sums[r][lane] of R rows over four outputs of a row-major matrix; w[o] points to the weights of an output. acc holds R
 // x 4 vectors of partial sums; inputs beyond the last whole vector are loaded in part.
-template <int R, Fetch FETCH = NONE>
-void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t stride, float* sums, int64_t ahead = 0) {
+template <int R, Fetch FETCH = NONE, class W>
+void dot_block(const W* const* w, const bf16* x, int64_t width, int64_t stride, float* sums, int64_t ahead = 0) {
     Vec acc[R][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
@@ -100,18 +109,19 @@ void dot_block(const bf16* const* w, const bf16* x, int64_t width, int64_t strid
 }
 
 // sums[r][lane] of the outputs of one tile of a row-major matrix; outputs beyond its end repeat the last one.
+template <class W = bf16>
 void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
     for (int64_t lane = 0; lane < LANES && tile * LANES + lane < m.out; lane += 4) {
-        const bf16* w[4];
+        const W* w[4];
         for (int64_t o = 0; o < 4; ++o) {
             const int64_t output = tile * LANES + lane + o;
-            w[o] = m.weight + (output < m.out ? output : m.out - 1) * m.in;
+            w[o] = (const W*)m.weight + (output < m.out ? output : m.out - 1) * m.in;
         }
         int64_t r = 0;
         const auto dots = [&]<int R>() {
             for (; r + R <= rows; r += R) {
                 // Half of the weights that follow are prefetched with the first rows, the other half with the next.
-                const auto dot = rows <= R ? dot_block<R, ALL> : r == 0 ? dot_block<R, EVEN> : dot_block<R, ODD>;
+                const auto dot = rows <= R ? dot_block<R, ALL, W> : r == 0 ? dot_block<R, EVEN, W> : dot_block<R, ODD, W>;
                 dot(w, x + r * stride, m.in, stride, sums + r * LANES + lane, 8 * m.in);
             }
         };
@@ -122,12 +132,13 @@ void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int6
 }
 
 // sums[i][r][lane] of tiles tile..tile+count-1.
-inline void sum_bf16_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
-                           float* sums) {
+template <class W = bf16>
+inline void sum_number_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
+                             float* sums) {
     const int64_t pairs = (m.in + 1) / 2;
-    const bf16* w[GROUP];
-    for (int i = 0; i < count; ++i) w[i] = m.weight + (tile + i) * pairs * 2 * LANES;
-    SUM_TILES[rows - 1](w, count, pairs, x, stride, sums);
+    const W* w[GROUP];
+    for (int i = 0; i < count; ++i) w[i] = (const W*)m.weight + (tile + i) * pairs * 2 * LANES;
+    SUM_TILES<W>[rows - 1](w, count, pairs, x, stride, sums);
 }
 
 }  // namespace

@@ -1,8 +1,12 @@
 // The part of linear_amx.h for a body without tile registers: everything is summed in vector registers.
 #pragma once
+#if defined(VIVACE_FLOAT32)
+#include "linear_bf16.h"
+#else
 #include "linear_exact.h"
 #include "linear_lut4.h"
 #include "linear_q4.h"
+#endif
 
 namespace {
 

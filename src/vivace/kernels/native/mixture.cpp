@@ -1,5 +1,6 @@
 // Mixtures of experts except the experts themselves: routing, the weighted sum of the experts' outputs, and a
-// prediction of the experts that later routers will choose, which only decides what is prefetched.
+// prediction of the experts that later routers will choose, which only decides what is prefetched. What the phases of a
+// span call is compiled for float32 too.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -7,9 +8,6 @@
 
 #include "embed.h"
 #include "span.h"
-
-EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
-EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated*);
 
 namespace {
 
@@ -37,14 +35,6 @@ void mix(Part part, const bf16* weights, int64_t count, const bf16* add, int64_t
 
 }  // namespace
 
-EXPORT void vivace_choose(int64_t body, int64_t threads, const Choice* choice) {
-    const Choice& c = *choice;
-    std::vector<bf16> logits(c.rows * c.router.out);
-    const Linear product{c.router, c.x, nullptr, logits.data(), c.rows};
-    vivace_linear(body, threads, &product);
-    choose_experts(logits.data(), c.router.out, c.rows, c.top_k, c.normalises, c.chosen, c.weights);
-}
-
 void choose_experts(const bf16* logits, int64_t experts, int64_t rows, int64_t top_k, int64_t normalises,
                     int64_t* chosen, bf16* weights) {
     std::vector<float> shares(experts);
@@ -64,6 +54,23 @@ void choose_experts(const bf16* logits, int64_t experts, int64_t rows, int64_t t
     }
 }
 
+void mix_seats(const bf16* parts, const int64_t* seats, const bf16* weights, int64_t count, int64_t width, bf16* out) {
+    mix([&](int64_t k) { return parts + seats[k] * width; }, weights, count, nullptr, width, out);
+}
+
+#if !defined(VIVACE_FLOAT32)
+
+EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
+EXPORT void vivace_gated(int64_t body, int64_t threads, const Gated*);
+
+EXPORT void vivace_choose(int64_t body, int64_t threads, const Choice* choice) {
+    const Choice& c = *choice;
+    std::vector<bf16> logits(c.rows * c.router.out);
+    const Linear product{c.router, c.x, nullptr, logits.data(), c.rows};
+    vivace_linear(body, threads, &product);
+    choose_experts(logits.data(), c.router.out, c.rows, c.top_k, c.normalises, c.chosen, c.weights);
+}
+
 EXPORT void vivace_mix(const Mix* given) {
     const Mix& m = *given;
     for (int64_t row = 0; row < m.rows; ++row) {
@@ -73,15 +80,11 @@ EXPORT void vivace_mix(const Mix* given) {
     }
 }
 
-void mix_seats(const bf16* parts, const int64_t* seats, const bf16* weights, int64_t count, int64_t width, bf16* out) {
-    mix([&](int64_t k) { return parts + seats[k] * width; }, weights, count, nullptr, width, out);
-}
-
 EXPORT void vivace_feed(int64_t body, int64_t threads, const Gated* gated, const Linear* down) {
-    std::vector<bf16> inner((size_t)(gated->rows * down->matrix.in));
+    std::vector<float> inner((size_t)(gated->rows * down->matrix.in));  // room for the numbers of any body
     Gated first = *gated;
     Linear second = *down;
-    first.out = inner.data(), second.x = inner.data();
+    first.out = (bf16*)inner.data(), second.x = first.out;
     vivace_gated(body, threads, &first);
     vivace_linear(body, threads, &second);
 }
@@ -102,3 +105,5 @@ EXPORT void vivace_foresee(const Routers* routers) {
         std::copy_n(order.begin(), r.chosen, r.out + n * r.chosen);
     }
 }
+
+#endif

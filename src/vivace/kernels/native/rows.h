@@ -10,7 +10,7 @@
 #include "embed.h"
 #include "span.h"
 
-EXPORT int64_t vivace_span_bytes(const Plan*, const Call*);
+EXPORT int64_t vivace_span_bytes(int64_t body, const Plan*, const Call*);
 EXPORT void vivace_span(int64_t body, int64_t threads, const Plan*, const Call*);
 EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear*, int64_t* tokens, float* values);
 EXPORT void vivace_linear(int64_t body, int64_t threads, const Linear*);
@@ -94,7 +94,7 @@ public:
 
     // Allocates working space for a call, unless there is enough already.
     void make_room(const Plan& plan, const Call& largest) {
-        const int64_t bytes = vivace_span_bytes(&plan, &largest) + 64;
+        const int64_t bytes = vivace_span_bytes(0, &plan, &largest) + 64;  // the same for all bodies for bfloat16
         if (bytes > num_bytes_) space_.reset(new uint8_t[num_bytes_ = bytes]);
     }
 

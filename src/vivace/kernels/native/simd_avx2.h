@@ -9,7 +9,8 @@ namespace {
 
 // Of sixteen registers a sum of a tile takes two, a widened tile four and a pair of inputs two: 4 * 2 + 4 + 2 = 14.
 constexpr int64_t WIDTH = 8;       // floats of a vector
-constexpr int64_t DOT_WIDTH = 16;  // bfloat16 of a dot product's step
+constexpr int64_t WORD = 4 / sizeof(bf16);   // numbers in 32 bits
+constexpr int64_t DOT_WIDTH = WIDTH * WORD;  // numbers of a dot product's step
 constexpr int64_t MAX_ROWS = 4;    // rows of a block
 constexpr int64_t MAX_SUMS = 4;    // tile sums in registers
 constexpr int64_t MAX_MIXED = 8;   // registers of attention's sums of values, beside values and weights
@@ -39,6 +40,11 @@ inline float sum_of(Vec a) {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
+inline float max_of(Vec a) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
 
 // out[i] = the sum of v[i] for four vectors; all are summed in the same order.
 inline void sum_four(const Vec* v, float* out) {
@@ -55,6 +61,35 @@ inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 inline Vec load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
 inline void store(float* p, Vec a, int64_t n) { _mm256_maskstore_ps(p, first(n), a); }
+
+// tile[p][i] = word p of rows[i] from number `at` on, for sixteen rows: a transposition of eight words.
+inline void turn_words(const bf16* const* rows, int64_t at, bf16* tile) {
+    for (int half = 0; half < 16; half += 8) {
+        __m256i a[8], b[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256((const __m256i*)(rows[half + i] + at));
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += 4) {
+            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            bf16* to = tile + (c * LANES + half) * WORD;
+            _mm256_storeu_si256((__m256i*)to, _mm256_permute2x128_si256(a[c], a[4 + c], 0x20));
+            _mm256_storeu_si256((__m256i*)(to + 4 * LANES * WORD), _mm256_permute2x128_si256(a[c], a[4 + c], 0x31));
+        }
+    }
+}
+
+#if !defined(VIVACE_FLOAT32)  // else numbers_float32.h has what follows
 
 inline Vec widen(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
 inline Vec load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
@@ -92,33 +127,6 @@ inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
     alignas(32) bf16 x[16] = {}, y[16] = {};
     for (int64_t i = 0; i < n; ++i) x[i] = a[i], y[i] = b[i];
     return dot(acc, x, y);
-}
-
-// tile[p][i] = the pair rows[i][at + 2p], rows[i][at + 2p + 1] of sixteen rows: a transposition of eight pairs.
-inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
-    for (int half = 0; half < 16; half += 8) {
-        __m256i a[8], b[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256((const __m256i*)(rows[half + i] + at));
-#pragma GCC unroll 4
-        for (int i = 0; i < 8; i += 2) {
-            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
-        }
-#pragma GCC unroll 2
-        for (int i = 0; i < 8; i += 4) {
-            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
-            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
-            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
-            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
-        }
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) {
-            bf16* to = tile + (c * 16 + half) * 2;
-            _mm256_storeu_si256((__m256i*)to, _mm256_permute2x128_si256(a[c], a[4 + c], 0x20));
-            _mm256_storeu_si256((__m256i*)(to + 4 * 32), _mm256_permute2x128_si256(a[c], a[4 + c], 0x31));
-        }
-    }
 }
 
 inline int32_t two(const bf16* p) {
@@ -167,5 +175,7 @@ struct Sums {
         _mm256_storeu_ps(p + 8, value1);
     }
 };
+
+#endif
 
 }  // namespace

@@ -7,11 +7,18 @@
 namespace {
 
 constexpr int64_t WIDTH = 16;      // floats of a vector
-constexpr int64_t DOT_WIDTH = 32;  // bfloat16 of a dot product's step
+constexpr int64_t WORD = 4 / sizeof(bf16);   // numbers in 32 bits
+constexpr int64_t DOT_WIDTH = WIDTH * WORD;  // numbers of a dot product's step
 // Of 32 registers a sum of a tile takes one: 12 rows over 2 tiles are 24 sums, beside 2 tiles and a pair of inputs; 6
-// rows over 4 tiles are 24 sums, beside 4 tiles and a pair of inputs.
-constexpr int64_t MAX_ROWS = 12;   // rows of a block
-constexpr int64_t MAX_SUMS = 24;   // tile sums in registers
+// rows over 4 tiles are 24 sums, beside 4 tiles and a pair of inputs. A pair of inputs of a tile takes two registers in
+// float32: 5 rows over 4 tiles are 20 sums, beside 8 for tiles.
+#if defined(VIVACE_FLOAT32)
+constexpr int64_t MAX_ROWS = 10;   // rows of a block
+constexpr int64_t MAX_SUMS = 20;   // tile sums in registers
+#else
+constexpr int64_t MAX_ROWS = 12;
+constexpr int64_t MAX_SUMS = 24;
+#endif
 constexpr int64_t MAX_MIXED = 16;  // registers of attention's sums of values, beside values and weights
 
 using Vec = __m512;
@@ -33,6 +40,7 @@ inline Vec where_negative(Vec x, Vec yes, Vec no) {
 }
 inline bool any_greater(Vec a, float b) { return _mm512_cmp_ps_mask(a, broadcast(b), _CMP_GT_OQ) != 0; }
 inline float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
+inline float max_of(Vec a) { return _mm512_reduce_max_ps(a); }
 
 // out[i] = the sum of v[i] for four vectors; all are summed in the same order.
 inline void sum_four(const Vec* v, float* out) {
@@ -48,26 +56,8 @@ inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 inline Vec load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
 inline void store(float* p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), a); }
 
-inline Vec widen(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
-inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
-inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p)); }
-inline __m256i narrow(Vec a) { return (__m256i)_mm512_cvtneps_pbh(a); }
-inline void store(bf16* p, Vec a) { _mm256_storeu_si256((__m256i*)p, narrow(a)); }
-inline void store(bf16* p, Vec a, int64_t n) { _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), narrow(a)); }
-inline Vec rounded(Vec a) { return widen(narrow(a)); }
-
-// acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]; with n only the first n numbers are read.
-inline Vec dot(Vec acc, const bf16* a, const bf16* b) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
-}
-inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
-    const __mmask32 some = (__mmask32)((1ull << n) - 1);
-    return _mm512_dpbf16_ps(
-        acc, (__m512bh)_mm512_maskz_loadu_epi16(some, a), (__m512bh)_mm512_maskz_loadu_epi16(some, b));
-}
-
-// tile[p][i] = the pair rows[i][at + 2p], rows[i][at + 2p + 1] of sixteen rows: a transposition of sixteen pairs.
-inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
+// tile[p][i] = word p of rows[i] from number `at` on, for sixteen rows: a transposition of sixteen words.
+inline void turn_words(const bf16* const* rows, int64_t at, bf16* tile) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + at);
@@ -88,11 +78,31 @@ inline void turn_pairs(const bf16* const* rows, int64_t at, bf16* tile) {
         const __m512i low0 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x44), high0 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xee);
         const __m512i low1 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x44);
         const __m512i high1 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xee);
-        _mm512_storeu_si512(tile + c * 32, _mm512_shuffle_i32x4(low0, low1, 0x88));
-        _mm512_storeu_si512(tile + (4 + c) * 32, _mm512_shuffle_i32x4(low0, low1, 0xdd));
-        _mm512_storeu_si512(tile + (8 + c) * 32, _mm512_shuffle_i32x4(high0, high1, 0x88));
-        _mm512_storeu_si512(tile + (12 + c) * 32, _mm512_shuffle_i32x4(high0, high1, 0xdd));
+        _mm512_storeu_si512(tile + c * LANES * WORD, _mm512_shuffle_i32x4(low0, low1, 0x88));
+        _mm512_storeu_si512(tile + (4 + c) * LANES * WORD, _mm512_shuffle_i32x4(low0, low1, 0xdd));
+        _mm512_storeu_si512(tile + (8 + c) * LANES * WORD, _mm512_shuffle_i32x4(high0, high1, 0x88));
+        _mm512_storeu_si512(tile + (12 + c) * LANES * WORD, _mm512_shuffle_i32x4(high0, high1, 0xdd));
     }
+}
+
+#if !defined(VIVACE_FLOAT32)  // else numbers_float32.h has what follows
+
+inline Vec widen(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
+inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p)); }
+inline __m256i narrow(Vec a) { return (__m256i)_mm512_cvtneps_pbh(a); }
+inline void store(bf16* p, Vec a) { _mm256_storeu_si256((__m256i*)p, narrow(a)); }
+inline void store(bf16* p, Vec a, int64_t n) { _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), narrow(a)); }
+inline Vec rounded(Vec a) { return widen(narrow(a)); }
+
+// acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]; with n only the first n numbers are read.
+inline Vec dot(Vec acc, const bf16* a, const bf16* b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+}
+inline Vec dot(Vec acc, const bf16* a, const bf16* b, int64_t n) {
+    const __mmask32 some = (__mmask32)((1ull << n) - 1);
+    return _mm512_dpbf16_ps(
+        acc, (__m512bh)_mm512_maskz_loadu_epi16(some, a), (__m512bh)_mm512_maskz_loadu_epi16(some, b));
 }
 
 inline int32_t two(const bf16* p) {
@@ -125,5 +135,7 @@ struct Sums {
     void step(const Tile& w, const Inputs& x) { value = _mm512_dpbf16_ps(value, w.pair, x.pair); }
     void put(float* p) const { _mm512_storeu_ps(p, value); }
 };
+
+#endif
 
 }  // namespace

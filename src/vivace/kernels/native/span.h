@@ -66,6 +66,9 @@ inline Kind phase_of(int64_t site) {
     return site == SITE_DOWN ? DOWN : UP;
 }
 
+// From here on unnamed: what numbers are differs between the files that include this.
+namespace {
+
 inline int64_t tiles(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
 // Tiles of an item. There are about four items for each thread, so that a late thread costs little; an item has whole
@@ -106,6 +109,8 @@ inline int64_t prepared_width(const Matrix& m) {
 }
 inline const bf16* inputs(const Matrix& m, const bf16* x, const bf16* prepared) { return is_low_bit(m) ? prepared : x; }
 
+}  // namespace
+
 // The arguments of a body's functions; they take a context, a phase and an item, as run_phases calls them.
 struct LinearWork {
     const Linear* linear;
@@ -142,9 +147,12 @@ struct Body {
     float (*likeliest)(const bf16*, int64_t, float, int64_t*);
     void (*rotate)(bf16*, const bf16*, const bf16*, int64_t);
     void (*neurons)(const void*, int64_t, int64_t);
+    int64_t number_bytes;  // of the numbers that its tensors hold
 };
 
 extern const Body avx2_body;
 extern const Body avx2vnni_body;
 extern const Body avx512_body;
+extern const Body avx2_float32_body;
+extern const Body avx512_float32_body;
 extern const Body* const amx_body;  // null where the compiler has no AMX

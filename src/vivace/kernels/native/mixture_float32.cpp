@@ -1,0 +1,2 @@
+#define VIVACE_FLOAT32
+#include "mixture.cpp"
