@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, replace_plan, save_adapter
+from vivace.checkpoint.draft_vocabulary import has_vocabulary, ranked, save_vocabulary
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, Trial, run_benchmark, summarise
@@ -24,9 +25,11 @@ from vivace.methods.spec import Plan
 from vivace.methods.table import METHODS
 
 BASELINE = "plain"
+SIZES = (4096, 8192, 16384, 32768)
+"""Sizes of the draft vocabulary that are tried, besides all tokens."""
 _FIRST_PROMPTS = 8
 """Number of prompts in the first round."""
-_FINALISTS = 3
+FINALISTS = 3
 """Number of plans that are measured on all prompts."""
 
 
@@ -68,11 +71,46 @@ def candidates_of(engine: Engine, method: str, longest: int = 8) -> list[Plan]:
         ConfigError: ``longest`` is below 1, or the method has no draft to tune.
     """
     plans = METHODS[method].plans if method in METHODS else None
+    sizes = _sizes(engine, method)
+    middle = sizes[len(sizes) // 2] if sizes else 0
     if plans is None:
         raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(tuned_methods())} has")
     if longest < 1:
         raise ConfigError(f"the longest draft must be at least 1, found {longest}")
-    return list(plans(partial(_trained, engine, method), longest))
+    found = plans(partial(_trained, engine, method), longest)
+    return [replace(cast(Any, plan), vocabulary=middle) for plan in found] if middle else list(found)
+
+
+def _sizes(engine: Engine, method: str) -> list[int]:
+    """Return the sizes of the draft vocabulary to try, smallest first; none where there is no vocabulary."""
+    known = has_vocabulary(engine.methods.adapter_folder(method))
+    return [size for size in SIZES if size < engine.model.config.vocab_size] if known else []
+
+
+def vocabulary_candidates(engine: Engine, method: str, best: Sequence[Plan]) -> list[Plan]:
+    """Return the plans ``best`` with every size of the draft vocabulary, and with all tokens.
+
+    ``candidates_of`` gives all plans the same size, since it changes how much a guess costs and not which shape a draft
+    has; so shapes are searched first, and sizes of the best of them afterwards.
+    """
+    sizes = _sizes(engine, method)
+    return [replace(cast(Any, plan), vocabulary=size) for plan in best for size in (*sizes, 0)] if sizes else []
+
+
+def write_vocabulary(engine: Engine, method: str, answers: Sequence[str]) -> str:
+    """Rank the tokens of the model's answers and write them beside a method's weights; return the folder.
+
+    A method without weights gets a folder that contains its plan and the tokens.
+    """
+    folder = engine.methods.adapter_folder(method)
+    assert folder is not None, "the engine is made from a checkpoint"
+    if not folder.is_dir() and METHODS[method].adapter is None:
+        keep_plan(engine, method, cast(Plan, stored_of(method).plan()))
+    elif not folder.is_dir():
+        engine.methods.trained(method)  # says how to train the weights that are missing
+    tokens = (engine.tokenizer.encode(answer, special=False) for answer in answers)
+    save_vocabulary(folder, ranked(tokens, engine.tokenizer.eos_ids, engine.model.config.vocab_size))
+    return str(folder)
 
 
 def _trained(engine: Engine, kind: str) -> Mapping[str, Any]:
@@ -137,7 +175,7 @@ def search(
     players = {plan: _Player(plan.label, MethodSystem(method, planned(engine, plan), max_new_tokens)) for plan in plans}
     left, count, gone = list(players), _FIRST_PROMPTS, list[TunedPlan]()
     while True:
-        last = len(left) <= _FINALISTS
+        last = len(left) <= FINALISTS
         asked = questions if last else questions[:count]
         if on_round is not None:
             on_round(len(left), len(asked))
@@ -149,7 +187,7 @@ def search(
         trials.sort(key=lambda trial: trial.run.tokens_per_s, reverse=True)
         if last:
             return [*trials, *gone]
-        kept = max(_FINALISTS, len(left) // 2)
+        kept = max(FINALISTS, len(left) // 2)
         gone = [*trials[kept:], *gone]
         left = [trial.plan for trial in trials[:kept]]
         count *= 2

@@ -206,6 +206,10 @@ class InMemory:
     plan: Any
     length: int | None = None
     quality: float | None = None
+    kind: str = "unstored"
+
+    def vocabulary(self, size: int) -> None:
+        assert size == 0
 
     def trained(self) -> tuple[Any, Any]:
         return self.weights, self.plan

@@ -152,7 +152,9 @@ def test_losses_are_their_formulas(tau: float) -> None:
     model = tiny_decoder()
     hidden, aim = torch.randn(5, 32), torch.randn(5, 32)
     logits, wanted = model.head(hidden).detach(), torch.randn(5, 400)
-    loss, sums = AlignedLoss(0.7, 0.3, alignment=0.5, temperature=tau).of_residuals(model, hidden, wanted, aim, targets)
+    loss, sums = AlignedLoss(0.7, 0.3, alignment=0.5, temperature=tau).of_residuals(
+        model.head, hidden, wanted, aim, targets
+    )
     away = float(sum(1 - F.cosine_similarity(a, b, dim=0) for a, b in zip(hidden, aim, strict=True)))
     expected = DistillationLoss(0.7, 0.3).of(logits, wanted, targets, tau).loss
     assert float(loss.detach()) == pytest.approx(float(expected) + 0.5 * away, rel=1e-5)

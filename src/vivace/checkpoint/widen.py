@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
+from vivace.checkpoint.draft_vocabulary import FILE as VOCABULARY
+from vivace.checkpoint.draft_vocabulary import has_vocabulary
 from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, resolve, staged, tensor_paths
 from vivace.checkpoint.load import load_decoder, put, read_config
 from vivace.checkpoint.save import forget_shards, write_decoder
@@ -187,6 +189,9 @@ def _widen_adapter(
 ) -> None:
     """Write the wide copy of an adapter."""
     found, tensors = load_adapter(source)
+    if has_vocabulary(source):
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / VOCABULARY, target / VOCABULARY)
     widened = twins[found["kind"]].widen
     write_adapter(
         target, found | {"base_hash": base}, {name: widened(name, t, config, k) for name, t in tensors.items()}

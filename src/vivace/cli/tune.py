@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +14,10 @@ from vivace.cli.console import console
 from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts
 from vivace.errors import ConfigError
+from vivace.prompts import load_prompts
 
 if TYPE_CHECKING:
+    from vivace.methods.spec import Plan
     from vivace.tuning import TunedPlan
 
 
@@ -27,28 +31,53 @@ def tune(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64,
     longest: Annotated[int, typer.Option(help="Longest draft that is tried.", min=1)] = 8,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="A file of the model's answers, to make the draft vocabulary from.", metavar="FILE"),
+    ] = None,
     load: options.LoadFlags,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the winner into the adapter.")] = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure drafts of many shapes against plain decoding; the fastest becomes the adapter's plan."""
-    from vivace.tuning import candidates_of, keep_plan, search, tuned_methods
+    from vivace.tuning import (
+        FINALISTS,
+        candidates_of,
+        keep_plan,
+        search,
+        tuned_methods,
+        vocabulary_candidates,
+        write_vocabulary,
+    )
 
     if method not in tuned_methods():
         raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(tuned_methods())} has")
     if method == "draft" and keep:
         raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
     engine = open_engine(model, [method], load)
+    if answers is not None:
+        texts = [text for row in load_prompts(answers) for text in row.references]
+        if not texts:
+            raise ConfigError(f'{answers} has no row with a "reference", whose tokens could be counted')
+        console.note(
+            f"wrote the tokens of {len(texts)} answers, by frequency, to {write_vocabulary(engine, method, texts)}"
+        )
     asked = questions_of(engine, read_prompts(prompts, limit), raw=False)
-    trials = search(
-        engine,
-        method,
-        candidates_of(engine, method, longest),
-        asked,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch,
-        on_round=lambda plans, prompts: console.note(f"{plans} drafts play on {prompts} prompts"),
-    )
+
+    def measured(plans: Sequence[Plan]) -> list[TunedPlan]:
+        return search(
+            engine,
+            method,
+            plans,
+            asked,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch,
+            on_round=lambda plans, prompts: console.note(f"{plans} drafts play on {prompts} prompts"),
+        )
+
+    trials = measured(candidates_of(engine, method, longest))
+    if sized := vocabulary_candidates(engine, method, [trial.plan for trial in trials[:FINALISTS]]):
+        trials = [*measured(sized), *trials[FINALISTS:]]
     best = trials[0]
     if as_json:
         console.json({"method": method, "kernels": engine.kernels.name, "trials": [asdict(trial) for trial in trials]})

@@ -47,8 +47,10 @@ class Backend(Protocol):
         """Prepare ``span`` and ``chain`` after all parts have been laid out."""
         ...
 
-    def projection(self, weight: Tensor) -> nn.Module:
-        """Make a module that multiplies by a matrix (out, in) of a method, on the same kernels as the layers."""
+    def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+        """Make a module that multiplies by a matrix (out, in) of a method, on the same kernels as the layers, and adds
+        a bias (out,) if there is one.
+        """
         ...
 
     def sibling(self) -> Backend:
@@ -72,9 +74,9 @@ class TorchBackend:
     def finish(self, decoder: Decoder) -> None:
         """Prepare nothing, since layers only run one by one."""
 
-    def projection(self, weight: Tensor) -> nn.Module:
-        """Make a linear layer without bias that shares the matrix (out, in)."""
-        return Linear.of(weight)
+    def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+        """Make a linear layer that shares the matrix (out, in) and the bias."""
+        return Linear.of(weight, bias)
 
     def sibling(self) -> Backend:
         """Make a PyTorch backend for another decoder."""

@@ -16,6 +16,7 @@ from vivace.core.seams import Decided, Draft
 
 if TYPE_CHECKING:
     from vivace.core.cache import KVCache
+    from vivace.core.draft_head import DraftHead
     from vivace.core.low_rank import LowRankDeltas
     from vivace.kernels.low_bit import Weights
 
@@ -38,6 +39,8 @@ class ChainPlan(NamedTuple):
     """Probability below which a guess is the last of its chain; 0 stops no chain."""
     weights: Weights = "bf16"
     """Format in which drafting reads the layers it runs, the head and the deep reads."""
+    head: DraftHead | None = None
+    """What guesses are read with; None is the decoder's head."""
     steps: int = 1
     """Largest number of steps of drafting and verification in one call."""
     room: int = 1
@@ -98,7 +101,7 @@ class Chain(Protocol):
         """Return whether it can draft with these draft rows."""
         ...
 
-    def prepare(self, rows: DraftRows | StreamRows, weights: Weights) -> None:
+    def prepare(self, rows: DraftRows | StreamRows, plan: ChainPlan) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         ...
 

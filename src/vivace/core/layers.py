@@ -23,11 +23,12 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
 
     @staticmethod
-    def of(weight: Tensor) -> Linear:
-        """Make a linear layer without bias that shares a matrix (out, in)."""
+    def of(weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Make a linear layer that shares a matrix (out, in) and a bias (out,), if there is one."""
         with torch.device("meta"):
             made = Linear(weight.shape[1], weight.shape[0])
         made.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        made.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         return made
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from vivace.core.draft_rows import Chain, ChainPlan, ChainRoot
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft
 from vivace.decode.plain import NoDrafts
-from vivace.kernels.low_bit import Weights
 
 BLOCK_S = 0.05
 """Longest time, in seconds, that the steps of one call may take, so that text still appears evenly."""
@@ -77,10 +76,8 @@ class StepBudget:
             return 1
         return max(1, int(min(MAX_TOKENS / tokens, BLOCK_S / max(pass_s, 1e-9))))
 
-    def drafts(
-        self, context: Context, slot: int, longest: int, weights: Weights, min_confidence: float = 0.0
-    ) -> tuple[int, ChainPlan] | None:
-        """Return how many guesses a draft of one sequence may have, and the plan of one call that drafts and verifies.
+    def drafts(self, context: Context, slot: int, longest: int, plan: ChainPlan) -> tuple[int, ChainPlan] | None:
+        """Return how many guesses a draft of one sequence may have, and ``plan`` for one call that drafts and verifies.
 
         Returns None where no guess can be used.
         """
@@ -88,7 +85,7 @@ class StepBudget:
         if room == 1 or limit == 0:
             return None
         steps = self.count(context, tokens=2)
-        return limit, ChainPlan(min_confidence, weights, steps, min(room, steps * (limit + 1)))
+        return limit, plan._replace(steps=steps, room=min(room, steps * (limit + 1)))
 
     def timed(self, context: Context, decide: Callable[[], Decided]) -> Decided:
         """Run ``decide`` and remember how long a pass took."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
+from vivace.core.draft_head import DraftHead, check_size, size_label
 from vivace.core.draft_rows import Chain, ChainPlan, ChainRoot, DraftRows
 from vivace.core.model import Decoder
 from vivace.core.sampling import drawable, sample
@@ -47,6 +48,8 @@ class DraftPlan:
     """Format in which drafting reads the layers below the exit layer and the head. Residuals of a quantized format are
     not reused: verification runs every layer. Native kernels quantize chains only; other drafts use the weights as they
     are."""
+    vocabulary: int = 0
+    """Number of tokens that may be guessed, the most frequent ones of the draft vocabulary; 0 allows all."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -58,6 +61,7 @@ class DraftPlan:
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"min_confidence must be in [0, 1), found {self.min_confidence}")
         check_weights(self.weights)
+        check_size(self.vocabulary)
 
     @staticmethod
     def chain(length: int) -> DraftPlan:
@@ -78,7 +82,8 @@ class DraftPlan:
     def label(self) -> str:
         """Return a short description: ``chain 4``, ``chain 6 if >= 0.5``, ``tree 2-2-1``, ``chain 3 in q4``."""
         sure = f" if >= {self.min_confidence:g}" if self.min_confidence else ""
-        return shape_label(self.widths) + sure + ("" if self.weights == "bf16" else f" in {self.weights}")
+        kind = "" if self.weights == "bf16" else f" in {self.weights}"
+        return shape_label(self.widths) + sure + kind + size_label(self.vocabulary)
 
 
 def shape_label(widths: Sequence[int]) -> str:
@@ -143,7 +148,14 @@ class ShallowDrafter(OwnsNoCache):
     """Implements ``Drafter``: drafts of a plan's shape, guessed by an ``EarlyGuess``."""
 
     def __init__(
-        self, model: Decoder, guess: EarlyGuess, plan: DraftPlan, *, name: str, first: PromptLookup | None = None
+        self,
+        model: Decoder,
+        guess: EarlyGuess,
+        plan: DraftPlan,
+        *,
+        name: str,
+        first: PromptLookup | None = None,
+        head: DraftHead | None = None,
     ) -> None:
         """Draft for ``model``.
 
@@ -153,7 +165,10 @@ class ShallowDrafter(OwnsNoCache):
             plan: shape of the draft.
             name: name of the method, for statistics.
             first: prompt lookup that is asked before; where it finds a continuation, that is the draft.
+            head: what guesses are read with; None is the model's head.
         """
+        self.head = DraftHead(model) if head is None else head
+        self.chain_plan = ChainPlan(plan.min_confidence, plan.weights, self.head)
         self.first = first
         self.model = model
         self.guess = guess
@@ -162,7 +177,7 @@ class ShallowDrafter(OwnsNoCache):
         self.budget = StepBudget()
         chain, draft_rows = model.backend.chain, guess.draft_rows
         if plan.is_chain and chain is not None and draft_rows is not None and chain.covers(draft_rows):
-            chain.prepare(draft_rows, plan.weights)
+            chain.prepare(draft_rows, self.chain_plan)
 
     def open(self, cache: KVCache) -> ShallowState:
         """Return the state of a session that has verified nothing yet."""
@@ -177,6 +192,7 @@ class ShallowState(Forgetful):
         self.traversal: Traversal = ForwardPass()
         self.first = first
         self.model, self.guess, self.plan = drafter.model, drafter.guess, drafter.plan
+        self._head, self._chain_plan = drafter.head, drafter.chain_plan
         self._budget = drafter.budget
         self._offsets: dict[int, Tensor] = {}
         """By slot: what is added where draft rows start, (depths, E), computed from the last verified position."""
@@ -198,7 +214,7 @@ class ShallowState(Forgetful):
         if found is None or not found.chain.covers(draft_rows):
             return None
         [(slot, token)] = found.pending.items()
-        drafts = self._budget.drafts(context, slot, len(self.plan.widths), self.plan.weights, self.plan.min_confidence)
+        drafts = self._budget.drafts(context, slot, len(self.plan.widths), self._chain_plan)
         if drafts is None:
             return None
         limit, plan = drafts
@@ -223,8 +239,8 @@ class ShallowState(Forgetful):
                 return None
             limit = min(len(self.plan.widths), context.max_nodes.get(slot, MAX_NODES))
             roots.append(ChainRoot(slot, tokens[-1], limit))
-        plan, (chain, draft_rows) = ChainPlan(self.plan.min_confidence, self.plan.weights), native
-        return chain.draft(roots, draft_rows, self._offsets_of(context.slots), cache, plan)
+        chain, draft_rows = native
+        return chain.draft(roots, draft_rows, self._offsets_of(context.slots), cache, self._chain_plan)
 
     def _native(self, context: Context) -> tuple[Chain, DraftRows] | None:
         """Return what drafts chains in one native call, whatever this batch needs; None for trees and without native
@@ -257,7 +273,7 @@ class ShallowState(Forgetful):
             done.append(hidden)
             if len(leaves) == 0:
                 break
-            draft, leaves = guess_below(self.model, self.plan, context, draft, leaves, at_exit, width, draws=draws)
+            draft, leaves = guess_below(self._head, self.plan, context, draft, leaves, at_exit, width, draws=draws)
         return replace(draft, hidden=torch.cat(done), entry_layer=self.guess.exit_layer)
 
     def _width(self, depth: int) -> int:
@@ -319,7 +335,7 @@ class ShallowState(Forgetful):
 
 
 def guess_below(
-    model: Decoder,
+    head: DraftHead,
     plan: DraftPlan,
     context: Context,
     draft: Draft,
@@ -332,7 +348,7 @@ def guess_below(
     """Guess tokens below each leaf.
 
     Args:
-        model: the decoder whose head reads the guesses.
+        head: what reads the guesses.
         plan: shape of the draft.
         context: of the step.
         draft: the draft so far.
@@ -348,9 +364,9 @@ def guess_below(
     sure: Tensor | None = None
     probs: Tensor | None = None
     if context.distribution.is_greedy(context.slots) and not plan.min_confidence:
-        tokens = model.greedy(at_exit)[:, None] if width == 1 else model.head(at_exit).topk(width).indices
+        tokens = head.greedy(at_exit)[:, None] if width == 1 else head(at_exit).topk(width).indices
     else:
-        logits = model.head(at_exit)
+        logits = head(at_exit)
         bare, distribution = torch.softmax(logits, -1), context.distribution(logits, draft, leaves)
         if draws:
             distribution = drawable(distribution)

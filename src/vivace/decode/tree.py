@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vivace.core.draft_head import check_size, size_label
 from vivace.core.seams import Draft
 from vivace.decode.shallow import MAX_NODES, DraftPlan, shape_label
 from vivace.errors import ConfigError
@@ -107,12 +108,15 @@ class TreePlan:
     """For each depth: number of likeliest tokens that are tried."""
     nodes: int = 0
     """Of all paths through these tokens only this many nodes, the likeliest; 0 takes all."""
+    vocabulary: int = 0
+    """Number of tokens that may be guessed, the most frequent ones of the draft vocabulary; 0 allows all."""
 
     def __post_init__(self) -> None:
         if self.nodes < 0 or self.nodes > MAX_NODES:
             raise ConfigError(f"nodes must be between 0 and {MAX_NODES}, found {self.nodes}")
         if not self.widths or min(self.widths) < 1:
             raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
+        check_size(self.vocabulary)
         if not self.nodes:
             DraftPlan(self.widths)  # refuses what is too large
 
@@ -124,4 +128,5 @@ class TreePlan:
     @property
     def label(self) -> str:
         """Return a short description: ``tree 3-2-1-1``, ``tree 5-4-3, the 12 likeliest``."""
-        return shape_label(self.widths) + (f", the {self.nodes} likeliest" if self.nodes else "")
+        likeliest = f", the {self.nodes} likeliest" if self.nodes else ""
+        return shape_label(self.widths) + likeliest + size_label(self.vocabulary)

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.checkpoint.draft_vocabulary import first_of, read_vocabulary
 from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.generation import load_eos_ids
 from vivace.checkpoint.load import least_bytes, load_decoder, read_config
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer, require_same_pieces
 from vivace.checkpoint.widen import AdapterTwin
@@ -280,6 +282,16 @@ class Methods:
         other.plan, other._drafters = plan, {}
         return other
 
+    def vocabulary(self, kind: str, size: int) -> Tensor | None:
+        """Return the tokens that weights of a kind may guess, ascending; None for size 0, which is all."""
+        if size == 0:
+            return None
+        folder = self.adapter_folder(kind)
+        if folder is None or self.folder is None:
+            raise NotFoundError("a draft vocabulary lies beside a checkpoint folder, and this model has none")
+        ends = load_eos_ids(self.folder)
+        return first_of(read_vocabulary(folder, self.model.config.vocab_size, ends), size, len(set(ends)))
+
     def shared(self, key: str, make: Callable[[], T]) -> T:
         """Return an object that several methods share, made by the first that asks for it."""
         if key not in self._shared:
@@ -372,6 +384,15 @@ class _Context:
     def model(self) -> Decoder:
         """Return the target."""
         return self.methods.model
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the method whose weights are used."""
+        return self.spec.adapter or self.spec.name
+
+    def vocabulary(self, size: int) -> Tensor | None:
+        """Return the tokens of the method's draft vocabulary that may be guessed."""
+        return self.methods.vocabulary(self.kind, size)
 
     def trained(self) -> tuple[Any, Any]:
         """Return the method's weights and the plan to draft with."""

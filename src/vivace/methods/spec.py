@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vivace.core.config import ModelConfig
+    from vivace.core.draft_head import DraftHead
     from vivace.core.model import Decoder
     from vivace.core.seams import Drafter
 
@@ -81,6 +82,11 @@ class MethodContext(Protocol):
         """Return the agreement with the whole model asked for; None leaves it to the method."""
         ...
 
+    @property
+    def kind(self) -> str:
+        """Return the name of the method whose weights are used."""
+        ...
+
     def trained(self) -> tuple[Any, Any]:
         """Return the method's weights, read and checked once, and the plan asked for or else stored with them.
 
@@ -91,6 +97,15 @@ class MethodContext(Protocol):
 
     def planned(self, default: Any) -> tuple[Any, Any]:
         """Return (config, plan) of a method without weights: those asked for, else those stored, else the defaults."""
+        ...
+
+    def vocabulary(self, size: int) -> Tensor | None:
+        """Return the tokens of the method's draft vocabulary that may be guessed, (n,) ascending; None for size 0.
+
+        Raises:
+            NotFoundError: there is none beside the method's weights.
+            MismatchError: it is another model's.
+        """
         ...
 
     def shared(self, key: str, make: Callable[[], T]) -> T:
@@ -158,6 +173,15 @@ DRAFTS_NOTHING = "drafts nothing"
 def with_length(plan: T, length: int | None) -> T:
     """Return a plan with ``widths`` as a chain of ``length`` guesses; unchanged where ``length`` is None."""
     return plan if length is None else replace(plan, widths=(1,) * length)  # type: ignore[type-var]
+
+
+def draft_head(context: MethodContext, plan: Any) -> DraftHead:
+    """Return what the guesses of a plan are read with, made once for all plans with the same vocabulary."""
+    from vivace.core.draft_head import DraftHead
+
+    ids = context.vocabulary(plan.vocabulary)
+    key = f"draft head of {context.kind}, {plan.vocabulary} tokens"
+    return context.shared(key, lambda: DraftHead(context.model, ids))
 
 
 def widen_low_rank(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:

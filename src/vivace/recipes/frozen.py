@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from vivace.checkpoint.adapters import save_adapter
+from vivace.checkpoint.draft_vocabulary import ranked, save_vocabulary
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
@@ -154,6 +155,8 @@ class Trainable(ABC):
         """
         engine, kind, trained = self.context.engine, self.context.recipe.kind, self.finish()
         what = trained.write(out, kind, base, engine)
+        if hasattr(trained.plan, "vocabulary"):
+            save_vocabulary(out, self.context.frequent())
         return SavedTraining(what, kind, lambda: as_it_decodes(engine, {kind: out}), trained.note)
 
 
@@ -201,6 +204,12 @@ class TrainContext:
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
         """Return batches that hold each pair once, in order of length."""
         return self._rows().batches(pairs, self.recipe.tokens_per_batch)
+
+    def frequent(self) -> Tensor:
+        """Return the tokens of the answers to train on, the most frequent first, after those that end texts."""
+        rows = self._rows().encode(self.train)
+        answers = (row.tokens[row.num_prompt :] for row in rows)
+        return ranked(answers, self.engine.tokenizer.eos_ids, self.engine.model.config.vocab_size)
 
     def _rows(self) -> Rows:
         """Return what encodes pairs for the frozen decoder, on its device."""

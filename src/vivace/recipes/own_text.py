@@ -303,6 +303,7 @@ class _Writing:
         asked: Sequence[str],
         note: Callable[[str], None],
     ) -> None:
+        longest = min(longest, engine.model.config.max_positions)
         self._engine, self._answers, self._budget, self._longest, self._note = engine, answers, budget, longest, note
         done = {row["prompt"] for row in answers.rows}
         self._queue: deque[tuple[int | None, str]] = deque((None, text) for text in asked if text not in done)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.core.draft_head import NOT_AMONG
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError
@@ -116,9 +117,9 @@ class Cut:
         yield torch.stack(ends).sum(), {}
 
 
-def rows_at_once(rows: int, model: Decoder) -> int:
-    """Return how many positions a part of a loss may have: ``rows``, or fewer where the vocabulary is large."""
-    return min(rows, max(1, LOGITS_AT_ONCE // model.config.vocab_size))
+def rows_at_once(rows: int, num_logits: int) -> int:
+    """Return how many positions a part of a loss may have: ``rows``, or fewer where each has many logits."""
+    return min(rows, max(1, LOGITS_AT_ONCE // num_logits))
 
 
 def slices(count: int, rows: int) -> Iterator[slice]:
@@ -183,11 +184,11 @@ class DistillationLoss:
         Args:
             guess: (n, V) logits z' with gradients.
             truth: (n, V) logits z of the frozen decoder.
-            targets: (n,) tokens x that follow in the text.
+            targets: (n,) tokens x that follow in the text, ``NOT_AMONG`` where the logits leave them out.
             temperature: tau.
         """
         kl = divergence(guess, truth, temperature)
-        ce = F.cross_entropy(guess, targets, reduction="sum")
+        ce = F.cross_entropy(guess, targets, reduction="sum", ignore_index=NOT_AMONG)
         agreed = (guess.detach().argmax(-1) == truth.argmax(-1)).sum()
         return Compared(self.distillation * temperature**2 * kl + self.cross_entropy * ce, kl, agreed)
 
@@ -209,12 +210,12 @@ class AlignedLoss(DistillationLoss):
             )
 
     def of_residuals(
-        self, model: Decoder, p: Tensor, truth: Tensor, aim: Tensor, targets: Tensor
+        self, read: Callable[[Tensor], Tensor], p: Tensor, truth: Tensor, aim: Tensor, targets: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare the residuals of guesses with those of the frozen decoder.
 
         Args:
-            model: decoder whose head turns the residuals into logits.
+            read: head that turns the residuals into logits.
             p: (n, E) residuals of the guesses, with gradients.
             truth: (n, V) logits z of the frozen decoder.
             aim: (n, E) residuals h that ``p`` should equal.
@@ -223,7 +224,7 @@ class AlignedLoss(DistillationLoss):
         Returns:
             The loss summed over rows, and sums for reports: "kl", "away" (1 - cos) and "agreement".
         """
-        compared = self.of(model.head(p), truth, targets, self.temperature)
+        compared = self.of(read(p), truth, targets, self.temperature)
         away = (1 - F.cosine_similarity(p.float(), aim.float(), dim=-1)).sum()
         sums = {"kl": compared.divergence, "away": away, "agreement": compared.agreed}
         return compared.loss + self.alignment * away, sums
@@ -249,4 +250,4 @@ def guess_losses(
         share = 1 / len(rows)
         return compared.loss * share, {"agreement": float(compared.agreed) * share}
 
-    yield from head_in_parts(top[rows], rows_at_once(loss.rows, model), part_of)
+    yield from head_in_parts(top[rows], rows_at_once(loss.rows, model.config.vocab_size), part_of)

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import torch
 
 from vivace.errors import ConfigError, UsageError
+from vivace.kernels.heap import return_large_blocks
 from vivace.kernels.reference import any_order
 from vivace.train.batches import Countable, DataSplit
 from vivace.train.config import TrainConfig
@@ -63,6 +64,7 @@ def fit(
         MismatchError: the folder holds a run with another plan.
         UsageError: the loss is infinite or not a number.
     """
+    return_large_blocks()
     run = _Run(model, objective, data, config, folder, report)
     run.resume()
     while run.spent() < 1.0:

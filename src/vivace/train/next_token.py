@@ -79,7 +79,7 @@ class NextToken(DecoderObjective):
             loss, right = next_token_loss(model, h, targets[part], len(rows))
             return loss, {"loss": float(loss.detach()), "accuracy": float(right)}
 
-        yield from head_in_parts(top, rows_at_once(self.rows, model), part_of)
+        yield from head_in_parts(top, rows_at_once(self.rows, model.config.vocab_size), part_of)
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
         if not self.recompute or not torch.is_grad_enabled():

@@ -172,9 +172,9 @@ class CpuBackend:
             self.span = span = NativeSpan.of(decoder, self.body)
             self.chain = NativeChain.of(decoder, span) if self.body.dtype == torch.bfloat16 else None
 
-    def projection(self, weight: Tensor) -> nn.Module:
+    def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         """Make a module that multiplies by a matrix (out, in) of a method, in bfloat16."""
-        return Linear.of(weight) if self.body is None else PackedLinear(self.body, weight)
+        return Linear.of(weight, bias) if self.body is None else PackedLinear(self.body, weight, bias)
 
     def sibling(self) -> Backend:
         """Make a backend with the same kernels for another decoder, whose weights stay in bfloat16."""

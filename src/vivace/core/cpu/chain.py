@@ -28,6 +28,7 @@ from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import Matrix, pack
 
 if TYPE_CHECKING:
+    from vivace.core.draft_head import DraftHead
     from vivace.core.model import Decoder
 
 
@@ -59,14 +60,37 @@ def why_no_chain(c: ModelConfig) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Guessing:
+    """The head that guesses in native calls."""
+
+    matrix: Matrix
+    ids: Tensor | None
+    """(out,) int64 token of each output; None: the outputs are all tokens, in order."""
+
+    @property
+    def address(self) -> int | None:
+        """Address of the ids."""
+        return None if self.ids is None else self.ids.data_ptr()
+
+
+_Kind = tuple["Weights", "DraftHead | None"]
+"""What the constant part of a call depends on besides its rows: formats of weights, and the head that guesses."""
+
+
+def _kind(drafting: ChainPlan) -> _Kind:
+    head = drafting.head
+    return drafting.weights, None if head is None or head.module is None else head
+
+
 class NativeChain:
     """Drafts and verifies with one packed decoder."""
 
     def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
         self._decoder = decoder
         self._span = span
-        self._chain_calls: WeakKeyDictionary[DraftRows, dict[Weights, _ChainCall]] = WeakKeyDictionary()
-        self._stream_calls: WeakKeyDictionary[StreamRows, dict[Weights, _StreamCall]] = WeakKeyDictionary()
+        self._chain_calls: WeakKeyDictionary[DraftRows, dict[_Kind, _ChainCall]] = WeakKeyDictionary()
+        self._stream_calls: WeakKeyDictionary[StreamRows, dict[_Kind, _StreamCall]] = WeakKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
@@ -86,12 +110,12 @@ class NativeChain:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 
-    def prepare(self, rows: DraftRows | StreamRows, weights: Weights) -> None:
+    def prepare(self, rows: DraftRows | StreamRows, plan: ChainPlan) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         if isinstance(rows, StreamRows):
-            self._stream_call(rows, weights)
+            self._stream_call(rows, plan)
         else:
-            self._of(rows, weights)
+            self._of(rows, plan)
 
     def draft(
         self,
@@ -115,7 +139,7 @@ class NativeChain:
         Returns:
             The draft, with residuals at the exit layer unless the plan's weights are quantized.
         """
-        fixed, is_quantized = self._of(draft_rows, plan.weights), plan.weights != "bf16"
+        fixed, is_quantized = self._of(draft_rows, plan), plan.weights != "bf16"
         call = _begun(fixed, offsets, plan.min_confidence)
         (tokens, slot, node, parent), hidden = self._run(call, fixed.plan, roots, cache, hands_over=not is_quantized)
         slots, given = tuple(root.slot for root in roots), (1,) * len(roots)
@@ -166,7 +190,7 @@ class NativeChain:
         Returns:
             The steps that were made; the logits of the last row of a slot are not read yet.
         """
-        fixed = self._of(draft_rows, plan.weights)
+        fixed = self._of(draft_rows, plan)
         call = _begun(fixed, offsets, plan.min_confidence)
         into = CSpeculation(feedback=_struct(fixed.feedback), has_feedback=fixed.feedback is not None)
         return self._speculate(call, fixed.plan, into, root, cache, plan, ends, hands_over=plan.weights == "bf16")
@@ -193,7 +217,7 @@ class NativeChain:
         Returns:
             The steps, as ``speculate`` returns them, and the last kept row's residual where stream rows start.
         """
-        fixed = self._stream_call(stream_rows, plan.weights)
+        fixed = self._stream_call(stream_rows, plan)
         entering, final = left[0].clone(), left[1]
         streams = CStreams.from_buffer_copy(fixed.call)
         streams.entering, streams.final = entering.data_ptr(), None if final is None else final.data_ptr()
@@ -231,10 +255,11 @@ class NativeChain:
         made = [VerifiedStep(kept[step], tuple(range(1, guessed[step] + 1))) for step in range(steps)]
         return Decided(draft, _at_top(hidden[:count]), (tuple(made),), into.draft_ns / 1e9)
 
-    def _stream_call(self, stream_rows: StreamRows, weights: Weights) -> _StreamCall:
+    def _stream_call(self, stream_rows: StreamRows, drafting: ChainPlan) -> _StreamCall:
         """Return the part of a call that is the same for every draft with these stream rows, made once."""
-        kinds = self._stream_calls.setdefault(stream_rows, {})
-        if weights not in kinds:
+        kinds, kind = self._stream_calls.setdefault(stream_rows, {}), _kind(drafting)
+        if kind not in kinds:
+            weights, head = drafting.weights, self._guessing(drafting, "bf16")
             depth = self._decoder.config.num_layers
             plan, copies = self._span.quantized_copy(stream_rows.insertion_layer, depth, weights)
             native_deltas, tensors = self._span.native_deltas((stream_rows.deltas,), stream_rows.insertion_layer, depth)
@@ -246,6 +271,8 @@ class NativeChain:
                 embeddings=embeddings.data_ptr(),
                 ones=ones.data_ptr(),
                 feedback=_struct(feedback),
+                head=head.matrix.struct,
+                ids=head.address,
                 deltas=native_deltas,
                 num_deltas=len(native_deltas),
                 insertion_layer=stream_rows.insertion_layer,
@@ -253,13 +280,13 @@ class NativeChain:
                 has_feedback=feedback is not None,
                 embedding_eps=torch.finfo(torch.float32).eps,
             )
-            kinds[weights] = _StreamCall(call, (plan, copies, native_deltas, tensors, embeddings, ones, feedback))
-        return kinds[weights]
+            kinds[kind] = _StreamCall(call, (head, plan, copies, native_deltas, tensors, embeddings, ones, feedback))
+        return kinds[kind]
 
     @cached_property
     def _whole(self) -> _ChainCall:
         """The call of plain decoding: all layers, no draft rows."""
-        return self._call(self._decoder.config.num_layers, None, "bf16")
+        return self._call(self._decoder.config.num_layers, None, ChainPlan())
 
     @property
     def _positions(self) -> int | None:
@@ -301,21 +328,28 @@ class NativeChain:
         rows = self._span.body.chain(plan, call)
         return made[:, :rows], None if hidden is None else hidden[:rows]
 
-    def _of(self, draft_rows: DraftRows, weights: Weights) -> _ChainCall:
+    def _of(self, draft_rows: DraftRows, drafting: ChainPlan) -> _ChainCall:
         """Return the part of a call that is the same for every chain with these draft rows, made once."""
-        kinds = self._chain_calls.setdefault(draft_rows, {})
-        if weights not in kinds:
-            kinds[weights] = self._call(draft_rows.exit_layer, draft_rows, weights)
-        return kinds[weights]
+        kinds, kind = self._chain_calls.setdefault(draft_rows, {}), _kind(drafting)
+        if kind not in kinds:
+            kinds[kind] = self._call(draft_rows.exit_layer, draft_rows, drafting)
+        return kinds[kind]
 
-    def _call(self, exit_layer: int, draft_rows: DraftRows | None, weights: Weights) -> _ChainCall:
+    def _guessing(self, drafting: ChainPlan, weights: Weights) -> _Guessing:
+        """Return the head that guesses in a format; the decoder's own has eight bits where others have four."""
+        chosen = drafting.head
+        if chosen is None or chosen.module is None:  # with four bits the whole head guesses other tokens
+            return _Guessing(quantized_copy(self._decoder.lm_head, "bf16" if weights == "bf16" else "int8"), None)
+        return _Guessing(quantized_copy(chosen.module, weights), chosen.ids)
+
+    def _call(self, exit_layer: int, draft_rows: DraftRows | None, drafting: ChainPlan) -> _ChainCall:
         """Make the constant part of a call of chains below an exit layer; None lets the rows guess themselves."""
-        decoder = self._decoder
+        decoder, weights = self._decoder, drafting.weights
         plan, copies = self._span.quantized_copy(0, exit_layer, weights)
-        head_weights: Weights = "bf16" if weights == "bf16" else "int8"  # with four bits a head guesses other tokens
-        head = quantized_copy(decoder.lm_head, head_weights)
+        head = self._guessing(drafting, weights)
         call = CChain(
-            head=head.struct,
+            head=head.matrix.struct,
+            ids=head.address,
             rows=CMatrix() if decoder.embedding_rows is None else matrix_of(decoder.embedding_rows),
             embedding=decoder.embedding.data_ptr() if decoder.embedding_rows is None else None,
             positions=self._positions,

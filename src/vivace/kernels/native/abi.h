@@ -265,6 +265,7 @@ struct Chain {
     const DeepRead* reads;  // one before each of the first num_reads layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,) slot, entries stored, last token, most guesses
     const int64_t* ends;                          // (num_ends,) end-of-text tokens, below which nothing is guessed
+    const int64_t* ids;  // (head.out,) token of each output of the head; null: the outputs are all tokens, in order
     int64_t *tokens, *slots, *nodes, *parents;    // written for each row; sequences + the sum of limits at most
     bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
     int64_t exit_layer, sequences, is_fed, num_deltas, num_ropes, num_offsets, num_reads, num_ends;
@@ -278,6 +279,8 @@ struct Streams {
     const bf16* embeddings;  // (count, E) stream embeddings, added where they start, or null
     const bf16* ones;     // (E,) ones, the weight of the norm of the root's embedding
     Matrix feedback;      // (count E or more, 2 E): offsets from the normed final residual and root's normed embedding
+    Matrix head;          // what guesses are read with
+    const int64_t* ids;   // (head.out,) token of each output of the head; null: the outputs are all tokens, in order
     const Delta* deltas;  // deltas of all stream rows; `which` is not read
     const bf16* final;    // (E,) of the last kept row after all layers
     bf16* entering;       // (E,) of the last kept row where they start; of the new one afterwards

@@ -151,6 +151,7 @@ private:
                 is_sure = worker_.body.likeliest(logits, chain_.head.out, chain_.softcap, &tokens[i]) >=
                           chain_.min_confidence;
             }
+            if (chain_.ids != nullptr) tokens[i] = chain_.ids[tokens[i]];
             const bool ends = is_end(chain_, tokens[i]);
             // The caller reads this token from the last residual: no row for it.
             if (decides() && (ends || !is_certain(chain_, values[i]))) continue;

@@ -28,7 +28,7 @@ public:
         given_.hidden = chain.hidden == nullptr ? nullptr : rows_.h.get();
         given_.root = &root_, given_.length = &length_, given_.limit = &limit_;
         if (speculation.streams != nullptr)
-            streams_.emplace(worker_, plan, chain_, into_.head, *speculation.streams, rows_, most);
+            streams_.emplace(worker_, plan, chain_, *speculation.streams, rows_, most);
     }
 
     int64_t run() {

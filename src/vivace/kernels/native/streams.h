@@ -9,10 +9,9 @@ namespace {
 class StreamRun {
 public:
     // `rows` are shared with the caller; each draft overwrites them.
-    StreamRun(const Worker& worker, const Plan& plan, const Chain& chain, const Matrix& head, Streams& streams,
-              Rows& rows, int64_t most)
-        : worker_(worker), plan_(plan), chain_(chain), head_(head), streams_(streams), rows_(rows),
-          final_(streams.final), which_(most) {
+    StreamRun(const Worker& worker, const Plan& plan, const Chain& chain, Streams& streams, Rows& rows, int64_t most)
+        : worker_(worker), plan_(plan), chain_(chain), streams_(streams), rows_(rows), final_(streams.final),
+          which_(most) {
         deltas_.assign(streams.deltas, streams.deltas + streams.num_deltas);
         for (Delta& delta : deltas_) delta.which = which_.data();
         x_.reset(new bf16[most * plan.width]);
@@ -30,7 +29,9 @@ public:
         for (int64_t row = 0; row < count; ++row) start(row, unit), rows_.seat(row, 0, length + row);
         worker_.span(*streams_.plan, call(count));
         worker_.norm(plan_, chain_.final_norm, rows_.out.get(), x_.get(), count);
-        worker_.greedy({head_, x_.get(), nullptr, nullptr, count}, tokens);
+        worker_.greedy({streams_.head, x_.get(), nullptr, nullptr, count}, tokens);
+        if (streams_.ids != nullptr)
+            for (int64_t row = 0; row < count; ++row) tokens[row] = streams_.ids[tokens[row]];
         for (int64_t row = 0; row + 1 < count; ++row)
             if (is_end(chain_, tokens[row])) return row + 1;
         return count;
@@ -85,7 +86,6 @@ private:
     const Worker& worker_;
     const Plan& plan_;
     const Chain& chain_;
-    const Matrix& head_;
     Streams& streams_;
     Rows& rows_;
     const bf16* final_;

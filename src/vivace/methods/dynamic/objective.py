@@ -70,12 +70,12 @@ class GatesObjective(DecoderObjective):
             trail = self.accelerator.accelerate(model, gate, start, frozen.step, (depth,))
             gates.append(self.accelerator.at_gate(gate, trail[rows, -1]))
         cut = Cut(*gates)
-        for part in slices(len(rows), rows_at_once(self.loss.rows, model)):
+        for part in slices(len(rows), rows_at_once(self.loss.rows, model.config.vocab_size)):
             truth = frozen.logits(model, rows[part])
             total, seen = cut.copies[0].new_zeros(()), {}
             for gate, p in enumerate(cut.copies):
                 aim = frozen.residuals[config.target(gate, model.config.num_layers)][rows[part]]
-                loss, sums = self.loss.of_residuals(model, p[part], truth, aim, targets[part])
+                loss, sums = self.loss.of_residuals(model.head, p[part], truth, aim, targets[part])
                 total = total + loss
                 seen[f"agreement_{gate + 1}"] = float(sums["agreement"]) / len(rows)
             yield total / (len(gates) * len(rows)), seen

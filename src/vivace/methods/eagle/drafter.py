@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vivace.core.backend import TorchBackend
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig, RopeConfig
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.step import Step
@@ -104,8 +105,9 @@ class Eagle:
 
     name = "eagle"
 
-    def __init__(self, model: Decoder, layer: EagleLayer, plan: DraftPlan) -> None:
+    def __init__(self, model: Decoder, layer: EagleLayer, plan: DraftPlan, head: DraftHead | None = None) -> None:
         """Draft for ``model`` on the kernels that run its layers; the weights of ``layer`` are packed in place."""
+        self.head = DraftHead(model) if head is None else head
         self.model = model
         self.plan = plan
         self._join: Callable[[Tensor], Tensor] = model.backend.projection(layer.join.contiguous())
@@ -144,6 +146,7 @@ class EagleState(Forgetful):
         self.cache = cache
         self.model = drafter.model
         self.plan = drafter.plan
+        self._head = drafter.head
         self._run = drafter.run
         self._pending: dict[int, list[Tensor]] = {}
         """By slot: normed residuals (n, E) of the last positions that have not run through the layer yet."""
@@ -182,7 +185,7 @@ class EagleState(Forgetful):
         """
         before = len(drafts[0].tokens)
         draws = self.plan.is_chain
-        draft, rows = guess_below(self.model, self.plan, context, drafts[0], leaves[0], known, width, draws=draws)
+        draft, rows = guess_below(self._head, self.plan, context, drafts[0], leaves[0], known, width, draws=draws)
         own, fresh = drafts[1].grow(leaves[1], draft.tokens[before:].view(-1, width))
         places = rows - before
         return draft, own, (rows, fresh[places]), places // width

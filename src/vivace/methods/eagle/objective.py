@@ -64,4 +64,4 @@ class EagleObjective(DecoderObjective):
             seen = {"agreement": float(compared.agreed) * share, "distance": float(distance.detach()) * share}
             return (compared.loss + self.loss.regression * distance) * share, seen
 
-        yield from head_in_parts(top, rows_at_once(self.loss.rows, model), part_of)
+        yield from head_in_parts(top, rows_at_once(self.loss.rows, model.config.vocab_size), part_of)

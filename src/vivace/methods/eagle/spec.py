@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, with_length
+from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, draft_head, with_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ def _eagle(context: MethodContext) -> Drafter:
     from vivace.methods.eagle.drafter import Eagle
 
     weights, plan = context.trained()
-    return Eagle(context.model, weights, with_length(plan, context.length))
+    return Eagle(context.model, weights, with_length(plan, context.length), draft_head(context, plan))
 
 
 def _feature_drafter() -> Stored:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig
+from vivace.core.draft_head import DraftHead
 from vivace.core.draft_rows import DraftRows
 from vivace.core.low_rank import LowRankDeltas, Site, random_factor
 from vivace.core.model import Decoder
@@ -114,6 +115,7 @@ class ExitGuess:
         return h[: step.num_rows], self.exit.at_exit(h[step.num_rows :])
 
 
-def exit_drafter(model: Decoder, exit_: Exit, plan: DraftPlan) -> ShallowDrafter:
-    """Return a drafter of an exit: DEED with an adaptation module, LayerSkip without."""
-    return ShallowDrafter(model, ExitGuess(model, exit_), plan, name="deed" if exit_.config.bottleneck else "layerskip")
+def exit_drafter(model: Decoder, exit_: Exit, plan: DraftPlan, head: DraftHead | None = None) -> ShallowDrafter:
+    """Return a drafter of an exit: DEED with an adaptation module, LayerSkip without; ``head`` reads the guesses."""
+    name = "deed" if exit_.config.bottleneck else "layerskip"
+    return ShallowDrafter(model, ExitGuess(model, exit_), plan, name=name, head=head)

@@ -8,6 +8,7 @@ from vivace.methods.spec import (
     MethodContext,
     MethodSpec,
     Stored,
+    draft_head,
     draft_shapes,
     widen_low_rank,
     with_length,
@@ -22,7 +23,7 @@ def _deed(context: MethodContext) -> Drafter:
     from vivace.methods.early_exit.drafter import exit_drafter
 
     weights, plan = context.trained()
-    return exit_drafter(context.model, weights, with_length(plan, context.length))
+    return exit_drafter(context.model, weights, with_length(plan, context.length), draft_head(context, plan))
 
 
 def _exit_with_adapter() -> Stored:
@@ -57,7 +58,8 @@ def _layerskip(context: MethodContext) -> Drafter:
     from vivace.methods.early_exit.drafter import Exit, exit_drafter
 
     config, plan = context.planned(DraftPlan())
-    return exit_drafter(context.model, Exit(config, context.model.config), with_length(plan, context.length))
+    exit_, plan = Exit(config, context.model.config), with_length(plan, context.length)
+    return exit_drafter(context.model, exit_, plan, draft_head(context, plan))
 
 
 def _bare_exit() -> Stored:

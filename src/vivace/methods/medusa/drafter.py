@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
@@ -70,15 +71,7 @@ class MedusaHeads(Trained):
         inner = x + F.silu(F.linear(x, self.mix[head]))
         if self.output is not None:
             return F.linear(inner, self.output[head]).float()
-        return _output(model, inner)
-
-
-def _output(model: Decoder, x: Tensor) -> Tensor:
-    """Apply the model's own output matrix to normed rows, (n, E) -> (n, V) float32; without a softcap, which keeps the
-    order.
-    """
-    logits: Tensor = F.linear(x, model.embedding) if model.lm_head is None else model.lm_head(x)
-    return logits.float()
+        return DraftHead(model).scores(inner)
 
 
 class Medusa(OwnsNoCache):
@@ -86,8 +79,10 @@ class Medusa(OwnsNoCache):
 
     name = "medusa"
 
-    def __init__(self, model: Decoder, heads: MedusaHeads, plan: TreePlan) -> None:
+    def __init__(self, model: Decoder, heads: MedusaHeads, plan: TreePlan, vocabulary: Tensor | None = None) -> None:
         """Draft for ``model`` with trained heads, on the kernels that run its layers.
+
+        Every head guesses only tokens of ``vocabulary`` (n,); None allows all.
 
         Raises:
             ConfigError: the plan is deeper than the number of heads.
@@ -101,9 +96,9 @@ class Medusa(OwnsNoCache):
         self._mix: Callable[[Tensor], Tensor] = model.backend.projection(
             heads.mix[: self.depth].flatten(0, 1).contiguous()
         )
-        self._outputs: list[Callable[[Tensor], Tensor]] = []
-        if heads.output is not None:
-            self._outputs = [model.backend.projection(weight.contiguous()) for weight in heads.output[: self.depth]]
+        shared = DraftHead(model, vocabulary) if heads.output is None else None
+        own = [None] * self.depth if heads.output is None else heads.output
+        self._heads = [shared or DraftHead(model, vocabulary, weight) for weight in own[: self.depth]]
 
     def open(self, cache: KVCache) -> MedusaState:
         """Return the state of a session that has seen no position yet."""
@@ -129,13 +124,8 @@ class Medusa(OwnsNoCache):
         needs them.
         """
         if width == 1 and not self.plan.nodes:
-            choose = getattr(self._outputs[head] if self._outputs else self.model.lm_head, "greedy", None)
-            best: Tensor = choose(x) if choose is not None else self._logits(head, x).argmax(-1)
-            return best[:, None].tolist(), [[1.0]] * len(x)
-        return likeliest(self._logits(head, x), width, with_chances=self.plan.nodes > 0)
-
-    def _logits(self, head: int, x: Tensor) -> Tensor:
-        return self._outputs[head](x).float() if self._outputs else _output(self.model, x)
+            return self._heads[head].best(x)[:, None].tolist(), [[1.0]] * len(x)
+        return likeliest(self._heads[head].scores(x), width, with_chances=self.plan.nodes > 0)
 
 
 class MedusaState(Forgetful):

@@ -62,7 +62,7 @@ class MedusaObjective(DecoderObjective):
         for head in range(self.heads.config.heads):
             heard = rows + head + 1  # rows whose next token this head guesses
             inside = (rows % length + head + 1 < length) & scored[heard.clamp(max=len(scored) - 1)]
-            for part in torch.split(inside.nonzero()[:, 0], rows_at_once(self.loss.rows, model)):
+            for part in torch.split(inside.nonzero()[:, 0], rows_at_once(self.loss.rows, model.config.vocab_size)):
                 truth = frozen.logits(model, heard[part])
                 guess = self.heads.logits(head, x[rows[part]], model)
                 compared, share = self.loss.of(guess, truth, target_of[heard[part]]), 1 / len(rows)

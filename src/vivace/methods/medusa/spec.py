@@ -18,7 +18,7 @@ def _medusa(context: MethodContext) -> Drafter:
     from vivace.methods.medusa.drafter import Medusa
 
     weights, plan = context.trained()
-    return Medusa(context.model, weights, with_length(plan, context.length))
+    return Medusa(context.model, weights, with_length(plan, context.length), context.vocabulary(plan.vocabulary))
 
 
 def _heads() -> Stored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.draft_rows import DraftRows
 from vivace.core.model import Decoder
 from vivace.core.step import Step
@@ -49,7 +50,9 @@ def self_speculation(
     return drafter_by(AcceleratedGuess(model, accelerator), plan, lookup=lookup)
 
 
-def drafter_by(guess: AcceleratedGuess, plan: DraftPlan, *, lookup: PromptLookup | None = None) -> ShallowDrafter:
+def drafter_by(
+    guess: AcceleratedGuess, plan: DraftPlan, *, lookup: PromptLookup | None = None, head: DraftHead | None = None
+) -> ShallowDrafter:
     """Return a drafter that shares ``guess`` with other drafters, so that they share quantized copies of weights."""
     name = "multirate" if lookup is None else "multirate+lookup"
-    return ShallowDrafter(guess.model, guess, plan, name=name, first=lookup)
+    return ShallowDrafter(guess.model, guess, plan, name=name, first=lookup, head=head)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.multirate.residual import Accelerator
@@ -46,9 +47,11 @@ class MultirateLoss(AlignedLoss):
 class MultirateObjective(DecoderObjective):
     """Trains an accelerator; the decoder is not changed."""
 
-    def __init__(self, accelerator: Accelerator, loss: MultirateLoss) -> None:
+    def __init__(self, accelerator: Accelerator, loss: MultirateLoss, head: DraftHead | None = None) -> None:
+        """Train ``accelerator`` to guess the tokens that ``head`` reads; None is all of them."""
         self.accelerator = accelerator
         self.loss = loss
+        self.head = head
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return all adapter weights, without weight decay."""
@@ -59,16 +62,19 @@ class MultirateObjective(DecoderObjective):
         adapters.
         """
         rows, targets = batch.predicting, batch.targets
+        head = self.head or DraftHead(model)
         frozen = FrozenPass.of(model, batch.tokens)
 
         def part_of(p: Tensor, part: slice) -> LossPart:
-            truth, aim = frozen.logits(model, rows[part]), frozen.final[rows[part]]
-            loss, sums = self.loss.of_residuals(model, p, truth, aim, targets[part])
+            aim = frozen.final[rows[part]]
+            with torch.no_grad():
+                truth = head.among(aim)
+            loss, sums = self.loss.of_residuals(head.among, p, truth, aim, head.places(targets[part]))
             share = 1 / len(rows)
             return loss * share, {name: float(value.detach()) * share for name, value in sums.items()}
 
         top = self._accelerate(model, batch.tokens, frozen)[rows]
-        yield from head_in_parts(top, rows_at_once(self.loss.rows, model), part_of)
+        yield from head_in_parts(top, rows_at_once(self.loss.rows, head.num_rows), part_of)
 
     def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
         """Return the residuals p at the exit layer for every position, (B * T, E)."""

@@ -8,6 +8,7 @@ from vivace.methods.spec import (
     MethodContext,
     MethodSpec,
     Stored,
+    draft_head,
     draft_shapes,
     widen_low_rank,
     with_length,
@@ -23,7 +24,7 @@ def _multirate(context: MethodContext, lookup: PromptLookup | None = None) -> Dr
 
     weights, plan = context.trained()
     guess = context.shared("accelerated guess", lambda: AcceleratedGuess(context.model, weights))
-    return drafter_by(guess, with_length(plan, context.length), lookup=lookup)
+    return drafter_by(guess, with_length(plan, context.length), lookup=lookup, head=draft_head(context, plan))
 
 
 def _multirate_with_lookup(context: MethodContext) -> Drafter:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar, Literal
 
+from vivace.core.draft_head import check_size, size_label
 from vivace.decode.shallow import shape_label
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
@@ -90,6 +91,8 @@ class StreamPlan:
     weights: Weights = "bf16"
     """Format in which streams that follow the kept node read the upper layers; verification reads them unquantized.
     Without native kernels the weights are used as they are."""
+    vocabulary: int = 0
+    """Number of tokens that may be guessed, the most frequent ones of the draft vocabulary; 0 allows all."""
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -102,6 +105,7 @@ class StreamPlan:
         if not 0 <= self.threshold < 1:
             raise ConfigError(f"threshold must be in [0, 1), found {self.threshold}")
         check_weights(self.weights)
+        check_size(self.vocabulary)
         if self.weights != "bf16" and self.attach == "every":
             raise ConfigError(f"streams of every node ride on verification, which {self.weights} would change")
 
@@ -120,9 +124,8 @@ class StreamPlan:
     def label(self) -> str:
         """Return a short description: ``tree 2-1-1 from every node``, ``chain 3 from kept node if >= 0.1 in int8``."""
         sure = f" if >= {self.threshold:g}" if self.threshold else ""
-        return f"{shape_label(self.widths)} from {self.attach} node{sure}" + (
-            "" if self.weights == "bf16" else f" in {self.weights}"
-        )
+        kind = "" if self.weights == "bf16" else f" in {self.weights}"
+        return f"{shape_label(self.widths)} from {self.attach} node{sure}{kind}{size_label(self.vocabulary)}"
 
     def check_fits(self, config: MultistreamConfig) -> None:
         """Raise an error for a draft deeper than the number of streams, or for settings that these streams do not

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.draft_rows import ChainRoot
+from vivace.core.draft_head import DraftHead
+from vivace.core.draft_rows import ChainPlan, ChainRoot
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.multi_step import StepBudget, deciding
@@ -29,13 +30,14 @@ class StreamDrafter(OwnsNoCache):
 
     name = "multistream"
 
-    def __init__(self, model: Decoder, streams: Streams, plan: StreamPlan) -> None:
+    def __init__(self, model: Decoder, streams: Streams, plan: StreamPlan, head: DraftHead | None = None) -> None:
         """Draft for ``model``.
 
         Args:
             model: the target.
             streams: streams trained on it.
             plan: shape of the draft.
+            head: what guesses are read with; None is the model's head.
 
         Raises:
             ConfigError: these streams do not support the plan.
@@ -44,6 +46,8 @@ class StreamDrafter(OwnsNoCache):
         streams.run_on(model)
         self.model = model
         self.plan = plan
+        self.head = DraftHead(model) if head is None else head
+        self.chain_plan = ChainPlan(weights=plan.weights, head=self.head)
         self.forward = StreamForwardPass(streams, plan)
         self.forward.prepare(model)
         self.has_feedback = streams.config.feedback
@@ -51,7 +55,7 @@ class StreamDrafter(OwnsNoCache):
         self.stream_rows = streams.stream_rows(len(plan.widths)) if is_chain else None
         """The streams as data for native code, where it can make whole steps; else None."""
         if self.stream_rows is not None and model.backend.chain is not None:
-            model.backend.chain.prepare(self.stream_rows, plan.weights)
+            model.backend.chain.prepare(self.stream_rows, self.chain_plan)
         self.budget = StepBudget()
 
     def open(self, cache: KVCache) -> StreamState:
@@ -102,7 +106,7 @@ class StreamState(Forgetful):
         if stream_rows is None or others or slot not in self._kept:
             return None
         found = deciding(self.model, context)
-        drafts = budget.drafts(context, slot, len(self.plan.widths), self.plan.weights)
+        drafts = budget.drafts(context, slot, len(self.plan.widths), self.drafter.chain_plan)
         if found is None or drafts is None:
             return None
         limit, plan = drafts
@@ -127,9 +131,9 @@ class StreamState(Forgetful):
         """Return the tokens to try, likeliest first, by slot and stream; only streams of kept nodes pass the head."""
         rows, widths = streams.flatten(0, 1), self.plan.widths
         if max(widths) == 1:
-            chosen = self.model.greedy(rows)[:, None]
+            chosen = self.drafter.head.greedy(rows)[:, None]
         else:
-            chosen = self.model.head(rows).topk(max(widths)).indices
+            chosen = self.drafter.head(rows).topk(max(widths)).indices
         levels: list[list[list[int]]] = chosen.view(len(streams), len(widths), -1).tolist()
         return [[tokens[:width] for tokens, width in zip(slot, widths, strict=True)] for slot in levels]
 

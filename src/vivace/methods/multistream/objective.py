@@ -85,7 +85,7 @@ class MultistreamObjective(DecoderObjective):
         """Yield the streams' loss in chunks of positions that add up to the mean, then the pruner's."""
         main = self._main_stream(model, batch.tokens)
         total = len(batch.predicting)
-        for places in places_of(batch.scored, rows_at_once(self.loss.rows, model)):
+        for places in places_of(batch.scored, rows_at_once(self.loss.rows, model.config.vocab_size)):
             yield self._chunk(model, batch, main, places, total)
         yield from self._pruned(model, batch, main)
 
@@ -93,7 +93,7 @@ class MultistreamObjective(DecoderObjective):
         if self.streams.pruner is not None and self.loss.pruner:
             rows, targets = batch.predicting, batch.targets
             entering = main.entering.flatten(0, 1)[rows]
-            for part in slices(len(rows), rows_at_once(len(rows), model)):
+            for part in slices(len(rows), rows_at_once(len(rows), model.config.vocab_size)):
                 logits = model.head(self.streams.pruner(entering[part]))
                 loss = F.cross_entropy(logits, targets[part]) * (len(logits) / len(rows))
                 yield self.loss.pruner * loss, {"pruner": float(loss.detach())}

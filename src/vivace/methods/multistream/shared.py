@@ -139,7 +139,7 @@ class SharedObjective(MultistreamObjective):
             main = replace(main, known=self._known(model, batch, main))
         yield from self._next_token(model, batch, main)
         if self.alpha:
-            for places in places_of(batch.scored, rows_at_once(self.loss.rows, model)):
+            for places in places_of(batch.scored, rows_at_once(self.loss.rows, model.config.vocab_size)):
                 loss, seen = self._chunk(model, batch, main, places, len(batch.predicting))
                 yield self.alpha * loss, seen
         yield from self._pruned(model, batch, replace(main, entering=main.entering.detach()))
@@ -157,7 +157,7 @@ class SharedObjective(MultistreamObjective):
 
     def _next_token(self, model: Decoder, batch: TokenBatch, main: MainStream) -> LossParts:
         top, rows, targets = main.final.flatten(0, 1), batch.predicting, batch.targets
-        for part in slices(len(rows), rows_at_once(self.loss.rows, model)):
+        for part in slices(len(rows), rows_at_once(self.loss.rows, model.config.vocab_size)):
             loss, right = next_token_loss(model, top[rows[part]], targets[part], len(rows))
             yield loss, {"main": float(loss.detach()), "accuracy": float(right)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, widen_low_rank, with_length
+from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, draft_head, widen_low_rank, with_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ def _drafter(context: MethodContext) -> Drafter:
     from vivace.methods.multistream.drafter import StreamDrafter
 
     weights, plan = context.trained()
-    return StreamDrafter(context.model, weights, with_length(plan, context.length))
+    return StreamDrafter(context.model, weights, with_length(plan, context.length), draft_head(context, plan))
 
 
 def _streams() -> Stored:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.draft_head import DraftHead
 from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Draft
@@ -71,7 +72,7 @@ class UnoDeltas(LowRank):
 class Uno(NoDrafts):
     """Implements ``Drafter``: it keeps no state, since a block is made from the cache alone."""
 
-    def __init__(self, model: Decoder, weights: UnoDeltas, plan: TreePlan) -> None:
+    def __init__(self, model: Decoder, weights: UnoDeltas, plan: TreePlan, head: DraftHead | None = None) -> None:
         """Draft for ``model``.
 
         Raises:
@@ -85,6 +86,7 @@ class Uno(NoDrafts):
         self.model = model
         self.weights = weights
         self.plan = plan
+        self._head = DraftHead(model) if head is None else head
         self._deltas: dict[tuple[int, int], LowRankDeltas] = {}
 
     def propose(self, context: Context) -> Draft:
@@ -132,10 +134,10 @@ class Uno(NoDrafts):
         """Return each slot's guesses from the rows that make them."""
         widths, nodes = self.plan.widths, self.plan.nodes
         if self.plan.is_chain and not nodes:
-            levels = [[token] for token in self.model.greedy(hidden).tolist()]
+            levels = [[token] for token in self._head.greedy(hidden).tolist()]
             chances = [[1.0]] * len(levels)
         else:
-            levels, chances = likeliest(self.model.head(hidden), max(widths), with_chances=nodes > 0)
+            levels, chances = likeliest(self._head(hidden), max(widths), with_chances=nodes > 0)
         trees, first = list[list[Node]](), 0
         for count in counts:
             rows = range(first, first + count)

@@ -59,7 +59,7 @@ class UnoObjective(DecoderObjective):
         carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
         total, count = int(carrying[:, 1:].sum()), self.weights.config.block - 1
-        for places in places_of(carrying, max(1, rows_at_once(self.loss.rows, model) // count)):
+        for places in places_of(carrying, max(1, rows_at_once(self.loss.rows, model.config.vocab_size) // count)):
             yield self._part(model, batch, frozen, places, total)
 
     def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> LossPart:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, widen_low_rank, with_length
+from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, draft_head, widen_low_rank, with_length
 
 if TYPE_CHECKING:
     from vivace.core.seams import Drafter
@@ -15,7 +15,7 @@ def _uno(context: MethodContext) -> Drafter:
     from vivace.methods.uno.drafter import Uno
 
     weights, plan = context.trained()
-    return Uno(context.model, weights, with_length(plan, context.length))
+    return Uno(context.model, weights, with_length(plan, context.length), draft_head(context, plan))
 
 
 def _block_deltas() -> Stored:
