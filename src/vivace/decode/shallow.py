@@ -96,14 +96,15 @@ TREES = ((2, 1), (3, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 2
 
 
 def draft_plans(longest: int) -> list[DraftPlan]:
-    """Return the plans that a search tries: chains up to ``longest``, some with a least confidence or quantized, small
-    trees.
+    """Return the plans that a search tries: chains up to ``longest``, some with a least confidence, quantized or both,
+    and small trees.
     """
     lengths = range(1, longest + 1)
     chains = [DraftPlan.chain(length) for length in lengths]
     unsure = [DraftPlan((1,) * length, sure) for length in lengths if length in (4, 6, 8) for sure in (0.3, 0.5, 0.7)]
-    quantized = [DraftPlan((1,) * length, weights=kind) for length in lengths if length >= 3 for kind in ("int8", "q4")]
-    return [*chains, *unsure, *quantized, *(DraftPlan(widths) for widths in TREES if len(widths) <= longest)]
+    quantized = [DraftPlan((1,) * length, weights=kind) for length in lengths for kind in ("int8", "q4")]
+    both = [DraftPlan((1,) * length, sure, "q4") for length in lengths if length in (4, 6) for sure in (0.3, 0.5)]
+    return [*chains, *unsure, *quantized, *both, *(DraftPlan(widths) for widths in TREES if len(widths) <= longest)]
 
 
 class EarlyGuess(Protocol):
