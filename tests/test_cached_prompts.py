@@ -139,7 +139,7 @@ DRAWS_GUESSES = ("multirate", "eagle", "draft")
 )
 def test_calls_of_an_engine_share_what_was_read(place: Path, method: str, kind: str) -> None:
     folder = make_model(place, method)
-    free, engine = vivace.load(folder), vivace.load(folder, prefix_cache="16MiB")
+    free, engine = vivace.load(folder, kernels="torch"), vivace.load(folder, kernels="torch", prefix_cache="16MiB")
     short, longer = long_prompts(free)
     fields = {"method": method, "max_new_tokens": 6, "ignore_eos": True, "raw": True, "logprobs": True}
     fields |= SAMPLED if kind == "sampled" else GREEDY
@@ -169,9 +169,9 @@ def test_bits_of_padded_passes_are_kept_apart(place: Path) -> None:
 
 def test_cached_prompts_give_way_to_texts(place: Path) -> None:
     folder = make_model(place, "plain")
-    free = vivace.load(folder)
+    free = vivace.load(folder, kernels="torch")
     block = free.model.blocks.block_bytes
-    engine = vivace.load(folder, memory=free.memory.held_bytes + 8 * block, prefix_cache="1GiB")
+    engine = vivace.load(folder, kernels="torch", memory=free.memory.held_bytes + 8 * block, prefix_cache="1GiB")
     for first in range(12):
         prompt = f"{first} " + long_prompts(engine)[0]
         found = engine.generate(prompt, method="plain", max_new_tokens=1, raw=True)

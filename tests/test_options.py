@@ -71,11 +71,11 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
 def engine(tmp_path_factory: pytest.TempPathFactory) -> vivace.Engine:
     """A model whose greedy text ends early: one of its tokens is made an end token."""
     folder = make_checkpoint(tmp_path_factory.mktemp("options"))
-    usual = vivace.load(folder).generate(PROMPTS[0], **PLAIN)[0]
+    usual = vivace.load(folder, kernels="torch").generate(PROMPTS[0], **PLAIN)[0]
     settings = {"eos_token_id": [usual.token_ids[4]]}
-    save_exits(folder, vivace.load(folder).model)
+    save_exits(folder, vivace.load(folder, kernels="torch").model)
     (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return vivace.load(folder)
+    return vivace.load(folder, kernels="torch")
 
 
 def save_exits(folder: Path, model: Decoder) -> None:

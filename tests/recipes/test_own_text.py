@@ -124,13 +124,15 @@ def test_minutes_are_divided_between_writing_and_training() -> None:
 
 def test_weights_are_trained_without_data(engine: Engine, tmp_path: Path) -> None:
     recipe, notes, out = replace(RECIPE, own_tokens=900, longest=64), list[str](), tmp_path / "fast"
-    runs = train_beside(recipe, vivace.load(engine.folder), [], out, Lines(notes.append))
+    runs = train_beside(recipe, vivace.load(engine.folder, kernels="torch"), [], out, Lines(notes.append))
     assert all(run.identical for run in runs)
     written = (out / "run" / "own.jsonl").read_text(encoding="utf-8")
     (out / "run" / "own.jsonl").write_text(written.rpartition("\n")[0].rpartition("\n")[0] + "\n", encoding="utf-8")
     with pytest.raises(MismatchError, match="another recipe, base or data"):  # once trained on, nothing is added
-        train_beside(recipe, vivace.load(engine.folder), [], out, Lines(notes.append))
-    mixed = train_beside(recipe, vivace.load(engine.folder), WORDS, tmp_path / "mixed", Lines(notes.append))
+        train_beside(recipe, vivace.load(engine.folder, kernels="torch"), [], out, Lines(notes.append))
+    mixed = train_beside(
+        recipe, vivace.load(engine.folder, kernels="torch"), WORDS, tmp_path / "mixed", Lines(notes.append)
+    )
     assert all(run.identical for run in mixed)
     assert {str(row.request) for row in WORDS} & {
         row["prompt"] for row in rows(tmp_path / "mixed" / "run" / "own.jsonl")

@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    runs = train_beside(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(notes.append))
+    runs = train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "fast", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "multirate"]
     assert all(run.identical for run in runs)
     assert runs[1].acceptance_per_position
@@ -60,17 +60,17 @@ def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Pat
 def test_layers_that_copy_are_found_and_written_down(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     recipe = replace(RECIPE, find_reach=2)
-    runs = train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "far", Lines(notes.append))
+    runs = train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "far", Lines(notes.append))
     assert all(run.identical for run in runs)
     assert load_adapter(tmp_path / "far")[0]["config"]["reach"] == [2, 3]
     assert any("layers that copy, and that will be read while drafting: 2, 3" in note for note in notes)
     named = replace(RECIPE, find_reach=2, adapter=replace(RECIPE.adapter, reach=(3,)))
-    train_beside(named, vivace.load(checkpoint), WORDS, tmp_path / "named", Lines(notes.append))
+    train_beside(named, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "named", Lines(notes.append))
     assert load_adapter(tmp_path / "named")[0]["config"]["reach"] == [3]
 
 
 def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    train_beside(RECIPE, vivace.load(checkpoint), WORDS, tmp_path / "fast", Lines(lambda _: None))
+    train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "fast", Lines(lambda _: None))
     other = make_checkpoint(tmp_path / "other", seed=1, layers=4)
     with pytest.raises(MismatchError, match="was trained on base"):
         vivace.load(other, adapters={"multirate": tmp_path / "fast"}).generate("aka", method="multirate")
@@ -80,15 +80,15 @@ def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path)
 
 def test_a_finished_run_is_not_trained_again(checkpoint: Path, tmp_path: Path) -> None:
     out, notes = tmp_path / "fast", list[str]()
-    train_beside(RECIPE, vivace.load(checkpoint), WORDS, out, Lines(lambda _: None))
+    train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS, out, Lines(lambda _: None))
     first = (out / "adapter_model.safetensors").read_bytes()
-    train_beside(RECIPE, vivace.load(checkpoint), WORDS, out, Lines(notes.append))
+    train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS, out, Lines(notes.append))
     assert (out / "adapter_model.safetensors").read_bytes() == first
     assert any("resumed after step 8" in note for note in notes)
 
 
 def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path) -> None:
-    engine = vivace.load(checkpoint)
+    engine = vivace.load(checkpoint, kernels="torch")
     prompts = [str(row.request) for row in WORDS] + ["extra one", "extra two"]
     whole = regenerated(engine, prompts, tmp_path / "a.jsonl", lambda _: None)
     text = (tmp_path / "a.jsonl").read_text()
@@ -101,7 +101,7 @@ def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path)
 
 def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="8 rows leave nothing to train on"):
-        train_beside(RECIPE, vivace.load(checkpoint), WORDS[:8], tmp_path / "x", Lines(lambda _: None))
+        train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS[:8], tmp_path / "x", Lines(lambda _: None))
 
 
 EXITS = DynamicRecipe(
@@ -117,7 +117,7 @@ EXITS = DynamicRecipe(
 
 def test_trained_exits_decode_and_say_how_often_they_left(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    runs = train_beside(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(notes.append))
+    runs = train_beside(EXITS, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "early", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "dynamic"]
     assert sum("of the tokens leave at the gates" in note for note in notes) == 4
     written, tensors = load_adapter(tmp_path / "early")
@@ -136,13 +136,13 @@ def test_a_finished_exit_training_ends_with_the_same_weights(checkpoint: Path, t
     """Gates come from their snapshot; what the router learns depends on nothing else."""
     found = []
     for _ in range(2):
-        train_beside(EXITS, vivace.load(checkpoint), WORDS, tmp_path / "early", Lines(lambda _: None))
+        train_beside(EXITS, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "early", Lines(lambda _: None))
         found.append({name: value.clone() for name, value in load_adapter(tmp_path / "early")[1].items()})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_exits_refuse_what_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
-    engine = vivace.load(checkpoint)
+    engine = vivace.load(checkpoint, kernels="torch")
     with pytest.raises(NotFoundError, match="vivace train dynamic"):
         engine.generate("aka", method="dynamic")
     with pytest.raises(ConfigError, match="router_rows"):

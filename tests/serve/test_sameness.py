@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from openai import OpenAI
 
 from tests.serve.conftest import Running
 from vivace.engine import Engine
+from vivace.kernels.choice import choose
 from vivace.prompts import packaged_prompts
 
 PROMPTS = [str(prompt.request) for prompt in packaged_prompts("e2e")[:16]]
@@ -93,7 +95,10 @@ def test_a_shared_prompt_is_read_once(client: OpenAI, engine: Engine) -> None:
     longer = client.completions.create(
         model="tiny", prompt=prompt + "and on", max_tokens=12, extra_body={"cache_salt": "n", "return_token_ids": True}
     )
-    assert longer.usage.prompt_tokens_details.cached_tokens == 256
+    before, after = (engine.tokenizer.encode(text) for text in (prompt, prompt + "and on"))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    reads_rows = choose("auto").body is not None  # others share whole chunks
+    assert longer.usage.prompt_tokens_details.cached_tokens == (common if reads_rows else 256)
     wanted = list(engine.generate(prompt + "and on", raw=True, max_new_tokens=12, method="plain")[0].token_ids)
     assert longer.choices[0].token_ids == wanted
     other = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": "m"})

@@ -45,4 +45,6 @@ def test_a_crafted_salt_poisons_nobody(shared: Reached) -> None:
     crafted = {"cache_salt": b"\0(\0\0\0\0\0\0".decode()}
     assert ask(shared, "first", [41, 42, 43], **crafted).status_code == 200
     victim = ask(shared, "first", [40, 41, 42, 43])
-    assert (victim.status_code, cached(victim)) == (200, 0)
+    alone = ask(shared, "first", [40, 41, 42, 43], cache_salt="of its own")
+    assert (victim.status_code, alone.status_code, cached(alone)) == (200, 200, 0)
+    assert victim.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]

@@ -155,7 +155,7 @@ def test_thresholds_are_found_and_kept(checkpoint: Path, tmp_path: Path) -> None
             held_back=24,
         )
         out = tmp_path / measure
-        runs = train_beside(recipe, vivace.load(checkpoint), WORDS, out, Lines(lambda _: None))
+        runs = train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, out, Lines(lambda _: None))
         assert [run.method for run in runs] == ["plain", "calm"]
         engine = vivace.load(checkpoint, adapters={"calm": out})
         stats = engine.generate("aka", method="calm", quality=0.9, max_new_tokens=16)[0].stats
@@ -174,7 +174,7 @@ def test_whole_models_are_trained_for_their_method(checkpoint: Path, tmp_path: P
     other = replace(recipe, supervision=Supervision(layers, weight=0.1), schedule=SkipPlan(4, 2, 4))
     with pytest.raises(MismatchError, match="another recipe"):
         train_whole(other, WORDS, tmp_path / "out", Lines(lambda _: None), checkpoint)
-    engine = vivace.load(tmp_path / "out")
+    engine = vivace.load(tmp_path / "out", kernels="torch")
     methods = ("plain", "layerskip") if kind != "skipdecode" else ("plain", "skipdecode")
     answers = [engine.generate("aka", method=method, max_new_tokens=12)[0].token_ids for method in methods]
     assert kind == "skipdecode" or answers[0] == answers[1]

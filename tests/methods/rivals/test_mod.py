@@ -198,7 +198,7 @@ def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Pat
 
 
 def test_steps_lower_the_loss_and_teach_the_routers(checkpoint: Path) -> None:  # noqa: F811
-    engine = vivace.load(checkpoint, dtype="float32")
+    engine = vivace.load(checkpoint, dtype="float32", kernels="torch")
     model = engine.model.requires_grad_(True)
     torch.manual_seed(0)
     objective = RECIPE.objective(model)

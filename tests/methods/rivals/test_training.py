@@ -52,7 +52,9 @@ def batch(engine: vivace.Engine) -> TokenBatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_trained_rival_decodes_the_same_text(checkpoint: Path, tmp_path: Path, kind: str) -> None:
-    runs = train_beside(RECIPES[kind], vivace.load(checkpoint), WORDS, tmp_path / kind, Lines(lambda _: None))
+    runs = train_beside(
+        RECIPES[kind], vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / kind, Lines(lambda _: None)
+    )
     assert [run.method for run in runs] == ["plain", kind]
     assert all(run.identical for run in runs)
     engine = vivace.load(checkpoint, adapters={kind: tmp_path / kind})
@@ -64,7 +66,7 @@ def test_a_trained_rival_decodes_the_same_text(checkpoint: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_steps_lower_the_loss_and_leave_the_base_alone(checkpoint: Path, tmp_path: Path, kind: str) -> None:
-    engine = vivace.load(checkpoint)
+    engine = vivace.load(checkpoint, kernels="torch")
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
     torch.manual_seed(0)
     trainee = RECIPES[kind].begin(TrainContext.of(RECIPES[kind], engine, WORDS, tmp_path, Lines(lambda _: None)))
@@ -101,10 +103,10 @@ def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Pat
     """UNO's, which draws where its blocks hang."""
     recipe = replace(RECIPES["uno"], loop=SNAPSHOTS)
     quiet = Lines(lambda _: None)
-    train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "whole", quiet)
+    train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "whole", quiet)
     with pytest.raises(KeyboardInterrupt):
-        train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", Killed())
-    train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "cut", quiet)
+        train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "cut", Killed())
+    train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "cut", quiet)
     whole, cut = (load_adapter(tmp_path / name)[1] for name in ("whole", "cut"))
     assert all(torch.equal(value, cut[name]) for name, value in whole.items())
     assert any(bool(value.any()) for name, value in whole.items() if name.startswith("up"))
@@ -113,7 +115,9 @@ def test_a_killed_run_ends_with_the_same_weights(checkpoint: Path, tmp_path: Pat
 def test_a_trained_draft_model_is_a_checkpoint_that_drafts(checkpoint: Path, tmp_path: Path) -> None:
     shape = ShapeConfig(num_layers=1, width=16, ffn_width=16, num_heads=2, num_kv_heads=1, head_dim=8)
     recipe = DraftRecipe(**SETTINGS, shape=shape, optimiser=OptimiserConfig(adamw_rate=0.01))
-    runs = train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "small", Lines(lambda _: None))
+    runs = train_beside(
+        recipe, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "small", Lines(lambda _: None)
+    )
     assert [run.method for run in runs] == ["plain", "draft"]
     assert all(run.identical for run in runs)
     assert vivace.load(tmp_path / "small").model.config.num_layers == 1
@@ -122,12 +126,12 @@ def test_a_trained_draft_model_is_a_checkpoint_that_drafts(checkpoint: Path, tmp
 def test_an_exit_with_nothing_to_train_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     recipe = method_recipe("deed")(**SETTINGS, adapter=ExitConfig(2))
     with pytest.raises(ConfigError, match=r"set adapter\.bottleneck"):
-        train_beside(recipe, vivace.load(checkpoint), WORDS, tmp_path / "x", Lines(lambda _: None))
+        train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "x", Lines(lambda _: None))
 
 
 @pytest.mark.parametrize("method", ["lookahead", "layerskip"])
 def test_methods_without_weights_run_on_any_model(checkpoint: Path, method: str) -> None:
-    engine = vivace.load(checkpoint)
+    engine = vivace.load(checkpoint, kernels="torch")
     plain, fast = (engine.generate("aka", method=m, max_new_tokens=24)[0] for m in ("plain", method))
     assert plain.token_ids == fast.token_ids
     assert fast.stats.num_draft_tokens > 0

@@ -41,7 +41,9 @@ def make_foresight(folder: Path, mixture: Path) -> Path:
 def test_every_method_says_what_the_resident_model_says(mixture: Path, tmp_path: Path) -> None:
     store = write_store(mixture, tmp_path / "store").folder
     ahead = make_foresight(tmp_path / "ahead", mixture)
-    resident = vivace.load(mixture).generate("aka", method="plain", max_new_tokens=12, logprobs=True)[0]
+    resident = vivace.load(mixture, kernels="torch").generate("aka", method="plain", max_new_tokens=12, logprobs=True)[
+        0
+    ]
     planned = vivace.load(store, memory="100MiB").storage
     assert planned is not None
     least = planned.plan.num_bytes

@@ -35,7 +35,7 @@ def test_what_the_recipe_makes_comes_back_from_disk(tmp_path: Path) -> None:
     adapter = ForesightConfig(rate=None, forecast=6, leads=(1, 3))
     recipe = replace(RECIPE, adapter=adapter, plan=ForesightPlan(leads=(1, 2, 3)))
     notes: list[str] = []
-    runs = train_beside(recipe, vivace.load(mixture), WORDS, tmp_path / "ahead", Lines(notes.append))
+    runs = train_beside(recipe, vivace.load(mixture, kernels="torch"), WORDS, tmp_path / "ahead", Lines(notes.append))
     assert [(run.method, run.identical) for run in runs] == [("plain", True), ("foresight", True)]
     assert any("lead_3" in note and "forecast" in note for note in notes)
     found, tensors = load_adapter(tmp_path / "ahead")
@@ -50,7 +50,7 @@ def test_a_trained_foresight_decodes_the_same_text(tmp_path: Path) -> None:
     dense = make_checkpoint(tmp_path / "dense", layers=4)
     mixture = upcycle_checkpoint(dense, tmp_path / "moe", num_experts=4)
     notes: list[str] = []
-    runs = train_beside(RECIPE, vivace.load(mixture), WORDS, tmp_path / "ahead", Lines(notes.append))
+    runs = train_beside(RECIPE, vivace.load(mixture, kernels="torch"), WORDS, tmp_path / "ahead", Lines(notes.append))
     assert [run.method for run in runs] == ["plain", "foresight"]
     assert all(run.identical for run in runs)
     found, tensors = load_adapter(tmp_path / "ahead")
@@ -62,4 +62,4 @@ def test_a_trained_foresight_decodes_the_same_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="method foresight drafts nothing"):
         engine.generate("aka", method="foresight", num_draft_tokens=2)
     with pytest.raises(UnsupportedError, match="foresight is for mixtures of experts"):
-        train_beside(RECIPE, vivace.load(dense), WORDS, tmp_path / "none", Lines(notes.append))
+        train_beside(RECIPE, vivace.load(dense, kernels="torch"), WORDS, tmp_path / "none", Lines(notes.append))
