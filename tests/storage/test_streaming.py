@@ -155,16 +155,33 @@ def test_a_disk_that_fails_now_and_then(llama: Store, failures: int, monkeypatch
                 assert "Input/output error; check the disk" in str(exc)  # noqa: PT017 - how often is not fixed
                 errors += 1
         assert left[0] == 0
-        assert 1 <= errors <= failures
+        assert errors <= failures, "what failed ahead of its time is read again"
         assert same(found, plain)
 
 
 def test_a_disk_that_fails_for_a_while(llama: Store, tmp_path: Path) -> None:
     with opened(llama, 0.8) as (model, storage):
         plain = answers(model)
-        with broken(storage.reader.reader, tmp_path), pytest.raises(CheckpointError, match="Is a directory; check"):
-            answers(model)
+        with broken(storage.reader.reader, tmp_path):
+            with pytest.raises(CheckpointError, match="Is a directory; check"):
+                answers(model)
+            storage.stream.close()  # so that what is read ahead has failed too, whoever was faster
         assert same(answers(model), plain)
+
+
+def test_what_was_read_ahead_of_a_disk_that_failed_is_read_again(llama: Store, tmp_path: Path) -> None:
+    with opened(llama, 0.8) as (_, storage):
+        stream = storage.stream
+        parts = {unit: storage.store[unit].parts[0].name for unit in stream.units}
+        wanted = {unit: stream.weight(unit, name).clone() for unit, name in parts.items()}
+        with broken(storage.reader.reader, tmp_path):
+            middle = len(stream.units) // 2  # those after the last one, the first, are there already
+            far = stream.units[middle]
+            with pytest.raises(CheckpointError, match="Is a directory; check"):
+                stream.weight(far, parts[far])
+            stream.close()
+        for unit in stream.units[middle:]:
+            assert torch.equal(stream.weight(unit, parts[unit]), wanted[unit])
 
 
 def test_too_little_memory(llama: Store) -> None:

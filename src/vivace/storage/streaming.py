@@ -27,6 +27,7 @@ from vivace.core.cpu.packed import PackedFeedForward, PackedLinear
 from vivace.core.layers import FeedForward
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
+from vivace.errors import CheckpointError
 from vivace.kernels import reference as kernels
 from vivace.kernels.library import LANES
 from vivace.kernels.native import Matrix, NativeBody
@@ -90,19 +91,31 @@ class Stream:
 
     def _turn_to(self, unit: str) -> _Buffer:
         found = next((buffer for buffer in self._buffers if buffer.unit == unit), None)
+        is_ahead = found is not None
         if found is None:
             found = self._farthest(self._place[unit])
             self._begin(found, unit, NOW)
         self._current = found
         self._read_ahead(found)
-        if found.read is not None:
-            read, found.read = found.read, None
-            try:
-                read.wait()
-            except BaseException:
-                found.unit = self._current = None
-                raise
+        try:
+            self._finish(found, unit, is_ahead=is_ahead)
+        except BaseException:
+            found.unit = self._current = None
+            raise
         return found
+
+    def _finish(self, buffer: _Buffer, unit: str, *, is_ahead: bool) -> None:
+        """Wait until a buffer is filled, and fill it again if that failed ahead: the fault may be over by now."""
+        read, buffer.read = buffer.read, None
+        if read is None:
+            return
+        try:
+            read.wait()
+        except CheckpointError:
+            if not is_ahead:
+                raise
+            self._begin(buffer, unit, NOW)
+            self._finish(buffer, unit, is_ahead=False)
 
     def _farthest(self, place: int) -> _Buffer:
         """Return the buffer whose bundle is used last, counted from ``place``; an empty buffer comes before all."""
