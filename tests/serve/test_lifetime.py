@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from tests.serve.conftest import DRAFTERS, Reached, local, serving
-from vivace.engine import SHIPPED, Engine
+from vivace.engine import SHIPPED, Engine, load
 from vivace.serve.config import ServeConfig
 
 LONG = {"prompt": "abc", "max_tokens": 900, "ignore_eos": True, "method": "plain"}
@@ -26,8 +26,10 @@ LONG = {"prompt": "abc", "max_tokens": 900, "ignore_eos": True, "method": "plain
 
 @pytest.fixture(scope="module")
 def narrow(engine: Engine) -> Iterator[Reached]:
-    """One slot and two places in the queue."""
-    with local(engine, ServeConfig(num_slots=1, max_queue=2, served_model_name="tiny")) as reached:
+    """One slot and two places in the queue, on kernels slow enough that a long answer is still being written."""
+    with local(
+        load(engine.folder, kernels="torch"), ServeConfig(num_slots=1, max_queue=2, served_model_name="tiny")
+    ) as reached:
         yield reached
 
 
