@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vivace
 from tests.cli.conftest import Outcome, cli
@@ -20,7 +20,7 @@ from vivace.decode.multi_step import MultiStepPlain
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate import reference
-from vivace.evaluate.reference import Departure, Plainness, Text, beside_checkpoint, beside_itself, rounding
+from vivace.evaluate.reference import Departure, Plainness, Text, beside_checkpoint, beside_itself
 from vivace.prompts import TASKS, packaged_prompts
 
 __all__ = ["cli"]
@@ -42,8 +42,8 @@ def answers(engine: vivace.Engine, asked: Sequence[Any] = PROMPTS, **options: An
 
 
 def test_right_answers_have_no_departures(folder: Path) -> None:
-    texts = answers(vivace.load(folder))
-    found = beside_checkpoint(folder, torch.float32, texts, GREEDY)
+    engine = vivace.load(folder)
+    found = beside_checkpoint(folder, engine.model, answers(engine), GREEDY)
     assert (found.num_prompts, found.num_tokens) == (4, 96)
     assert found.departures == ()
     assert found.num_different == 0
@@ -51,26 +51,24 @@ def test_right_answers_have_no_departures(folder: Path) -> None:
 
 def test_a_wrong_token_is_told_with_its_gaps(folder: Path) -> None:
     """The token after it follows the wrong text, so it is judged on that."""
-    texts = answers(vivace.load(folder))
+    engine = vivace.load(folder)
+    texts = answers(engine)
     text = texts[1]
     wrong = (*text.answer[:5], (text.answer[5] + 1) % 300, *text.answer[6:])
-    found = beside_checkpoint(folder, torch.float32, [texts[0], replace(text, answer=wrong)], GREEDY)
+    found = beside_checkpoint(folder, engine.model, [texts[0], replace(text, answer=wrong)], GREEDY)
     first = found.departures[0]
-    logits = vivace.load(folder).logits([[*text.prompt, *text.answer[:5]]])[0, -1]
+    logits = engine.logits([[*text.prompt, *text.answer[:5]]])[0, -1]
     best = logits.topk(2).values
     assert (first.prompt, first.position, first.expected, first.written) == (1, 5, text.answer[5], wrong[5])
     assert first.gap == pytest.approx(float(best[0] - logits[wrong[5]]), rel=1e-4)
     assert first.top_two_gap == pytest.approx(float(best[0] - best[1]), rel=1e-4)
-    assert first.rounding == rounding(float(best[0]), torch.float32)
+    assert first.rounding == 64 * 2.0**-23 * 2.0 ** math.floor(math.log2(float(best[0])))
     assert first.is_error
     assert first in found.errors
     assert found.num_different == 1
 
 
-def test_what_rounding_explains() -> None:
-    assert rounding(12.6, torch.bfloat16) == 2 * 2.0**-7 * 8
-    assert rounding(-3.0, torch.bfloat16) == 2 * 2.0**-7 * 2
-    assert rounding(16.0, torch.float32) == 64 * 2.0**-23 * 16
+def test_an_error_is_a_gap_above_what_rounding_explains() -> None:
     assert Departure(0, 0, 1, 2, 0.126, 0.126, 0.125).is_error
     assert not Departure(0, 0, 1, 2, 0.125, 0.125, 0.125).is_error
     assert not Departure(0, 0, 1, 2, 9.0, 9.0, None).is_error
@@ -79,8 +77,10 @@ def test_what_rounding_explains() -> None:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_model_that_ships_departs_by_rounding_alone(kernels: str) -> None:
     engine = vivace.load(kernels=kernels)
-    found = beside_checkpoint(engine.folder, torch.bfloat16, answers(engine, max_new_tokens=16), GREEDY)
+    found = beside_checkpoint(engine.folder, engine.model, answers(engine, max_new_tokens=16), GREEDY)
     assert found.errors == ()
+    assert found.distance == pytest.approx(found.usual_distance, rel=0.15)
+    assert not found.is_far
 
 
 def _sharper(model: Any) -> None:
@@ -100,14 +100,15 @@ def test_crippled_decoding_is_an_error(harm: Callable[[Any], None]) -> None:
     harm(engine.model)
     asked = [prompt.request for task in TASKS for prompt in packaged_prompts(task)[:4]]
     texts = answers(engine, asked, max_new_tokens=48, ignore_eos=False)
-    assert beside_checkpoint(engine.folder, torch.bfloat16, texts, GREEDY).errors
+    assert beside_checkpoint(engine.folder, engine.model, texts, GREEDY).is_far
 
 
 @pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}], ids=str)
 def test_penalties_are_part_of_what_is_right(folder: Path, penalty: dict[str, Any]) -> None:
-    texts = answers(vivace.load(folder), **penalty)
-    assert beside_checkpoint(folder, torch.float32, texts, Sampling(**penalty)).departures == ()
-    assert beside_checkpoint(folder, torch.float32, texts, GREEDY).departures
+    engine = vivace.load(folder)
+    texts = answers(engine, **penalty)
+    assert beside_checkpoint(folder, engine.model, texts, Sampling(**penalty)).departures == ()
+    assert beside_checkpoint(folder, engine.model, texts, GREEDY).departures
 
 
 @pytest.mark.parametrize("weights", ["int8", "q4"])
@@ -128,6 +129,17 @@ def test_a_store_is_compared_with_itself(folder: Path) -> None:
     assert beside_itself(model, [broken], GREEDY).errors
 
 
+def test_weights_of_a_store_in_bfloat16_are_bound_by_rounding_that_is_added() -> None:
+    engine = vivace.load()
+    text = answers(engine, max_new_tokens=16)[0]
+    assert beside_itself(engine.model, [text], GREEDY).errors == ()
+    unlikely = int(engine.logits([text.prompt])[0, -1].argmin())
+    broken = replace(text, answer=(unlikely, *text.answer[1:]))
+    first = beside_itself(engine.model, [broken], GREEDY).departures[0]
+    assert first.is_error
+    assert first.rounding == pytest.approx(6 * first.gap / first.deviations)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt2", "llama"])
 def test_other_families(tmp_path: Path, family: str) -> None:
     """Windows, caps, learned positions; the text runs past the length for which a rotary embedding is stretched."""
@@ -141,15 +153,16 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     session = Session(model, num_slots=1, capacity=64, chunk=8)
     session.admit(Request(prompt, 24, MultiStepPlain(model)))
     text = Text(prompt, tuple(token for emitted in session.drain() for token in emitted.tokens))
-    assert beside_checkpoint(tmp_path, torch.float32, [text], GREEDY).departures == ()
+    assert beside_checkpoint(tmp_path, model, [text], GREEDY).departures == ()
     wrong = replace(text, answer=(*text.answer[:-1], (text.answer[-1] + 1) % 50))
-    (last,) = beside_checkpoint(tmp_path, torch.float32, [wrong], GREEDY).departures
+    (last,) = beside_checkpoint(tmp_path, model, [wrong], GREEDY).departures
     assert last.is_error == (family != "mixtral")
     assert (last.rounding is None) == (family == "mixtral")
 
 
 def test_an_answer_without_tokens_is_no_difference(folder: Path) -> None:
-    found = beside_checkpoint(folder, torch.float32, [Text((1, 2), ()), *answers(vivace.load(folder))[:1]], GREEDY)
+    engine = vivace.load(folder)
+    found = beside_checkpoint(folder, engine.model, [Text((1, 2), ()), *answers(engine)[:1]], GREEDY)
     assert (found.num_prompts, found.num_tokens, found.departures) == (2, 24, ())
 
 
@@ -188,3 +201,15 @@ def test_commands_end_with_an_error_above_rounding(
     plain, lookup = measured.json["runs"]
     assert (plain["identical"], plain["num_different"], lookup["identical"]) == (False, 1, True)
     assert measured.json["plain"]["departures"][0]["is_error"] == bool(status)
+
+
+def test_a_command_ends_with_an_error_if_logits_are_far(
+    cli: Callable[..., Outcome], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_: Plainness(2, 12, (), 0.2, 0.1))
+    told = cli(*CHECK, folder)
+    assert told.status == 1
+    assert "  its logits are 0.2 from float32's, those of PyTorch 0.1" in told.out
+    assert "logits of plain decoding are 0.2 from float32's, where rounding explains about 0.1" in told.err
+    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_: Plainness(2, 12, (), 0.14, 0.1))
+    assert cli(*CHECK, folder).status == 0

@@ -39,7 +39,7 @@ def compare_plain(
     has_few_bits = engine.weights not in ("bf16", "exact12")
     if engine.storage is not None or has_few_bits:
         return AS_KEPT, beside_itself(engine.model, texts, sampling, has_few_bits=has_few_bits)
-    return FROM_FILE, beside_checkpoint(engine.folder, engine.model.dtype, texts, sampling)
+    return FROM_FILE, beside_checkpoint(engine.folder, engine.model, texts, sampling)
 
 
 def plain_json(what: str, found: Plainness) -> dict[str, Any]:
@@ -51,6 +51,9 @@ def plain_json(what: str, found: Plainness) -> dict[str, Any]:
         "num_tokens": found.num_tokens,
         "identical": not departures,
         "departures": departures,
+        "distance": found.distance,
+        "usual_distance": found.usual_distance,
+        "is_far": found.is_far,
     }
 
 
@@ -66,14 +69,24 @@ def plain_lines(what: str, found: Plainness) -> list[str]:
         lines.append(f"  prompt {one.prompt + 1}, token {one.position + 1}: {gaps}{limit}")
     if len(widest) > NUM_SHOWN:
         lines.append(f"  and {len(widest) - NUM_SHOWN} more")
+    if found.distance is not None:
+        lines.append(
+            f"  its logits are {found.distance:.2g} from float32's, those of PyTorch {found.usual_distance:.2g}"
+        )
     return lines
 
 
 def complain(found: Plainness) -> bool:
     """Return whether plain decoding differs by more than rounding explains, and report it on stderr if so."""
+    report = "please report this with the model and the output of vivace doctor"
     if found.errors:
         console.error(
             f"plain decoding wrote {len(found.errors)} of {found.num_tokens} tokens that rounding does not explain; "
-            "please report this with the model and the output of vivace doctor"
+            f"{report}"
         )
-    return bool(found.errors)
+    if found.is_far:
+        console.error(
+            f"logits of plain decoding are {found.distance:.2g} from float32's, where rounding explains about "
+            f"{found.usual_distance:.2g}; {report}"
+        )
+    return bool(found.errors) or found.is_far
