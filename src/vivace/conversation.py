@@ -90,8 +90,7 @@ class Conversation:
                 "nothing was cut or sent: start over, or say less"
             )
         request = self.engine.request_for(tokens, self.options)
-        if self._prefix is not None:
-            request = replace(request, prefix=self._prefix.salted())
+        request = replace(request, prefix=self.engine.prefix(self._prefix))
         for chunk in self.engine.answer(request, self.options):
             if chunk.result is not None:
                 written = chunk.result.token_ids

@@ -29,6 +29,7 @@ from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
+from vivace.core.seams import Prefix
 from vivace.core.step import Step
 from vivace.decode.memory import MemoryBudget
 from vivace.decode.prefix import PrefixCache
@@ -40,6 +41,7 @@ from vivace.kernels.low_bit import check_weights
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
 from vivace.storage import refusals
 from vivace.storage.loading import Storage, bytes_beside, load_stored
+from vivace.storage.prompt_cache.cache import MAX_BYTES, PromptCache, facts_of
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes
 
@@ -127,6 +129,9 @@ def load(
     weights: str = "bf16",
     memory: str | int | None = None,
     prefix_cache: str | int | None = None,
+    prompt_cache: str | Path | None = None,
+    prompt_cache_ro: bool = False,
+    prompt_cache_bytes: str | int | None = None,
     kv: str = "same",
     reader: str = "auto",
     screened_head: bool | None = None,
@@ -150,6 +155,10 @@ def load(
             sets no limit.
         prefix_cache: most memory for texts that were read or written, such as "256MiB", given back when running texts
             need it. Calls whose prompts begin alike read the beginning once; answers do not change. None keeps none.
+        prompt_cache: folder in which texts that were read or written are kept on disk, for this process and later
+            ones; answers do not change. None keeps none.
+        prompt_cache_ro: whether texts are found there and none is added.
+        prompt_cache_bytes: most bytes of that folder; None is 4GiB.
         kv: format of keys and values: "same" as the weights' dtype, or "int8", half the memory and lossy.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
         screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
@@ -226,6 +235,11 @@ def load(
     engine.storage = storage
     engine.ignored_config_keys = ignored
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
+    if prompt_cache is not None:
+        engine.open_prompt_cache(prompt_cache, is_read_only=prompt_cache_ro, max_bytes=prompt_cache_bytes)
+    elif prompt_cache_ro or prompt_cache_bytes is not None:
+        name = "prompt_cache_ro" if prompt_cache_ro else "prompt_cache_bytes"
+        raise ConfigError(f"{name} has no effect without prompt_cache; name its folder, or leave {name} out")
     return engine
 
 
@@ -258,6 +272,8 @@ class Engine:
         """Counts the memory of weights and drafters, and what is promised to texts."""
         self.prefix_cache: PrefixCache | None = None
         """Entries of prompts that were read, shared by all calls."""
+        self.prompt_cache: PromptCache | None = None
+        """The same on disk, shared with later processes."""
         self.ignored_config_keys: tuple[str, ...] = ()
         """Unknown keys of ``config.json`` that were ignored because the caller said so."""
 
@@ -292,6 +308,38 @@ class Engine:
         cache = PrefixCache.of(self.model, max_bytes)
         self.memory.may_evict(cache)
         return cache
+
+    def open_prompt_cache(
+        self, folder: str | Path, *, is_read_only: bool = False, max_bytes: str | int | None = None
+    ) -> None:
+        """Keep texts in a folder on disk, and find them there.
+
+        Args:
+            folder: made if it is not there.
+            is_read_only: whether texts are found there and none is added.
+            max_bytes: most bytes of the folder, such as "4GiB"; None is that.
+
+        Raises:
+            ConfigError: the folder cannot be made, or the limit has no room for one block, or has no effect.
+            NotFoundError: it is only to be read, and not there.
+            UnsupportedError: what this model computes depends on tokens that it has read before.
+        """
+        if self.model.stateful:
+            raise UnsupportedError(
+                "a store of neurons keeps no prompts, as it has to read them; leave out prompt_cache"
+            )
+        if is_read_only and max_bytes is not None:
+            raise ConfigError("prompt_cache_bytes has no effect on a cache that is only read; leave it out")
+        limit = MAX_BYTES if max_bytes is None else parse_bytes(max_bytes)
+        facts = facts_of(self.model, self.folder, self.weights)
+        path = Path(folder).expanduser()
+        self.prompt_cache = PromptCache(self.model, path, facts, max_bytes=limit, is_read_only=is_read_only)
+        self.memory.may_evict(self.prompt_cache)
+
+    def prefix(self, memory: PrefixCache | None, salt: str | None = None, owner: bytes = b"") -> Prefix | None:
+        """Return the kept texts that requests of an owner with a salt see: those in memory, those on disk, or None."""
+        part = None if memory is None else memory.salted(salt, owner)
+        return part if self.prompt_cache is None else self.prompt_cache.behind(part, salt, owner)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
         """Answer prompts in batches; keyword arguments are the fields of ``Options``.
@@ -384,7 +432,7 @@ class Engine:
             stop=stop,
             seed=options.seed,
             logprobs=options.logprobs,
-            prefix=None if self.prefix_cache is None else self.prefix_cache.salted(),
+            prefix=self.prefix(self.prefix_cache),
         )
         request.check_fits(context)
         request.check_rotation(self.model.config)

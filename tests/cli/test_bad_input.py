@@ -188,6 +188,42 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "kernels must be auto, torch, avx2, avx512 or amx, found 'fast'",
     ),
+    "a prompt cache that is a file": (
+        (*GENERATE, "--prompt-cache", "rows.jsonl"),
+        USAGE,
+        "prompt cache rows.jsonl is a file; name a folder",
+    ),
+    "a prompt cache below a file": ((*GENERATE, "--prompt-cache", "rows.jsonl/a"), USAGE, "cannot be made"),
+    "a prompt cache to be read that is not there": (
+        (*GENERATE, "--prompt-cache", "none", "--prompt-cache-ro"),
+        FAILED,
+        "there is no prompt cache none",
+    ),
+    "a prompt cache without room": (
+        (*GENERATE, "--prompt-cache", "p", "--prompt-cache-bytes", "1KiB"),
+        USAGE,
+        "prompt_cache_bytes is 1.0 KiB, and one block takes",
+    ),
+    "a size that is none": (
+        (*GENERATE, "--prompt-cache", "p", "--prompt-cache-bytes", "many"),
+        USAGE,
+        "expected a size such as 4GiB",
+    ),
+    "a limit of no prompt cache": (
+        (*GENERATE, "--prompt-cache-bytes", "1GiB"),
+        USAGE,
+        "prompt_cache_bytes has no effect without prompt_cache",
+    ),
+    "reading no prompt cache": (
+        (*GENERATE, "--prompt-cache-ro"),
+        USAGE,
+        "prompt_cache_ro has no effect without prompt_cache",
+    ),
+    "a limit of what is only read": (
+        (*GENERATE, "--prompt-cache", ".", "--prompt-cache-ro", "--prompt-cache-bytes", "1GiB"),
+        USAGE,
+        "prompt_cache_bytes has no effect on a cache that is only read",
+    ),
     "missing prompt file": (("generate", "--prompt-file", "no.jsonl", "--model", "tiny"), FAILED, "no such file"),
     "broken line of a prompt file": (
         ("generate", "--prompt-file", "broken.jsonl", "--model", "tiny"),

@@ -25,13 +25,14 @@ def chat(
     method: options.Method = "auto",
     load: options.LoadFlags,
     store: options.StoreFlags,
+    cache: options.PromptCacheFlags,
     max_new_tokens: options.MaxNewTokens = None,
     sampling: options.SamplingFlags,
 ) -> None:
     """Talk with a model; every turn sees the whole conversation, and reads what is new of it."""
     from vivace.conversation import Conversation
 
-    engine = open_engine(model, [method], load, store)
+    engine = open_engine(model, [method], load, store, cache)
     settings = options.given(max_new_tokens=max_new_tokens, method=method, **vars(sampling))
     conversation = Conversation(engine, system=system or None, **settings)
     console.note(HELP)

@@ -38,6 +38,7 @@ def generate(
     quality: options.Quality = None,
     load: options.LoadFlags,
     store: options.StoreFlags,
+    cache: options.PromptCacheFlags,
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
     exact: options.Exact = False,
@@ -49,7 +50,7 @@ def generate(
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file, token_ids)
-    engine = open_engine(model, [method], load, store)
+    engine = open_engine(model, [method], load, store, cache)
     settings = options.given(
         max_new_tokens=max_new_tokens,
         method=method,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import vivace
 from vivace.cli.console import console
-from vivace.cli.options import LoadFlags, StoreFlags, parse_adapters
+from vivace.cli.options import LoadFlags, PromptCacheFlags, StoreFlags, parse_adapters
 from vivace.errors import ConfigError, NotFoundError
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import find_method
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from vivace.engine import Engine
 
 
-NO_FLAGS, NO_STORE_FLAGS = LoadFlags(), StoreFlags()
+NO_FLAGS, NO_STORE_FLAGS, NO_CACHE_FLAGS = LoadFlags(), StoreFlags(), PromptCacheFlags()
 """The defaults of all flags."""
 
 
 def open_engine(
-    model: str | None, methods: Sequence[str] = (), load: LoadFlags = NO_FLAGS, store: StoreFlags = NO_STORE_FLAGS
+    model: str | None,
+    methods: Sequence[str] = (),
+    load: LoadFlags = NO_FLAGS,
+    store: StoreFlags = NO_STORE_FLAGS,
+    cache: PromptCacheFlags = NO_CACHE_FLAGS,
 ) -> Engine:
     """Load a model and say so on stderr.
 
@@ -35,6 +39,7 @@ def open_engine(
             any method.
         load: flags that say how it is loaded.
         store: flags for models larger than memory.
+        cache: flags that say where texts are kept on disk.
 
     Raises:
         UsageError: a method is unknown, or a flag has no effect on any of the methods.
@@ -55,6 +60,9 @@ def open_engine(
         kv=load.kv,
         memory=store.memory,
         reader=store.reader,
+        prompt_cache=cache.prompt_cache,
+        prompt_cache_ro=cache.prompt_cache_ro,
+        prompt_cache_bytes=cache.prompt_cache_bytes,
         ignore_config_keys=load.ignore_config_key or (),
     )
     for note in engine.notes:

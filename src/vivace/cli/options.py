@@ -85,6 +85,26 @@ KeyValues = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+PromptCache = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that keeps texts that were read or written, so that they are not read again, now or after a "
+        "restart.",
+        metavar="DIR",
+        rich_help_panel=_MODEL,
+    ),
+]
+PromptCacheReadOnly = Annotated[
+    bool, typer.Option("--prompt-cache-ro", help="Find texts there and add none.", rich_help_panel=_MODEL)
+]
+PromptCacheBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="Most bytes of that folder; the least recently used leave. Left out: 4GiB.",
+        metavar="SIZE",
+        rich_help_panel=_MODEL,
+    ),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),
@@ -133,6 +153,15 @@ class StoreFlags:
 
     memory: Memory = None
     reader: Reader = "auto"
+
+
+@dataclass(frozen=True)
+class PromptCacheFlags:
+    """Flags that choose where texts are kept on disk."""
+
+    prompt_cache: PromptCache = None
+    prompt_cache_ro: PromptCacheReadOnly = False
+    prompt_cache_bytes: PromptCacheBytes = None
 
 
 @dataclass(frozen=True)

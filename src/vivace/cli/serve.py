@@ -29,6 +29,7 @@ def serve(
     model: options.Model = None,
     load: options.LoadFlags,
     store: options.StoreFlags,
+    cache: options.PromptCacheFlags,
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
@@ -139,7 +140,7 @@ def serve(
     )
     found = options.parse_adapters(load.adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(model, (), replace(load, adapter=None), store)
+    engine = open_engine(model, (), replace(load, adapter=None), store, cache)
     from vivace.serve.app import Server
 
     server = Server(engine, config, adapters, vivace.__version__)

@@ -317,6 +317,32 @@ class BlockPool:
         self.give_back([block])
         return own
 
+    def copies(self, blocks: Sequence[int], first: int, stop: int) -> list[Tensor]:
+        """Return copies of entries first..stop-1, counted from the beginning of the first of these blocks.
+
+        Returns:
+            For each part that every layer has (keys, values, scales), or for each of each layer where layers differ,
+            a tensor (..., stop - first, D).
+        """
+        at = self._places(blocks, first, stop)
+        return [entries.index_select(-2, at) for entries in self._views]
+
+    def paste(self, blocks: Sequence[int], first: int, stop: int, parts: Sequence[Tensor]) -> None:
+        """Store what ``copies`` gave in entries of these blocks, which nobody else may read."""
+        at = self._places(blocks, first, stop)
+        for entries, part in zip(self._views, parts, strict=True):
+            entries.index_copy_(-2, at, part.to(self.device))
+
+    def shapes(self, count: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each tensor that ``copies`` gives of ``count`` entries."""
+        return [((*entries.shape[:-2], count, entries.shape[-1]), entries.dtype) for entries in self._views]
+
+    def _places(self, blocks: Sequence[int], first: int, stop: int) -> Tensor:
+        """Return where entries of blocks are, (stop - first,)."""
+        entry = torch.arange(first, stop)
+        starts = torch.tensor(blocks, dtype=torch.int64) * self.size
+        return (starts[entry // self.size] + entry % self.size).to(self.device)
+
     def give_back(self, blocks: Iterable[int]) -> None:
         """Hold blocks no longer; those that nobody holds are cleared and free."""
         gone: list[int] = []

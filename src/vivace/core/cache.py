@@ -331,6 +331,36 @@ class KVCache:
             for place, block in enumerate(own, first // size):
                 table.share(slot, place, block)
 
+    def fill(self, slot: int, first: int, stop: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Store and commit entries first..stop-1 of a slot, behind those it has, that were copied elsewhere.
+
+        Args:
+            slot: whose entries they are.
+            first: number of tokens that are committed.
+            stop: one past the last entry.
+            parts: for each pool of blocks the last of these entries, as many as are there, as ``BlockPool.copies``
+                gives them.
+
+        Raises:
+            BusyError: there is no memory for them now.
+        """
+        assert first == self.lengths[slot], "entries come one behind the other"
+        self.extend([slot], [stop])
+        size = self.store.size
+        for table, own in zip(self.tables, parts, strict=True):
+            start = stop - own[0].shape[-2]
+            if start < stop:
+                blocks = table.blocks[slot][start // size : -(-stop // size)]
+                table.pool.paste(blocks, start % size, start % size + stop - start, own)
+        self.commit([slot], [range(stop - first)])
+
+    def clear(self, slot: int) -> None:
+        """Let a slot begin again, with nothing stored."""
+        for table in self.tables:
+            table.clear(slot)
+        self.lengths[slot] = 0
+        self._writable[slot] = 0, 0
+
     # Memory
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:

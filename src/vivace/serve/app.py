@@ -115,6 +115,7 @@ class Server:
             memory=engine.memory,
         )
         self.worker.prefix = prefix
+        self.worker.on_disk = engine.prompt_cache
         num_open = self.worker.num_slots + self.worker.max_queue
         self.texts = Lane("texts", num_threads=2, max_open=num_open)
         self.large = Lane("large", num_threads=1, max_open=num_open)

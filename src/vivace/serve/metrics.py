@@ -51,6 +51,7 @@ GAUGES = {
     "kv_bytes": "Memory of all blocks of keys and values in use, drafters' own and kept prompts included.",
     "kv_bytes_kept": "The part of it that only kept prompts hold; it is given back when it is needed.",
     "kv_bytes_limit": "Memory that `--memory` leaves for them beside weights and drafters; infinite without it.",
+    "prompt_cache_bytes": "Files of the prompt cache on disk, those of other models included.",
     "kv_blocks": "Blocks of the model's texts in use.",
     "kv_blocks_shared": "Blocks among them that several texts have, or a text and the kept prompts.",
 }
@@ -59,6 +60,7 @@ WORKER_COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up among the entries of earlier prompts.",
     "prefix_cache_hits": "Prompt tokens found among them.",
     "prefix_cache_evictions": "Stretches of kept prompts that made room for texts.",
+    "prompt_cache_hits": "Prompt tokens found on disk (`--prompt-cache`).",
     "preemptions": "Times a sequence lost its slot to older ones because memory ended, and was read again.",
     "kv_blocks_copied": "Blocks copied because a text continued where others read.",
 }
@@ -87,6 +89,7 @@ class WorkerFigures:
             worker.memory.taken_bytes,
             prefix.evictable_bytes if prefix else 0,
             inf if limit is None else limit,
+            worker.on_disk.directory.num_bytes if worker.on_disk else 0,
             sum(pool.num_taken for pool in cache.store.pools),
             sum(pool.num_shared for pool in cache.store.pools),
         )
@@ -99,6 +102,7 @@ class WorkerFigures:
             prefix.num_queries if prefix else 0,
             prefix.num_hits if prefix else 0,
             prefix.num_evicted if prefix else 0,
+            worker.on_disk.num_hits if worker.on_disk else 0,
             worker.num_preemptions,
             cache.store.num_copied,
         )

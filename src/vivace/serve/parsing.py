@@ -225,7 +225,7 @@ class RequestParser:
         with self._drafters:  # they are made when they are first asked for
             drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed = random.getrandbits(62) if body.seed is None else body.seed
-        prefix = None if self._prefix is None else self._prefix.salted(body.cache_salt, owner)
+        prefix = self.engine.prefix(self._prefix, body.cache_salt, owner)
         bias = (LogitBias(self._bias(body)),) if body.logit_bias else ()
         requests = []
         for tokens in prompts:

@@ -24,6 +24,7 @@ from vivace.errors import VivaceError
 from vivace.serve.api_error import APIError, api_error_of
 from vivace.serve.heartbeat import Heartbeat
 from vivace.serve.scoring import Scored, scoring
+from vivace.storage.prompt_cache.cache import PromptCache
 from vivace.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class Worker:
         """Shows for how long the thread has been in one step."""
         self.prefix: PrefixCache | None = None
         """The prefix cache; its counters are read by the metrics, and requests contain handles to it."""
+        self.on_disk: PromptCache | None = None
+        """The prompt cache on disk, likewise."""
         self._mailbox = mailbox
         self._waiting: list[Job] = []
         self._running: dict[int, Job] = {}
