@@ -122,7 +122,7 @@ def test_windows_that_passed_a_stretch_are_kept_to(model: Path, tmp_path: Path, 
     longer = [*LONG, *LONG[:150]]
     prompts = {"all": longer, "more": [*longer, 9, 8, 7], "less": LONG[:80], "branch": [*LONG[:230], *LONG[:30]]}
     wanted = {name: answer(opened(windowed, None), prompt)[0] for name, prompt in prompts.items()}
-    assert answer(opened(windowed, folder))[0] == wanted["all"]
+    assert answer(opened(windowed, folder), longer)[0] == wanted["all"]
     known = {}
     for name, prompt in prompts.items():
         later = opened(windowed, folder, prompt_cache_ro=True)
