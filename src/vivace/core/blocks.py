@@ -320,9 +320,8 @@ class BlockPool:
     def copies(self, blocks: Sequence[int], first: int, stop: int) -> list[Tensor]:
         """Return copies of entries first..stop-1, counted from the beginning of the first of these blocks.
 
-        Returns:
-            For each part that every layer has (keys, values, scales), or for each of each layer where layers differ,
-            a tensor (..., stop - first, D).
+        For each part that every layer has (keys, values, scales), or each of each layer where layers differ, they are
+        a tensor (..., stop - first, D).
         """
         at = self._places(blocks, first, stop)
         return [entries.index_select(-2, at) for entries in self._views]
