@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.conftest import BODIES
 from tests.core.entries import in_blocks
 from tests.kernels.test_native import exact_attention
-from tests.kernels.test_row_invariance import cancelling
+from tests.kernels.test_native_bits import rows_are_their_own
+from tests.kernels.test_row_invariance import normal
 from vivace.kernels import reference
 from vivace.kernels.library import runnable
 from vivace.kernels.native import Matrix, NativeBody, narrowed, pack, unpack
@@ -28,10 +29,6 @@ def body(request: pytest.FixtureRequest, library: ctypes.CDLL) -> NativeBody:
     found = NativeBody(request.param, library).of(torch.float32)
     assert found is not None
     return found
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def close(got: Tensor, exact: Tensor, scale: Tensor | float = 1.0) -> None:
@@ -62,16 +59,7 @@ def test_linear(body: NativeBody, widths: tuple[int, int], is_packed: bool) -> N
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("widths", [(2, 5), (24, 33), (34, 16), (256, 777), (1100, 64)], ids=str)
 def test_a_row_is_the_same_among_any_others(body: NativeBody, widths: tuple[int, int], is_packed: bool) -> None:
-    x, weight = cancelling(64, *widths, torch.float32)
-    m = Matrix(pack(weight) if is_packed else weight, normal(widths[1], seed=2) * 1e-6, *widths)
-    gate = Matrix(pack(weight.roll(1, 0)), None, *widths)
-    alone = torch.cat([body.linear(m, row[None]) for row in x])
-    gated = torch.cat([body.gated(gate, gate, row[None], "silu") for row in x])
-    for count in ROWS:
-        torch.set_num_threads(1 + count % 4)
-        assert torch.equal(body.linear(m, x[:count]), alone[:count]), f"first of {count} rows"
-        assert torch.equal(body.linear(m, x[-count:]), alone[-count:]), f"last of {count} rows"
-        assert torch.equal(body.gated(gate, gate, x[-count:], "silu"), gated[-count:]), f"{count} gated rows"
+    rows_are_their_own(body, widths, torch.float32, is_packed, ROWS)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -31,21 +31,28 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("widths", [(48, 96), (256, 777), (1100, 64), (24, 33)], ids=str)
-def test_linear(body: NativeBody, widths: tuple[int, int], packed: bool) -> None:
-    x, weight = cancelling(64, *widths, BF16)
-    m = Matrix(pack(weight) if packed else weight, normal(widths[1], dtype=BF16, seed=2) * 1e-6, *widths)
+def rows_are_their_own(
+    body: NativeBody, widths: tuple[int, int], dtype: torch.dtype, packed: bool, counts: Iterable[int]
+) -> None:
+    """Products of a row, plain and gated, are the same alone and first or last of so many rows."""
+    x, weight = cancelling(64, *widths, dtype)
+    m = Matrix(pack(weight) if packed else weight, normal(widths[1], dtype=dtype, seed=2) * 1e-6, *widths)
     gate = Matrix(pack(weight.roll(1, 0)), None, *widths)
     torch.set_num_threads(1)
     alone = torch.cat([body.linear(m, row[None]) for row in x])
     assert (alone != 0).float().mean() > 0.5, "nothing to see: the sums are exact"
     gated = torch.cat([body.gated(gate, gate, row[None], "silu") for row in x])
-    for count in ROWS:
+    for count in counts:
         torch.set_num_threads(1 + count % 4)
         assert torch.equal(body.linear(m, x[:count]), alone[:count]), f"first of {count} rows"
         assert torch.equal(body.linear(m, x[-count:]), alone[-count:]), f"last of {count} rows"
         assert torch.equal(body.gated(gate, gate, x[-count:], "silu"), gated[-count:]), f"{count} gated rows"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("widths", [(48, 96), (256, 777), (1100, 64), (24, 33)], ids=str)
+def test_linear(body: NativeBody, widths: tuple[int, int], packed: bool) -> None:
+    rows_are_their_own(body, widths, BF16, packed, ROWS)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -35,7 +35,7 @@ def cancelling(rows: int, in_width: int, out_width: int, dtype: torch.dtype) -> 
     return torch.cat((x, x), 1)[:, order].contiguous(), torch.cat((weight, -weight), 1)[:, order].contiguous()
 
 
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

@@ -19,8 +19,7 @@
 namespace {
 
 // The body with an index: 0 is AVX2, 1 AVX-512, 2 AVX2 without VNNI (for tests), 3 AMX, 4 and 5 AVX2 and AVX-512 for
-// float32. Integer sums are exact, so 0
-// and 2 give the same bits.
+// float32. Integer sums are exact, so 0 and 2 give the same bits.
 const Body* body_of(int64_t index) {
     static const bool has_vnni = __builtin_cpu_supports("avxvnni");
     if (index == 3) return amx_body;
