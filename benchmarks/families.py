@@ -3,7 +3,9 @@
 Each family gets a checkpoint of about 30 million parameters with random weights, which transformers writes: its text
 has no meaning and no end token, but reading the weights takes as long. Both engines answer the same prompts in turns,
 as in ``vivace bench decode``; transformers runs in bfloat16 or in float32, whichever is faster here. ``--model DIR``
-measures checkpoints that exist. Nothing else should run on the machine meanwhile.
+measures checkpoints that exist. ``--dtype`` stores them in another dtype (transformers then runs in that one or in
+float32), ``--inside`` also measures ``custom_generate`` on transformers' model. Nothing else should run on the machine
+meanwhile.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 import vivace
 from vivace.core.cpu.span import NativeSpan
-from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Trial, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
-from vivace.evaluate.peers import peer_systems
+from vivace.evaluate.peers import Stopwatch, peer_systems
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 
@@ -63,29 +67,67 @@ _FOREIGN = {
 """Common sizes that a family spells another way."""
 
 
-def make_random(family: str, folder: Path) -> Path:
-    """Write a checkpoint of a family with random bfloat16 weights and no tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def make_random(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a checkpoint of a family with random weights and no tokenizer."""
+    from transformers import AutoConfig
 
     torch.manual_seed(0)
     sizes = {name: value for name, value in _SIZES.items() if name not in _FOREIGN.get(family, ())}
     config = AutoConfig.for_model(family, **{**sizes, **SHAPES[family]})
     if family == "gpt2":
         config.max_position_embeddings = config.n_positions
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     return folder
 
 
-def measure(folder: Path, *, prompts: int, tokens: int, repeats: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class InsidePeer:
+    """Our decoding inside transformers' ``generate``, over a model that transformers loaded."""
+
+    name: str
+    model: Any
+    max_new_tokens: int
+
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
+        """Answer one prompt with plain greedy decoding."""
+        (question,) = batch
+        ids, watch = torch.tensor([question.token_ids]), Stopwatch()
+        start = time.perf_counter()
+        output = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            custom_generate=vivace.custom_generate,
+            method="plain",
+            stream=watch,
+        )
+        total_s = time.perf_counter() - start
+        first_at, num_first = watch.blocks[1]
+        return Trial(
+            token_ids=(tuple(output[0, ids.shape[1] :].tolist()),),
+            num_first_tokens=num_first,
+            decode_s=watch.blocks[-1][0] - first_at,
+            total_s=total_s,
+            prefill_s=first_at - start,
+        )
+
+
+def measure(
+    folder: Path, *, prompts: int, tokens: int, repeats: int, dtype: str = "bfloat16", is_inside: bool = False
+) -> dict[str, Any]:
     """Decode with both engines in turns; see the module."""
-    engine = vivace.load(folder, dtype="bfloat16")
+    engine = vivace.load(folder, dtype="auto" if dtype == "float16" else dtype)
     config, draw = engine.model.config, random.Random(0)
     texts = [tuple(draw.randrange(1, config.vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(prompts)]
     questions = [BenchmarkPrompt(list(ids), ids) for ids in texts]  # type: ignore[arg-type]  # no tokenizer: ids go in
     rivals, heat = peer_systems(["transformers"], folder, questions, max_new_tokens=tokens, device=torch.device("cpu"))
+    systems: list[Any] = [MethodSystem("plain", engine, tokens), *rivals]
+    if is_inside:
+        kept = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        systems.append(InsidePeer("custom_generate", kept, tokens))
     with watched_others() as others:
-        records = run_benchmark([MethodSystem("plain", engine, tokens), *rivals], questions, repeats=repeats)
-    ours, theirs = summarise(records, rivals[0].name)
+        records = run_benchmark(systems, questions, repeats=repeats)
     backend = engine.model.backend
     return {
         "parameters": sum(size for size in _sizes_of(folder)),
@@ -94,7 +136,7 @@ def measure(folder: Path, *, prompts: int, tokens: int, repeats: int) -> dict[st
         "is_chain": backend.chain is not None,
         "transformers_dtype": None if heat is None else heat.dtype,
         "others_cpu_share": others.cpu_share,
-        "runs": [asdict(ours), asdict(theirs)],
+        "runs": [asdict(run) for run in summarise(records, rivals[0].name)],
     }
 
 
@@ -117,18 +159,25 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--inside", action="store_true", help="measure custom_generate as well")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    how = {"prompts": asked.prompts, "tokens": asked.tokens, "repeats": asked.repeats}
+    how = {"prompts": asked.prompts, "tokens": asked.tokens, "repeats": asked.repeats, "dtype": asked.dtype}
     report: dict[str, Any] = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": how, "models": {}}
     with TemporaryDirectory() as place:
-        made = {name: make_random(name, Path(place, name)) for name in asked.families.split(",") if name}
+        made = {
+            name: make_random(name, Path(place, name), getattr(torch, asked.dtype))
+            for name in asked.families.split(",")
+            if name
+        }
         for name, folder in {**made, **{folder.name: folder for folder in asked.model}}.items():
-            found = report["models"][name] = measure(folder, **how)
-            ours, theirs = found["runs"]
+            found = report["models"][name] = measure(folder, **how, is_inside=asked.inside)
+            ours, theirs, *inside = found["runs"]
             print(
                 f"{name}: {ours['tokens_per_s']:.1f} tokens/s, transformers {theirs['tokens_per_s']:.1f} "
-                f"({found['transformers_dtype']}), {ours['speedup']:.2f}x",
+                f"({found['transformers_dtype']}), {ours['speedup']:.2f}x"
+                + "".join(f", custom_generate {each['tokens_per_s']:.1f}" for each in inside),
                 flush=True,
             )
     if asked.json is not None:

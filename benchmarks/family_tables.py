@@ -17,15 +17,16 @@ def tables(folder: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         models, origin, setting = written["models"], written["provenance"], written["setting"]
+        dtype = setting.get("dtype", "bfloat16")
         busiest = max(models.values(), key=lambda found: found["others_cpu_share"] or 0)
         parts.append(
-            f"{captions.heading(origin, busiest['kernels'])}{captions.others(busiest)}; bfloat16, plain decoding of "
+            f"{captions.heading(origin, busiest['kernels'])}{captions.others(busiest)}; {dtype}, plain decoding of "
             f"one sequence, {setting['prompts']} prompts of random tokens, {setting['tokens']} tokens each, "
             f"{setting['repeats']} repeats in turns."
         )
         rows = []
         for name, found in models.items():
-            ours, theirs = found["runs"]
+            ours, theirs, *inside = found["runs"]
             low, high = ours["speedup_interval"]
             reach = "several tokens" if found["is_chain"] else "all layers" if found["is_span"] else "one layer"
             rows.append(
@@ -36,7 +37,12 @@ def tables(folder: Path) -> str:
                     f"{ours['tokens_per_s']:.0f}",
                     f"{theirs['tokens_per_s']:.0f} ({found['transformers_dtype']})",
                     f"{ours['speedup']:.2f}x ({low:.2f} to {high:.2f})",
+                    *(
+                        f"{each['tokens_per_s']:.0f} ({each['tokens_per_s'] / ours['tokens_per_s']:.2f})"
+                        for each in inside
+                    ),
                 )
             )
-        parts.append(table(HEADINGS, rows))
+        is_inside = len(rows[0]) > len(HEADINGS)
+        parts.append(table((*HEADINGS, "inside transformers (share)") if is_inside else HEADINGS, rows))
     return "\n\n".join(parts) or "No run is committed yet."

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import vivace
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
@@ -235,6 +236,34 @@ def test_sampling_follows_torch_seed_and_the_processors(model, ragged) -> None:
     assert not torch.equal(drawn(1), drawn(2))
     usual = model.generate(**ragged, max_new_tokens=12, do_sample=False)
     assert torch.equal(drawn(3, top_k=1), usual)
+
+
+class _Heard(BaseStreamer):
+    """Keeps the blocks that it is given."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[int]] = []
+        self.has_ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.blocks.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup"])
+def test_new_tokens_go_into_a_stream_as_they_come(model, ragged, method: str) -> None:
+    ids, heard = ragged["input_ids"][-1:], _Heard()
+    mask = torch.ones_like(ids)
+    asked = {"max_new_tokens": 12, "do_sample": False, "custom_generate": vivace.custom_generate, "method": method}
+    found = model.generate(ids, attention_mask=mask, stream=heard, **asked)[0].tolist()
+    assert heard.blocks[0] == ids[0].tolist()
+    assert [token for block in heard.blocks for token in block] == found
+    assert len(heard.blocks) > 2, "not all at once"
+    assert heard.has_ended
+    with pytest.raises(UnsupportedError, match="stream takes the tokens of one row, and there are 3; leave it out"):
+        model.generate(**ragged, stream=heard, **asked)
 
 
 def test_a_dictionary_carries_statistics(model, ragged) -> None:

@@ -78,6 +78,7 @@ def custom_generate(
     method: str = "auto",
     adapter: str | Path | None = None,
     kernels: str = "auto",
+    stream: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Generate text; pass this function as ``generate(custom_generate=...)``.
@@ -91,6 +92,8 @@ def custom_generate(
         method: how to decode, a name of ``vivace.methods.table.METHODS``.
         adapter: folder of the method's adapter; None looks beside the checkpoint.
         kernels: as for ``vivace.load``; "torch" lays out nothing and takes no memory for weights.
+        stream: a streamer of transformers (``TextStreamer``, ``TextIteratorStreamer``), for one row: new tokens are put
+            into it as they come. ``generate`` does not hand its own argument ``streamer`` to a custom function.
         model_kwargs: arguments of the forward pass; only the attention mask is used.
 
     Returns:
@@ -101,6 +104,8 @@ def custom_generate(
         UnsupportedError: an output or strategy is not supported.
     """
     _refuse(generation_config)
+    if stream is not None and len(input_ids) > 1:
+        raise UnsupportedError(f"stream takes the tokens of one row, and there are {len(input_ids)}; leave it out")
     methods = _methods(model, adapter, kernels)
     mask = model_kwargs.get("attention_mask")
     padding = [0 if mask is None else int((mask[place] == 0).sum()) for place in range(len(input_ids))]
@@ -118,7 +123,11 @@ def custom_generate(
         )
         for row, (ids, padded) in enumerate(zip(input_ids, padding, strict=True))
     ]
-    new, stats = _decode(methods.model, requests)
+    if stream is not None:
+        stream.put(input_ids.cpu())
+    new, stats = _decode(methods.model, requests, stream)
+    if stream is not None:
+        stream.end()
     return _output(input_ids, new, stats, generation_config)
 
 
@@ -223,8 +232,12 @@ class _Criteria:
         return lambda new: bool(others(torch.cat((prompt, prompt.new_tensor(new)))[None], None).any())
 
 
-def _decode(model: Decoder, requests: Sequence[Request]) -> tuple[list[list[int]], list[DecodeStats]]:
-    """Decode the requests together; return the new tokens and the statistics of each."""
+def _decode(
+    model: Decoder, requests: Sequence[Request], stream: Any = None
+) -> tuple[list[list[int]], list[DecodeStats]]:
+    """Decode the requests together, put new tokens into the stream, if any, and return them and the statistics of each
+    request.
+    """
     capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
     session = Session(model, num_slots=len(requests), capacity=capacity)
     for request in requests:
@@ -233,6 +246,8 @@ def _decode(model: Decoder, requests: Sequence[Request]) -> tuple[list[list[int]
     stats = [DecodeStats() for _ in requests]
     for emitted in session.drain():
         new[emitted.request_id] += emitted.tokens
+        if stream is not None and emitted.tokens:
+            stream.put(torch.tensor(emitted.tokens))
         stats[emitted.request_id] = emitted.stats
     return new, stats
 
