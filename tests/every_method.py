@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.files import OWN_DRAFT
@@ -20,6 +22,7 @@ from vivace.core.model import Decoder
 from vivace.decode.depth import ExitPlan, ExitThresholds
 from vivace.decode.shallow import DraftPlan
 from vivace.decode.tree import TreePlan
+from vivace.engine import Engine
 from vivace.methods.composition import stored_of
 from vivace.methods.confidence.drafter import Confidence, ConfidenceConfig, ConfidencePlan
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
@@ -80,6 +83,19 @@ def make_model(folder: Path, method: str, *, context: int = 512) -> Path:
         weights, plan = make_weights(kind, load_decoder(base, dtype="float32"))
         keep_weights(base / "adapters" / kind, kind, base, weights, plan)
     return base
+
+
+def load_for(folder: Path, method: str, **how: Any) -> Engine:
+    """The model that a method runs on, loaded; the test is skipped where the method cannot run on it."""
+    engine = vivace.load(make_model(folder, method), **how)
+    skip_unless_it_runs(engine, method)
+    return engine
+
+
+def skip_unless_it_runs(engine: Engine, method: str) -> None:
+    """Skip a test of a method that cannot run on a model, as with weights or kernels that it is not for."""
+    if (reason := METHODS[method].why_not(engine.model)) is not None:
+        pytest.skip(f"{method}: {reason}")
 
 
 def make_weights(kind: str, model: Decoder) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import vivace
-from tests.every_method import make_model
+from tests.every_method import load_for, make_model
 from vivace.decode.plain import NoDrafts
 from vivace.decode.prefix import CHUNK as CHUNK_OF_ENGINES
 from vivace.decode.prefix import PrefixCache
@@ -78,7 +78,7 @@ def reader(request: pytest.FixtureRequest, place: Path) -> Callable[[str], Reade
     """Of a method's model; bfloat16 runs on native kernels where there are some."""
 
     def get(method: str) -> Reader:
-        engine = vivace.load(make_model(place, method), dtype=request.param)
+        engine = load_for(place, method, dtype=request.param)
         return Reader(engine, PrefixCache(engine.model.config, chunk=CHUNK, max_bytes=1 << 24))
 
     return get
@@ -138,8 +138,7 @@ DRAWS_GUESSES = ("multirate", "eagle", "draft")
     ("method", "kind"), [*((name, "greedy") for name in METHODS), *((name, "sampled") for name in DRAWS_GUESSES)]
 )
 def test_calls_of_an_engine_share_what_was_read(place: Path, method: str, kind: str) -> None:
-    folder = make_model(place, method)
-    free, engine = vivace.load(folder, kernels="torch"), vivace.load(folder, kernels="torch", prefix_cache="16MiB")
+    free, engine = (load_for(place, method, kernels="torch", prefix_cache=size) for size in (None, "16MiB"))
     short, longer = long_prompts(free)
     fields = {"method": method, "max_new_tokens": 6, "ignore_eos": True, "raw": True, "logprobs": True}
     fields |= SAMPLED if kind == "sampled" else GREEDY

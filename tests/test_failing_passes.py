@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vivace
 from tests.decode.failing import Failing, Outcome, Plan, bars_from, outcomes
-from tests.every_method import make_model
+from tests.every_method import load_for
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.step import Step
 from vivace.decode.request import Request
@@ -33,7 +33,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     @cache
     def get(method: str) -> Engine:
-        engine = vivace.load(make_model(folder, method), dtype=dtype)
+        engine = load_for(folder, method, dtype=dtype)
         engine.steps_per_call = 0  # every draft goes up by a traversal, which is one of the calls that fail here
         return engine
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vivace
-from tests.every_method import make_model
+from tests.every_method import load_for, make_model
 from vivace.core.layers import Linear
 from vivace.core.model import Layer
 from vivace.core.step import Step
@@ -66,7 +66,7 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> Opened:
     """A fresh engine for a method; bfloat16 runs on native kernels where there are some, three steps a call."""
 
     def get(method: str) -> Engine:
-        engine = vivace.load(make_model(folder, method), dtype=request.param)
+        engine = load_for(folder, method, dtype=request.param)
         engine.steps_per_call = 3
         return engine
 
@@ -218,7 +218,7 @@ def test_a_server_beside_other_calls(opened: Opened, alone: Alone, method: str) 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_exact_stream_stays_exact(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Every decoding call of the stream is padded, before and after a call of ``generate`` that is not."""
-    engine = vivace.load(make_model(folder, method), kernels="torch")
+    engine = load_for(folder, method, kernels="torch")
     alone = to_its_end(stream(engine, PROMPTS[0], method=method, exact=True))
     rows: list[int] = []
     forward, own = Layer.forward, set(engine.model.layers)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import vivace
-from tests.every_method import LAYERS, make_model
+from tests.every_method import LAYERS, load_for, make_model
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.cache import KVCache
 from vivace.core.footprint import held_bytes
@@ -166,7 +166,7 @@ def test_no_text_takes_more_than_it_was_promised(
         reserve(self, slots, entries)
 
     monkeypatch.setattr(KVCache, "reserve", note)
-    engine = vivace.load(make_model(folder, method), dtype=dtype)
+    engine = load_for(folder, method, dtype=dtype)
     engine.generate(PROMPTS[1], **{**LONG, "method": method, "logprobs": False})
     request = engine.request(PROMPTS[1], Options.of({**LONG, "method": method}))
     promised = text_bytes(engine.model, request.drafter, len(request.tokens) + request.max_new_tokens)

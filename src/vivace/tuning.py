@@ -105,7 +105,8 @@ def write_vocabulary(engine: Engine, method: str, answers: Sequence[str]) -> str
     folder = engine.methods.adapter_folder(method)
     assert folder is not None, "the engine is made from a checkpoint"
     if not folder.is_dir() and METHODS[method].adapter is None:
-        keep_plan(engine, method, cast(Plan, stored_of(method).plan()))
+        stored = stored_of(method)
+        keep_plan(engine, method, cast(Plan, (stored.trained_plan or stored.plan)()))
     elif not folder.is_dir():
         engine.methods.trained(method)  # says how to train the weights that are missing
     tokens = (engine.tokenizer.encode(answer, special=False) for answer in answers)

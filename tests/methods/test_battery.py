@@ -20,7 +20,7 @@ import torch
 import vivace
 from tests.decode.failing import Outcome, outcomes
 from tests.decode.runs import Result, finish
-from tests.every_method import keep_weights, make_model, make_weights, plans_of
+from tests.every_method import keep_weights, make_model, make_weights, plans_of, skip_unless_it_runs
 from tests.methods.bigram.spec import BIGRAM
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
@@ -89,7 +89,9 @@ class Bench:
 
     def engine_of(self, method: str, dtype: str) -> Engine:
         """The model that a method runs on, on native kernels where there are some for this precision."""
-        return self.engine(make_model(self.folder, method), dtype)
+        engine = self.engine(make_model(self.folder, method), dtype)
+        skip_unless_it_runs(engine, method)
+        return engine
 
     def _drafter(self, case: Case, dtype: str) -> Drafter:
         methods = copy(self.engine_of(case.method, dtype).methods)

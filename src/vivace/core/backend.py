@@ -18,11 +18,14 @@ from vivace.core.seams import Span
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder
+    from vivace.kernels.low_bit import Weights
 
 
 class Backend(Protocol):
     """Lays out the weights of one decoder for its kernels and runs them; every decoder has its own backend."""
 
+    weights: Weights
+    """Format of the matrices."""
     span: Span | None
     """Runs several layers in one call; None before ``finish`` and where layers only run one by one."""
     chain: Chain | None
@@ -61,6 +64,7 @@ class Backend(Protocol):
 class TorchBackend:
     """Runs the decoder's modules with PyTorch: the default, and the only backend that allows training."""
 
+    weights: Weights = "bf16"
     span: Span | None = None
     chain: Chain | None = None
     rows_up_to = 0

@@ -6,8 +6,8 @@ below an exit layer, or ``StreamRows`` that follow the last kept row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vivace.core.cache import KVCache
     from vivace.core.draft_head import DraftHead
     from vivace.core.low_rank import LowRankDeltas
-    from vivace.kernels.low_bit import Weights
+    from vivace.kernels.low_bit import LowBit, Weights
 
 
 class ChainRoot(NamedTuple):
@@ -63,7 +63,10 @@ class DeepRead:
 
 @dataclass(frozen=True, eq=False)
 class DraftRows:
-    """One draft row beside each row below an exit layer: it reads the same entries, stores none and guesses a token."""
+    """One draft row beside each row below an exit layer: it reads the same entries, stores none and guesses a token.
+
+    Without a ``scale`` there are no draft rows beside the others: a row's own residual is what the head reads.
+    """
 
     exit_layer: int
     """Number of layers below the exit layer, from whose residuals the draft rows guess."""
@@ -71,12 +74,16 @@ class DraftRows:
     """Low-rank deltas of the draft rows: one adapter, whose weights do not change."""
     is_fed: bool
     """Whether draft rows pass the feed-forward of each layer."""
-    scale: Tensor
-    """(E,) factor on a draft row's residual at the exit layer, before the final norm."""
+    scale: Tensor | None
+    """(E,) factor on a draft row's residual at the exit layer, before the final norm; None where rows guess themselves,
+    which then have no deltas, reads or feedback."""
     reads: tuple[DeepRead, ...] = ()
     """Deep reads, one before each of the first layers."""
     feedback: Tensor | None = None
     """(depths E, E): maps the normed final residual of the last kept row to the offsets of the next chain."""
+    copies: Mapping[tuple[int, str], LowBit] = field(default_factory=dict)
+    """Matrices in four bits to draft with, by layer and part (``qkv``, ``o``, ``gate``, ``up``, ``down``); others are
+    quantized when a draft first needs them."""
 
 
 @dataclass(frozen=True, eq=False)

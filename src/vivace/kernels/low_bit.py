@@ -174,6 +174,21 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
     return LowBit(format, codes, scales, out_width, in_width)
 
 
+def q4_of(codes: Tensor, scales: Tensor, in_width: int) -> LowBit:
+    """Lay out a matrix whose codes were chosen elsewhere.
+
+    Args:
+        codes: (out, groups * 64) uint8, places in ``TABLE``.
+        scales: (out, groups) bfloat16.
+        in_width: number of inputs; the codes beyond it are not used.
+    """
+    missing = -len(codes) % LANES
+    codes, scales = F.pad(codes, (0, 0, 0, missing)), F.pad(scales, (0, 0, 0, missing))
+    pairs = _tile(codes, 8, 2)
+    laid = scales.view(-1, LANES, scales.shape[1]).transpose(1, 2).contiguous()
+    return LowBit("q4", (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).contiguous(), laid, len(codes) - missing, in_width)
+
+
 def _tile(codes: Tensor, *steps: int) -> Tensor:
     """Arrange codes by tiles, (n * 16, groups * 64) -> (n, groups, *steps, 16, 4)."""
     split = codes.view(-1, LANES, codes.shape[1] // GROUP, *steps, 4)

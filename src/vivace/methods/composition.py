@@ -252,6 +252,7 @@ class Methods:
             ConfigError: there is no such method, or it takes no number of guesses or no quality.
             NotFoundError: its weights are missing; the message names the command that trains them.
             MemoryLimitError: they do not fit into the memory that is left; ``BusyError`` if running texts hold it.
+            UnsupportedError: it cannot run on this model.
         """
         spec = find_method(method)
         if quality is not None and not spec.has_quality:
@@ -263,6 +264,8 @@ class Methods:
             raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has at most {DRAFT_SLACK - 1} guesses")
         key = (method, num_draft_tokens, quality)
         if key not in self._drafters:
+            if (reason := spec.why_not(self.model)) is not None:
+                raise UnsupportedError(f"method {method} cannot run on this model: {reason}")
             made = spec.make(_Context(self, spec, num_draft_tokens, quality))
             self._count(made, f"method {method}")
             self._drafters[key] = made
@@ -324,6 +327,10 @@ class Methods:
             config = config if config is None else build(stored.config, written["config"])
         return config, self.plan if isinstance(self.plan, stored.plan) else plan
 
+    def tensors(self, kind: str) -> Mapping[str, Tensor]:
+        """Return the tensors stored for a method that can do without; empty where there are none."""
+        return self._adapter(kind, stored_of(kind).what)[1] if self._has_adapter(kind) else {}
+
     def _adapter(self, kind: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return ``config.json`` and weights of the adapter of a kind, checked against the model."""
         folder = self.adapter_folder(kind)
@@ -368,7 +375,12 @@ class Methods:
 
     def _is_ready(self, spec: MethodSpec) -> bool:
         has_weights = spec.adapter is None or self._has_adapter(spec.adapter)
-        return has_weights and (self.second is not None or not spec.needs_draft_model)
+        has_parts = has_weights and (self.second is not None or not spec.needs_draft_model)
+        return has_parts and spec.why_not(self.model) is None
+
+    def has_plan(self, spec: MethodSpec) -> bool:
+        """Return whether a plan is stored for a method,."""
+        return self._has_adapter(spec.name)
 
 
 @dataclass(frozen=True)
@@ -403,6 +415,10 @@ class _Context:
         """Return (config, plan) of a method without weights."""
         return self.methods.planned_as(self.spec, default)
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return what is stored beside the plan of a method that can do without."""
+        return self.methods.tensors(self.kind)
+
     def shared(self, key: str, make: Callable[[], T]) -> T:
         """Return an object that several methods of this model share."""
         return self.methods.shared(key, make)
@@ -417,5 +433,6 @@ class _Context:
         is_asked = second is not None and second.is_asked
         tried = [spec for spec in METHODS.values() if spec.is_tried_by_auto and spec.name in ready]
         tried = [spec for spec in tried if is_asked or not spec.needs_draft_model]
+        tried = [spec for spec in tried if self.methods.has_plan(spec) or not spec.has_auto_plan]
         tried.sort(key=lambda spec: spec.needs_draft_model)
         return self.methods.drafter("plain"), [self.methods.drafter(spec.name) for spec in tried]

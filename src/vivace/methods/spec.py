@@ -61,7 +61,7 @@ class Stored:
     trained_config: Callable[[], Any] | None = None
     """Config that the common recipe trains unless told otherwise; None stands for the default of ``config``."""
     trained_plan: Callable[[], Any] | None = None
-    """Plan that the common recipe saves unless told otherwise; None stands for the default of ``plan``."""
+    """Plan that is saved unless told otherwise; None stands for the default of ``plan``."""
 
 
 class MethodContext(Protocol):
@@ -97,6 +97,10 @@ class MethodContext(Protocol):
 
     def planned(self, default: Any) -> tuple[Any, Any]:
         """Return (config, plan) of a method without weights: those asked for, else those stored, else the defaults."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return what is stored beside the plan of a method that can do without; empty where there is nothing."""
         ...
 
     def vocabulary(self, size: int) -> Tensor | None:
@@ -147,8 +151,12 @@ class MethodSpec:
     """Whether tokens exit early, at a stated agreement with the whole model."""
     needs_draft_model: bool = False
     """Whether a second, smaller model drafts."""
+    why_not: Callable[[Decoder], str | None] = lambda model: None
+    """Returns why it cannot run on a model, or None where it can."""
     is_tried_by_auto: bool = False
     """Whether ``auto`` measures it beside plain decoding where it can run."""
+    has_auto_plan: bool = False
+    """Whether ``auto`` does so only where a plan is stored for it, since making its drafter takes time and memory."""
     training: Literal["beside", "whole"] | None = None
     """What ``vivace train NAME`` trains: weights beside a frozen model, or all weights of a model."""
     plans: Callable[[ConfigReader, int], Sequence[Any]] | None = None

@@ -22,6 +22,7 @@ from vivace.methods.mod.spec import MOD
 from vivace.methods.multirate.spec import MULTIRATE, MULTIRATE_LOOKUP
 from vivace.methods.multistream.spec import MULTISTREAM
 from vivace.methods.plain.spec import PLAIN
+from vivace.methods.quantized.spec import QUANTIZED
 from vivace.methods.skipdecode.spec import SKIPDECODE
 from vivace.methods.spec import MethodSpec
 from vivace.methods.uno.spec import UNO
@@ -33,6 +34,7 @@ METHODS: Mapping[str, MethodSpec] = {
         PLAIN,
         LOOKUP,
         DRAFT,
+        QUANTIZED,
         MULTIRATE,
         MULTIRATE_LOOKUP,
         MULTISTREAM,

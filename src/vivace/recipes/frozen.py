@@ -111,7 +111,10 @@ class TrainedAdapter:
         Returns:
             A description of what was saved, for the report.
         """
-        tensors = {name: value.to(model.model.dtype) for name, value in self.tensors.items()}
+        dtype = model.model.dtype
+        tensors = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in self.tensors.items()
+        }
         save_adapter(folder, kind, base, asdict(self.plan), asdict(self.config), tensors)
         count = sum(tensor.numel() for tensor in tensors.values())
         return f"{count:,} weights" if tensors else "thresholds"

@@ -19,6 +19,7 @@ from vivace.recipes.method import method_recipe
 from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.multistream import MultistreamRecipe
+from vivace.recipes.quantized import QuantizedRecipe
 from vivace.recipes.reading import RECIPES as PACKAGED
 from vivace.recipes.reading import read_recipe
 from vivace.recipes.shared import SharedRecipe
@@ -37,6 +38,7 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
         DynamicRecipe,
         ForesightRecipe,
         ConfidenceRecipe,
+        QuantizedRecipe,
     )
     for kind in get_args(get_type_hints(recipe)["kind"])
 }

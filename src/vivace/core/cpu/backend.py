@@ -69,7 +69,7 @@ class CpuBackend:
                 bytes (``kernels/screen.py``); None screens heads from ``SCREENED_BYTES`` on where that is possible.
         """
         self.body = body
-        self.weights = weights
+        self.weights: Weights = weights
         self.joins_layers = joins_layers
         self.screens_head = screens_head
         self.span: Span | None = None

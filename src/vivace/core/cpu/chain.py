@@ -90,6 +90,8 @@ class NativeChain:
         self._decoder = decoder
         self._span = span
         self._chain_calls: WeakKeyDictionary[DraftRows, dict[_Kind, _ChainCall]] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[DraftRows, dict[Weights, tuple[CPlan, list[object]]]] = WeakKeyDictionary()
+        """Quantized layers by the rows that draft with them: drafts from all tokens and from some share them."""
         self._stream_calls: WeakKeyDictionary[StreamRows, dict[_Kind, _StreamCall]] = WeakKeyDictionary()
 
     @staticmethod
@@ -105,7 +107,8 @@ class NativeChain:
         """Return whether it can draft with these draft rows: their weights are contiguous and bfloat16."""
         if draft_rows in self._chain_calls:
             return True
-        weights = [*draft_rows.deltas.down.values(), *draft_rows.deltas.up.values(), draft_rows.scale]
+        weights = [*draft_rows.deltas.down.values(), *draft_rows.deltas.up.values()]
+        weights += [] if draft_rows.scale is None else [draft_rows.scale]
         for read in draft_rows.reads:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
@@ -335,6 +338,13 @@ class NativeChain:
             kinds[kind] = self._call(draft_rows.exit_layer, draft_rows, drafting)
         return kinds[kind]
 
+    def _copied(self, draft_rows: DraftRows, weights: Weights) -> tuple[CPlan, list[object]]:
+        """Return the layers in a format as these rows read them, quantized once."""
+        made = self._copies.setdefault(draft_rows, {})
+        if weights not in made:
+            made[weights] = self._span.quantized_copy(0, draft_rows.exit_layer, weights, draft_rows.copies)
+        return made[weights]
+
     def _guessing(self, drafting: ChainPlan, weights: Weights) -> _Guessing:
         """Return the head that guesses in a format; the decoder's own has eight bits where others have four."""
         chosen = drafting.head
@@ -345,8 +355,11 @@ class NativeChain:
     def _call(self, exit_layer: int, draft_rows: DraftRows | None, drafting: ChainPlan) -> _ChainCall:
         """Make the constant part of a call of chains below an exit layer; None lets the rows guess themselves."""
         decoder, weights = self._decoder, drafting.weights
-        plan, copies = self._span.quantized_copy(0, exit_layer, weights)
-        head = self._guessing(drafting, weights)
+        plan, copies = (self._span.plan, []) if draft_rows is None else self._copied(draft_rows, weights)
+        guesses_itself = (
+            draft_rows is not None and draft_rows.scale is None
+        )  # its head is a small part of what it reads
+        head = self._guessing(drafting, "int8" if guesses_itself and weights == "q4" else weights)
         call = CChain(
             head=head.matrix.struct,
             ids=head.address,
@@ -368,7 +381,8 @@ class NativeChain:
             kept += [tensors, reads]
             if draft_rows.feedback is not None:
                 feedback = _packed(draft_rows.feedback)
-            call.scale, call.is_fed = draft_rows.scale.data_ptr(), draft_rows.is_fed
+            call.scale = None if draft_rows.scale is None else draft_rows.scale.data_ptr()
+            call.is_fed = draft_rows.is_fed
             call.deltas, call.num_deltas, call.num_reads = native_deltas, len(native_deltas), len(reads)
             call.reads = (CDeepRead * len(reads))(
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)

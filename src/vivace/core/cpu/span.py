@@ -10,7 +10,7 @@ only rows with low-rank deltas may differ in the last bit, since one by one the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from ctypes import c_void_p, pointer
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,8 +83,12 @@ class NativeSpan:
         other.plan, other._kept = self.quantized_copy(start, stop, weights)
         return other
 
-    def quantized_copy(self, start: int, stop: int, weights: Weights) -> tuple[CPlan, list[object]]:
+    def quantized_copy(
+        self, start: int, stop: int, weights: Weights, made: Mapping[tuple[int, str], LowBit] | None = None
+    ) -> tuple[CPlan, list[object]]:
         """Return a plan in which layers start..stop-1 have quantized copies of their matrices, and what it points into.
+
+        Matrices that were ``made`` in this format before, by layer and part, are taken as they are.
 
         Routers are not quantized: they would choose other experts. Rows in float32 are not multiplied by quantized
         weights: their plan stays as it is.
@@ -93,8 +97,14 @@ class NativeSpan:
         if weights == "bf16" or self.body.dtype != torch.bfloat16:
             return self.plan, kept
 
+        known = {
+            id(part): copy
+            for (layer, name), copy in (made or {}).items()
+            if copy.format == weights and (part := _part(self._layers[layer], name)) is not None
+        }
+
         def matrix(part: object) -> CMatrix:
-            copied = quantized_copy(part, weights)
+            copied = quantized_copy(part, weights, known.get(id(part)))
             kept.append(copied)
             return copied.struct
 
@@ -344,6 +354,11 @@ def _layer(layer: Layer, rope: int, kept: list[object], matrix: Callable[[object
     return CLayer(*matrices, *(gain_of(norm) for norm in norms), window or 0, rope, mixture)
 
 
+def _part(layer: Layer, name: str) -> object | None:
+    """Return a projection of a layer by its name, or None where the layer has none of this name."""
+    return getattr(layer if name in ("qkv", "o") else layer.feed_forward, name, None)
+
+
 def _mixture(feed: object, kept: list[object], matrix: Callable[[object], CMatrix]) -> object:
     """Return a pointer to the struct of a mixture, or None where its experts are fetched."""
     experts = _experts_of(feed)
@@ -369,11 +384,16 @@ def matrix_of(part: object) -> CMatrix:
     return part.matrix.struct
 
 
-def quantized_copy(part: object, weights: Weights) -> Matrix:
-    """Return a quantized copy of a packed projection's matrix, or the matrix itself where it is quantized already."""
+def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -> Matrix:
+    """Return a quantized copy of a packed projection's matrix, or the matrix itself where it is quantized already.
+
+    A copy that was ``made`` before is taken as it is.
+    """
     assert isinstance(part, nn.Module)
     matrix = part.matrix
     assert isinstance(matrix, Matrix)
+    if made is not None:
+        return Matrix(made, matrix.bias, matrix.in_width, matrix.out_width)
     if weights == "bf16" or isinstance(matrix.weight, LowBit):
         return matrix
     if weights == "int8" and matrix.screen is not None:  # the screen is that copy

@@ -90,10 +90,8 @@ class ExitGuess:
     def __init__(self, model: Decoder, exit_: Exit) -> None:
         self.exit = exit_
         self.exit_layer = exit_.config.exit_layer
-        bare = torch.ones(model.config.width, dtype=model.dtype, device=model.device)
-        scale = bare if exit_.scale is None else exit_.scale
         self.draft_rows: DraftRows | None = DraftRows(
-            self.exit_layer, exit_.deltas(torch.zeros(1, dtype=torch.int64, device=model.device)), True, scale
+            self.exit_layer, exit_.deltas(torch.zeros(1, dtype=torch.int64, device=model.device)), True, exit_.scale
         )
 
     def offsets(self, final: Tensor) -> Tensor | None:

@@ -1,0 +1,1 @@
+"""Drafts by the model itself, with its weights quantized."""
