@@ -30,7 +30,7 @@ from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Message, Prompt, load_prompts, save_prompts
 
-METHODS = ("plain", "lookup", "multirate", "multirate+lookup", "auto")
+METHODS = ("plain", "lookup", "lookahead", "quantized", "auto")
 DOCUMENTS = 4
 """Documents before a question of the category ``documents``; one of them has the answer."""
 TUNED = 8
@@ -217,6 +217,7 @@ def main() -> None:
             kind: json.loads((folder / "config.json").read_text(encoding="utf-8")) for kind, folder in kinds.items()
         }
         written = {"provenance": origin, "kernels": engine.kernels.name, "threads": torch.get_num_threads()}
+        written |= {"tokens": asked.tokens}
         written |= {"model": asked.model.name, "adapters": {kind: plan["plan"] for kind, plan in plans.items()}}
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({**written, "report": report}, indent=1) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import (
     bars,
     captions,
+    chat_tables,
     expert_tables,
     family_tables,
     flash_tables,
@@ -128,6 +129,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "multirate.md": {"law": law(everything), "results": technique(everything, "multirate")},
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},
+        techniques / "drafting_for_chat.md": {"results": chat_tables.tables(RESULTS / "chat")},
         techniques / "prompt_caches.md": {"results": prompt_caches.tables(RESULTS / "prompt_caches")},
         docs / "models.md": {"speed": family_tables.tables(RESULTS / "families")},
         docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},

@@ -260,11 +260,21 @@ def test_nothing_is_drafted_beyond_the_limit(models, setting) -> None:
 def test_the_cost_of_a_guess_is_the_slope_of_the_line() -> None:
     arm = Measured()
     for guesses in (8, 1, 4, 2, 8):
-        arm.record(guesses, 2.0 + 0.5 * guesses, guesses, [1])
+        arm.record([guesses], 2.0 + 0.5 * guesses, guesses, [1])
     assert arm.seconds(0) == pytest.approx(2.0)
     assert arm.seconds(6) == pytest.approx(5.0)
     assert arm.tokens(1) == pytest.approx(2.0)
     assert arm.tokens(8) == pytest.approx(2.0)
+
+
+def test_a_chain_that_stops_costs_the_guesses_that_it_makes() -> None:
+    """Eight are allowed, and the drafter is sure of two or four of them: the best is to allow it all it wants."""
+    arm = Measured()
+    for guesses in (2, 4, 2, 4, 2, 4):
+        arm.record([guesses], 2.0 + 0.5 * guesses, 8, [guesses])
+    assert arm.guesses(8) == pytest.approx(3.0, rel=0.05)
+    assert arm.guesses(2) == pytest.approx(2.0)
+    assert arm.best()[1] == pytest.approx(4.0 / 3.5, rel=0.05)
 
 
 def test_a_batch_that_shrinks_begins_with_what_was_seen_before(models, setting) -> None:
@@ -283,7 +293,7 @@ def test_a_batch_that_shrinks_begins_with_what_was_seen_before(models, setting) 
                 assert 0 < seen.weight <= BORROWED
                 assert seen.seconds(2) == pytest.approx(arms[index].seconds(2))
                 assert seen.tokens(2) == pytest.approx(arms[index].tokens(2))
-    adaptive._measured[7, 0].record(0, 5.0, 0, [0])
+    adaptive._measured[7, 0].record([0], 5.0, 0, [0])
     assert arms[0].seconds(0) != adaptive._measured[7, 0].seconds(0), "what it sees itself is its own"
     assert adaptive._nearest(20) is None, "what was borrowed is not lent on"
 

@@ -23,8 +23,8 @@ from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.low_bit import TABLE, LowBit, q4_of, quantise, search_q4
 from vivace.kernels.native import NativeBody
+from vivace.methods.quantized.calibration import quantized_for
 from vivace.methods.quantized.drafter import OwnGuess, QuantizedDrafter
-from vivace.methods.quantized.rounding import rounded
 from vivace.methods.quantized.stored import copies_of
 from vivace.prompts import Prompt
 from vivace.recipes.frozen import FrozenRecipe
@@ -140,7 +140,7 @@ def correlated(count: int, width: int) -> torch.Tensor:
 def test_outputs_change_less_than_with_weights_rounded_one_by_one(width: int) -> None:
     torch.manual_seed(3)
     x, weight = correlated(500, width), torch.randn(24, width).bfloat16()
-    made = q4_of(*rounded(weight, x.mT @ x), width)
+    made = q4_of(*quantized_for(weight, x.mT @ x), width)
     alone = quantise(weight, "q4")
     assert isinstance(alone, LowBit)
     lost = [(x @ (kept.dense() - weight.float()).mT).square().sum() for kept in (made, alone)]
@@ -156,7 +156,7 @@ def test_codes_are_laid_out_as_the_quantizer_does() -> None:
 
 
 def test_inputs_that_are_never_seen_do_no_harm() -> None:
-    codes, scales = rounded(torch.randn(16, 64), torch.zeros(64, 64))
+    codes, scales = quantized_for(torch.randn(16, 64), torch.zeros(64, 64))
     assert q4_of(codes, scales, 64).dense().isfinite().all()
 
 

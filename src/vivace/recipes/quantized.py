@@ -14,8 +14,8 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, UnsupportedError
+from vivace.methods.quantized.calibration import quantized_for
 from vivace.methods.quantized.drafter import QuantizedConfig
-from vivace.methods.quantized.rounding import rounded
 from vivace.methods.quantized.stored import tensors_of
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 from vivace.train.config import LoopConfig
@@ -29,7 +29,7 @@ class QuantizedRecipe(FrozenRecipe):
     kind: Literal["quantized"] = "quantized"
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(steps=1, warmup_steps=0))
     """Unused: no weights are trained."""
-    plan: DraftPlan = field(default_factory=lambda: DraftPlan((1, 1, 1), weights="q4"))
+    plan: DraftPlan = field(default_factory=lambda: DraftPlan((1,) * 6, 0.3, "q4"))
     """Shape of the draft, saved with the weights."""
     calibration_tokens: int = 16384
     """Number of tokens of text that the matrices are quantized for."""
@@ -91,7 +91,7 @@ def quantized_layers(model: Decoder, batches: list[TokenBatch]) -> Iterator[dict
                 hook.remove()
         tensors = dict[str, Tensor]()
         for module, names in parts:
-            codes, scales = rounded(module.weight.cpu(), moments[id(module)])
+            codes, scales = quantized_for(module.weight.cpu(), moments[id(module)])
             halves = zip(names, codes.chunk(len(names)), scales.chunk(len(names)), strict=True)
             for name, some, sizes in halves:
                 tensors |= tensors_of((index, name), some, sizes.contiguous())

@@ -2,10 +2,11 @@
 
 For every drafter and every number of guesses n, the rate of a step is ``E(n) / t(n)`` tokens per second. Here ``E(n) =
 1 + sum_{i<=n} p_i`` is its expected number of tokens, p_i the share of steps in which the guess at depth i was
-accepted, and t(n) the wall time of a step, fitted as ``a + b n`` to steps measured on this machine. Old steps lose
-weight, so a drafter that becomes slow or wrong is dropped while it runs. The drafter in use is asked for its longest
-draft from time to time, to see whether more guesses are accepted, or cost less, than at the last look. Drafting nothing
-is one of the choices: on a busy machine or a difficult text it is the fastest.
+accepted, and t(n) the wall time of a step, ``a + b g`` fitted to steps measured on this machine. g is the number of
+guesses that are made where n are allowed: a drafter that is not sure makes fewer. Old steps lose weight, so a drafter
+that becomes slow or wrong is dropped while it runs. The drafter in use is asked for its longest draft from time to
+time, to see whether more guesses are accepted, or cost less, than at the last look. Drafting nothing is one of the
+choices: on a busy machine or a difficult text it is the fastest.
 
 Measurements are kept per batch size, since steps of 8 sequences cost more than steps of one, and they outlive a
 request: an ``Adaptive`` is made once per model, and all its sessions measure for it. Batches shrink as their answers
@@ -54,6 +55,8 @@ class Measured:
     t: float = 0.0
     nt: float = 0.0
     tried: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+    made: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+    """By depth: how often there was a guess where one was allowed; drafters that are not sure make fewer."""
     kept: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
     is_warm: bool = False
     """Whether it was used before. The first step may lay out weights, so its time is not counted."""
@@ -69,16 +72,19 @@ class Measured:
     patience: int = PROBE_EVERY
     """Number of short steps before it is asked for the longest draft again."""
 
-    def record(self, guesses: float, seconds: float, allowed: int, accepted: Sequence[int]) -> None:
-        """Add a step: mean guesses per slot, its wall time in seconds, guesses allowed, guesses accepted per slot."""
+    def record(self, guessed: Sequence[int], seconds: float, allowed: int, accepted: Sequence[int]) -> None:
+        """Add a step: guesses per slot, its wall time in seconds, guesses allowed, guesses accepted per slot."""
+        guesses = sum(guessed) / len(guessed)
         kept = FORGET if self.idle <= 1 else FORGET_IDLE**self.idle  # depths that were not tried lose weight as well
         for name, value in (("weight", 1.0), ("n", guesses), ("nn", guesses**2), ("t", seconds)):
             setattr(self, name, kept * getattr(self, name) + value)
         self.nt = kept * self.nt + guesses * seconds
         self.tried = [kept * count for count in self.tried]
+        self.made = [kept * count for count in self.made]
         self.kept = [kept * count for count in self.kept]
         for depth in range(allowed):
             self.tried[depth] += 1
+            self.made[depth] += sum(count > depth for count in guessed) / len(guessed)
             self.kept[depth] += sum(count > depth for count in accepted) / len(accepted)
         self.steps += 1
         self.own += 1
@@ -95,12 +101,13 @@ class Measured:
             t=share * self.t,
             nt=share * self.nt,
             tried=[share * count for count in self.tried],
+            made=[share * count for count in self.made],
             kept=[share * count for count in self.kept],
             is_warm=True,
             steps=self.steps,
         )
 
-    def seconds(self, guesses: int) -> float:
+    def seconds(self, guesses: float) -> float:
         """Return t(n) in seconds: the fitted line, constant while only one n has been seen."""
         spread = self.weight * self.nn - self.n**2
         slope = (self.weight * self.nt - self.n * self.t) / spread if spread > 1e-9 else 0.0
@@ -111,6 +118,11 @@ class Measured:
         """Return E(n); depths that were never tried count as never accepted."""
         pairs = zip(self.kept[:guesses], self.tried[:guesses], strict=True)
         return 1 + sum(kept / tried if tried else 0.0 for kept, tried in pairs)
+
+    def guesses(self, allowed: int) -> float:
+        """Return how many guesses a step makes in the mean where so many are allowed."""
+        pairs = zip(self.made[:allowed], self.tried[:allowed], strict=True)
+        return sum(made / tried if tried else 1.0 for made, tried in pairs)
 
     def is_due(self, guesses: int, room: int) -> bool:
         """Return whether to ask for the longest draft in place of ``guesses``; each time it was in vain the wait
@@ -126,7 +138,7 @@ class Measured:
     def best(self) -> tuple[int, float]:
         """Return (n, tokens per second) with the highest rate, n >= 1."""
         deepest = max(1, sum(tried > 0 for tried in self.tried))
-        rates = [(n, self.tokens(n) / self.seconds(n)) for n in range(1, deepest + 1)]
+        rates = [(n, self.tokens(n) / self.seconds(self.guesses(n))) for n in range(1, deepest + 1)]
         return max(rates, key=lambda pair: pair[1])
 
 
@@ -229,8 +241,8 @@ class Adaptive:
         count = max(map(len, verdict.steps))
         for place in range(count):
             made = [steps[place] for steps in verdict.steps if place < len(steps)]
-            guesses = sum(len(step.guessed) for step in made) / len(made)
-            arm.record(guesses, elapsed / count, allowed, [step.kept - 1 for step in made])
+            guessed = [len(step.guessed) for step in made]
+            arm.record(guessed, elapsed / count, allowed, [step.kept - 1 for step in made])
 
 
 class AdaptiveState:

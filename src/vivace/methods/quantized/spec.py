@@ -54,7 +54,7 @@ def _own_layers() -> Stored:
 
 def _chains(config: ConfigReader, longest: int) -> Sequence[Any]:
     lengths = range(1, longest + 1)
-    unsure = [_plan(length, sure) for length in lengths if length in (3, 4, 6, 8) for sure in (0.3, 0.5, 0.7)]
+    unsure = [_plan(length, sure) for length in lengths if length in (3, 4, 6, 8) for sure in (0.2, 0.3, 0.5)]
     return [*(_plan(length) for length in lengths), *unsure]
 
 

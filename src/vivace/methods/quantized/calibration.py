@@ -23,7 +23,7 @@ DAMPING = 0.02
 """Share of the mean of H's diagonal that is added to it, so that it can be inverted."""
 
 
-def rounded(weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+def quantized_for(weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a matrix.
 
     Args:

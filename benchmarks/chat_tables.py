@@ -1,0 +1,80 @@
+"""Tables of drafts on chat by category, from files that ``benchmarks.chat_drafts run`` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import captions
+from tools.blocks import table
+
+
+def tables(folder: Path) -> str:
+    """Return two tables for each file and temperature: speed by category, and how much of a draft is kept."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        for temperature in dict.fromkeys(part["temperature"] for part in written["report"]):
+            found = [part for part in written["report"] if part["temperature"] == temperature]
+            parts += [_caption(written, found, path.stem), _speeds(found), _tokens(found)]
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _caption(written: Mapping[str, Any], found: Sequence[Mapping[str, Any]], name: str) -> str:
+    first = found[0]
+    kind = "greedy" if first["temperature"] == 0 else f"temperature {first['temperature']:g}"
+    counts = sorted({part["num_prompts"] for part in found})
+    prompts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    different = sum(run["num_different"] for part in found for run in part["runs"])
+    busy = max((part["others_cpu_share"] or 0 for part in found), default=0)
+    texts = f" {different} texts differ from plain decoding's." if first["temperature"] == 0 else ""
+    plans = "; ".join(f"{kind}: {_plan(plan)}" for kind, plan in written["adapters"].items())
+    return (
+        f"**{written['model']}**, {kind}, batch {first['batch']}, {prompts} prompts of each category, up to "
+        f"{written['tokens']} tokens (`{name}.json`). "
+        f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
+        f"{captions.others({'others_cpu_share': busy})}. {plans}.{texts}"
+    )
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    sure = f" while sure of {plan['min_confidence']:g}" if plan.get("min_confidence") else ""
+    words = f" from {plan['vocabulary']:,} tokens" if plan.get("vocabulary") else ""
+    return f"up to {len(plan['widths'])} guesses{sure}{words}, {plan.get('weights', 'bf16')}"
+
+
+def _methods(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [run["method"] for run in found[0]["runs"]]
+
+
+def _speeds(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the speed of decoding relative to plain decoding, with bootstrap intervals over prompts."""
+    rows = [
+        (
+            f"{part['category']} ({part['prompt_tokens']:.0f} tokens)",
+            f"{part['runs'][0]['tokens_per_s']:.0f}/s",
+            *(_with_interval(run) for run in part["runs"][1:]),
+        )
+        for part in found
+    ]
+    count = len(_methods(found))
+    means = [sum(part["runs"][at]["speedup"] for part in found) / len(found) for at in range(1, count)]
+    whole = [sum(part["runs"][at]["end_to_end_speedup"] for part in found) / len(found) for at in range(1, count)]
+    rows.append(("**mean**", "", *(f"**{mean:.2f}x**" for mean in means)))
+    rows.append(("mean of whole answers", "", *(f"{mean:.2f}x" for mean in whole)))
+    return table(("prompts", *_methods(found)), rows)
+
+
+def _with_interval(run: Mapping[str, Any]) -> str:
+    low, high = run["speedup_interval"]
+    return f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def _tokens(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return tokens for each pass of the model, by category."""
+    kept = [
+        (part["category"], *(f"{run['tokens_per_target_pass'] or 1:.2f}" for run in part["runs"][1:])) for part in found
+    ]
+    return table(("tokens a pass", *_methods(found)[1:]), kept)
