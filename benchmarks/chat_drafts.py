@@ -30,7 +30,7 @@ from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Message, Prompt, load_prompts, save_prompts
 
-METHODS = ("plain", "lookup", "lookahead", "quantized", "auto")
+METHODS = ("plain", "lookup", "lookahead", "quantized", "quantized+lookup", "auto")
 DOCUMENTS = 4
 """Documents before a question of the category ``documents``; one of them has the answer."""
 TUNED = 8

@@ -79,7 +79,11 @@ def make_model(folder: Path, method: str, *, context: int = 512) -> Path:
     if method == "draft" and not (base / OWN_DRAFT).exists():
         make_checkpoint(base / OWN_DRAFT, layers=LAYERS, context=context)  # a twin: always right
     kind = "multirate" if method == "auto" else METHODS[method].adapter
-    if kind is not None and not (base / "adapters" / kind).exists():
+    if kind is not None and not (base / "adapters" / kind).exists() and stored_of(kind).weights is None:
+        stored = stored_of(kind)
+        plan = asdict((stored.trained_plan or stored.plan)())
+        save_adapter(base / "adapters" / kind, kind, base_hash(base), plan, asdict(stored.config()), {})
+    elif kind is not None and not (base / "adapters" / kind).exists():
         weights, plan = make_weights(kind, load_decoder(base, dtype="float32"))
         keep_weights(base / "adapters" / kind, kind, base, weights, plan)
     return base

@@ -16,6 +16,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
+from vivace.decode.lookup import PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -24,7 +25,7 @@ from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.low_bit import TABLE, LowBit, q4_of, quantise, search_q4
 from vivace.kernels.native import NativeBody
 from vivace.methods.quantized.calibration import quantized_for
-from vivace.methods.quantized.drafter import OwnGuess, QuantizedDrafter
+from vivace.methods.quantized.drafter import LOOKUP, OwnGuess, QuantizedDrafter
 from vivace.methods.quantized.stored import copies_of
 from vivace.prompts import Prompt
 from vivace.recipes.frozen import FrozenRecipe
@@ -62,6 +63,20 @@ def test_the_text_is_plain_decodings(model: Decoder, plan: DraftPlan, ids: torch
         found = finish(session, [replace(request, drafter=drafter) for request in asked])
         assert [r.tokens for r in found] == [r.tokens for r in plain]
         assert sum(r.stats.num_accepted_draft_tokens for r in found) > 10
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_repeats_itself_is_looked_up(model: Decoder, steps: int) -> None:
+    """The text is the same, and some drafts are longer than the plan's."""
+    drafter = QuantizedDrafter(model, OwnGuess(model), DraftPlan((1, 1), weights="q4"), lookup=PromptLookup(LOOKUP))
+    asked = [Request(tuple(tokens) * 3, 32, NoDrafts()) for tokens in prompts(3)]
+    for slots in (1, 3):
+        session = Session(model, num_slots=slots, capacity=160, steps_per_call=steps)
+        plain = finish(session, asked)
+        found = finish(session, [replace(request, drafter=drafter) for request in asked])
+        assert [r.tokens for r in found] == [r.tokens for r in plain]
+        depths = [len(r.stats.drafted_per_position) for r in found]
+        assert slots > 1 or max(depths) > 2, depths
 
 
 def test_a_long_chain_is_seldom_wrong(model: Decoder) -> None:
@@ -114,11 +129,11 @@ def test_auto_tries_it_once_it_was_tuned(tmp_path: Path, body: NativeBody) -> No
     """Making its copies takes time and memory, so nobody who did not ask pays for them."""
     engine = vivace.load(make_checkpoint(tmp_path / "m", layers=4), dtype="bfloat16", kernels=body.name)
     names = lambda: [drafter.name for drafter in engine.methods.drafter("auto").drafters]  # type: ignore[attr-defined]  # noqa: E731
-    assert "quantized" not in names()
+    assert "quantized+lookup" not in names()
     plan = next(plan for plan in candidates_of(engine, "quantized", 4) if plan.label == "chain 2 in q4")
     keep_plan(engine, "quantized", plan)
     engine = vivace.load(tmp_path / "m", dtype="bfloat16", kernels=body.name)
-    assert "quantized" in names()
+    assert "quantized+lookup" in names()
     assert len(engine.methods.drafter("quantized").plan.widths) == 2  # type: ignore[attr-defined]
 
 

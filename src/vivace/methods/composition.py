@@ -413,7 +413,7 @@ class _Context:
 
     def planned(self, default: Any) -> tuple[Any, Any]:
         """Return (config, plan) of a method without weights."""
-        return self.methods.planned_as(self.spec, default)
+        return self.methods.planned_as(METHODS[self.kind], default)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return what is stored beside the plan of a method that can do without."""
@@ -433,6 +433,5 @@ class _Context:
         is_asked = second is not None and second.is_asked
         tried = [spec for spec in METHODS.values() if spec.is_tried_by_auto and spec.name in ready]
         tried = [spec for spec in tried if is_asked or not spec.needs_draft_model]
-        tried = [spec for spec in tried if self.methods.has_plan(spec) or not spec.has_auto_plan]
         tried.sort(key=lambda spec: spec.needs_draft_model)
         return self.methods.drafter("plain"), [self.methods.drafter(spec.name) for spec in tried]

@@ -155,8 +155,6 @@ class MethodSpec:
     """Returns why it cannot run on a model, or None where it can."""
     is_tried_by_auto: bool = False
     """Whether ``auto`` measures it beside plain decoding where it can run."""
-    has_auto_plan: bool = False
-    """Whether ``auto`` does so only where a plan is stored for it, since making its drafter takes time and memory."""
     training: Literal["beside", "whole"] | None = None
     """What ``vivace train NAME`` trains: weights beside a frozen model, or all weights of a model."""
     plans: Callable[[ConfigReader, int], Sequence[Any]] | None = None

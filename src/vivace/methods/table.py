@@ -22,7 +22,7 @@ from vivace.methods.mod.spec import MOD
 from vivace.methods.multirate.spec import MULTIRATE, MULTIRATE_LOOKUP
 from vivace.methods.multistream.spec import MULTISTREAM
 from vivace.methods.plain.spec import PLAIN
-from vivace.methods.quantized.spec import QUANTIZED
+from vivace.methods.quantized.spec import QUANTIZED, QUANTIZED_LOOKUP
 from vivace.methods.skipdecode.spec import SKIPDECODE
 from vivace.methods.spec import MethodSpec
 from vivace.methods.uno.spec import UNO
@@ -35,6 +35,7 @@ METHODS: Mapping[str, MethodSpec] = {
         LOOKUP,
         DRAFT,
         QUANTIZED,
+        QUANTIZED_LOOKUP,
         MULTIRATE,
         MULTIRATE_LOOKUP,
         MULTISTREAM,

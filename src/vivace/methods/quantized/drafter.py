@@ -13,7 +13,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft
 from vivace.core.step import Step
+from vivace.decode.lookup import LookupConfig, LookupState, PromptLookup
 from vivace.decode.shallow import DraftPlan, ShallowDrafter, ShallowState
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import LowBit
@@ -57,27 +58,63 @@ class OwnGuess:
         return h, h[guessing]
 
 
+LOOKUP = LookupConfig(num_draft_tokens=6, max_ngram=4, min_ngram=3)
+"""Which repetitions are drafted in place of quantized guesses: two equal tokens are followed by the same less often
+than these guesses are right."""
+
+
 class QuantizedDrafter(ShallowDrafter):
     """Drafts chains with quantized layers, in native calls."""
 
-    def __init__(self, model: Decoder, guess: OwnGuess, plan: DraftPlan, head: DraftHead | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        guess: OwnGuess,
+        plan: DraftPlan,
+        head: DraftHead | None = None,
+        *,
+        lookup: PromptLookup | None = None,
+    ) -> None:
         """Draft for ``model`` with the layers of ``guess``; ``head`` reads the guesses.
+
+        Where ``lookup`` finds a continuation for every sequence of a step, that is the draft.
 
         Raises:
             ConfigError: the plan has a tree, or its weights are not quantized.
         """
         if not plan.is_chain or plan.weights == "bf16":
             raise ConfigError(f"method quantized drafts chains with quantized weights, found the plan {plan.label!r}")
-        super().__init__(model, guess, plan, name="quantized", head=head)
+        name = "quantized" if lookup is None else "quantized+lookup"
+        super().__init__(model, guess, plan, name=name, head=head)
+        self.lookup = lookup
 
     def open(self, cache: KVCache) -> QuantizedState:
         """Return the state of a session."""
-        return QuantizedState(self, None)
+        return QuantizedState(self, None if self.lookup is None else self.lookup.open(cache))
 
 
 class QuantizedState(ShallowState):
     """Drafts where one native call can, and nothing elsewhere: layers one by one are not quantized."""
 
+    def __init__(self, drafter: QuantizedDrafter, lookup: LookupState | None) -> None:
+        """Draft as ``drafter`` does, where ``lookup`` does not find a continuation for all."""
+        super().__init__(drafter, None)
+        self._lookup = lookup
+
     def propose(self, context: Context) -> Draft | Decided:
         """Return verified steps, or committed tokens with a chain of guesses."""
+        if self._lookup is not None:
+            draft, known = self._lookup.seed(context.committed(), context)
+            if len(known) == len(context.slots):
+                return draft
         return self._decided(context) or self._at_once(context) or context.committed()
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget these slots."""
+        super().release(slots)
+        if self._lookup is not None:
+            self._lookup.release(slots)
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget the texts of these slots, which are read again."""
+        self.release(slots)

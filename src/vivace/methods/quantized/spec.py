@@ -1,4 +1,4 @@
-"""Spec of drafts by the model itself with quantized weights."""
+"""Specs of drafts by the model itself with quantized weights, alone and after prompt lookup."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored,
 if TYPE_CHECKING:
     from vivace.core.model import Decoder
     from vivace.core.seams import Drafter
+    from vivace.decode.lookup import PromptLookup
     from vivace.decode.shallow import DraftPlan
 
 
@@ -19,7 +20,7 @@ def _plan(length: int, min_confidence: float = 0.0) -> DraftPlan:
     return DraftPlan((1,) * length, min_confidence, "q4")
 
 
-def _quantized(context: MethodContext) -> Drafter:
+def _quantized(context: MethodContext, lookup: PromptLookup | None = None) -> Drafter:
     from vivace.methods.quantized.drafter import OwnGuess, QuantizedDrafter
     from vivace.methods.quantized.stored import copies_of
 
@@ -27,7 +28,14 @@ def _quantized(context: MethodContext) -> Drafter:
     guess = context.shared(
         "quantized guess", lambda: OwnGuess(context.model, copies_of(context.model, context.tensors()))
     )
-    return QuantizedDrafter(context.model, guess, plan, draft_head(context, plan))
+    return QuantizedDrafter(context.model, guess, plan, draft_head(context, plan), lookup=lookup)
+
+
+def _quantized_with_lookup(context: MethodContext) -> Drafter:
+    from vivace.decode.lookup import PromptLookup
+    from vivace.methods.quantized.drafter import LOOKUP
+
+    return _quantized(context, PromptLookup(LOOKUP))
 
 
 def _why_not(model: Decoder) -> str | None:
@@ -64,8 +72,15 @@ QUANTIZED = MethodSpec(
     make=_quantized,
     stored=_own_layers,
     why_not=_why_not,
-    is_tried_by_auto=True,
-    has_auto_plan=True,
     training="beside",
     plans=_chains,
+)
+
+QUANTIZED_LOOKUP = MethodSpec(
+    name="quantized+lookup",
+    summary="prompt lookup where the text repeats itself, else the model with weights of four bits",
+    make=_quantized_with_lookup,
+    adapter="quantized",
+    why_not=_why_not,
+    is_tried_by_auto=True,
 )
