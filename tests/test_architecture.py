@@ -37,6 +37,7 @@ FLOORS: dict[str, int] = {
     "methods": 6,
     "evaluate": 7,
     "answer": 7,
+    "options": 7,
     "engine": 8,
     "assistant": 9,
     "conversation": 9,

@@ -48,6 +48,9 @@ CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "exact": (PLAIN, True),
     "num_draft_tokens": (LOOKED_UP | {"ignore_eos": True}, 1),
     "quality": (PLAIN | {"method": "dynamic", "ignore_eos": True}, 0.9),
+    "prefill": (PLAIN | {"prefill": "lexical", "min_prompt": 2}, "random"),
+    "keep": (PLAIN | {"prefill": "random", "min_prompt": 2}, "0:0.2"),
+    "min_prompt": (PLAIN | {"prefill": "random"}, 2),
     "progress": (PLAIN, "recorded"),
 }
 """Field -> what it is added to, and its value."""

@@ -38,6 +38,7 @@ from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.objective import MultistreamLoss
 from vivace.methods.multistream.shared import SharedLoss
 from vivace.methods.table import METHODS
+from vivace.prefill.table import PREFILLS
 from vivace.recipes.reading import RECIPES
 from vivace.serve import bodies, foreign, metrics, server_metrics
 from vivace.serve.config import ServeConfig
@@ -75,6 +76,15 @@ def methods_table() -> str:
         for method in METHODS.values()
     ]
     return table(("method", "what it does", "adapter", "answers"), rows)
+
+
+def prefills_table() -> str:
+    """Return the table of all ways to read a prompt."""
+    rows = [
+        (f"`{way.name}`", way.summary, f"`{way.keep}`" if way.keep else "", "lossy" if way.is_lossy else "exact")
+        for way in PREFILLS.values()
+    ]
+    return table(("name", "what goes on", "`--keep` unless you say", "answers"), rows)
 
 
 def families_table() -> str:
@@ -295,6 +305,7 @@ def wanted() -> dict[Path, str]:
             "shared": fields_table(SharedLoss),
             "plan": fields_table(StreamPlan),
         },
+        ROOT / "docs" / "techniques" / "lazy.md": {"ways": prefills_table()},
         ROOT / "docs" / "techniques" / "dynamic_depth.md": {
             "gates": fields_table(GatesConfig),
             "router": fields_table(RouterConfig),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,14 @@ from vivace.core.step import Step
 from vivace.decode.memory import MemoryBudget
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request, StopRule
-from vivace.decode.session import Progress, Session
-from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError, nearest
+from vivace.decode.session import Session
+from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
 from vivace.kernels.choice import KernelChoice, choose
 from vivace.kernels.low_bit import check_weights
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
+from vivace.methods.table import check_method
+from vivace.options import Options as Options
+from vivace.prefill.choice import Prefills
 from vivace.storage import refusals
 from vivace.storage.loading import Storage, bytes_beside, load_stored
 from vivace.storage.prompt_cache.cache import MAX_BYTES, PromptCache, facts_of
@@ -59,63 +61,6 @@ EXACT_ROWS = 64
 
 _SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
 """Options that have no effect on greedy decoding."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of generation, under Hugging Face's names; None uses the checkpoint's ``generation_config.json``."""
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    stop_strings: str | Sequence[str] | None = None
-    ignore_eos: bool = False
-    seed: int = 0
-    method: str = "auto"
-    raw: bool = False
-    """Whether to use the prompt as it is, without the chat template."""
-    logprobs: bool = False
-    """Whether to return log p of every token under the model, before any logits processor. Then all logits of every
-    token are computed, where greedy decoding needs the largest only.
-    """
-    batch_size: int = 16
-    """Number of sequences decoded at once; further prompts wait."""
-    exact: bool = False
-    """Whether to pad every decoding pass to the same number of rows. This is slower, and only needed on machines where
-    the bits of a row's result depend on the number of rows computed with it (``docs/losslessness.md``).
-    """
-    num_draft_tokens: int | None = None
-    """Number of draft tokens per step, for a method that drafts; None uses the method's or its adapter's."""
-    quality: float | None = None
-    """Agreement target of a method with early exits: the share of early-exit tokens that should equal the whole
-    model's. It must be one of the targets that the adapter was calibrated for. None is .98.
-    """
-    progress: Progress | None = None
-    """Called with the number of prompt tokens read and their total while prompts are read."""
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("batch_size", self.batch_size, 1), ("min_new_tokens", self.min_new_tokens, 0)):
-            if value < least:
-                raise ConfigError(f"{name} must be at least {least}, found {value}")
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> Options:
-        """Build options from keyword arguments.
-
-        Raises:
-            ConfigError: a name is unknown; the message names the nearest.
-        """
-        known = {f.name for f in dataclasses.fields(Options)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"generate has no argument {name!r}{nearest(name, known)}")
-        return Options(**values)
 
 
 def load(
@@ -270,6 +215,8 @@ class Engine:
         """Largest number of steps that a session takes in one native call (``Session``)."""
         self.memory = methods.memory
         """Counts the memory of weights and drafters, and what is promised to texts."""
+        self.prefills = Prefills(model)
+        """Ways to read prompts, by their settings."""
         self.prefix_cache: PrefixCache | None = None
         """Entries of prompts that were read, shared by all calls."""
         self.prompt_cache: PromptCache | None = None
@@ -424,6 +371,9 @@ class Engine:
             detokenize=self.tokenizer.decode if stops else None,
             min_new_tokens=options.min_new_tokens,
         )
+        prefill, reason = self.prefills.of(options.prefill, options.keep, options.min_prompt, len(tokens))
+        if options.prefill != "full":
+            check_method(options.method, options.prefill)
         request = Request(
             tokens=tokens,
             max_new_tokens=limit,
@@ -432,6 +382,8 @@ class Engine:
             stop=stop,
             seed=options.seed,
             logprobs=options.logprobs,
+            prefill=prefill,
+            prefill_reason=reason,
             prefix=self.prefix(self.prefix_cache),
         )
         request.check_fits(context)

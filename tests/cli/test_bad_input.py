@@ -188,6 +188,43 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "kernels must be auto, torch, avx2, avx512 or amx, found 'fast'",
     ),
+    "bench of a prompt beyond the context": (
+        ("bench", "prefill", "--model", "tiny", "--lengths", "100,300"),
+        USAGE,
+        "a prompt of 300 tokens; this model can be measured with 2 to 248",
+    ),
+    "bench of no lengths": (
+        ("bench", "prefill", "--model", "tiny", "--lengths", "1k"),
+        USAGE,
+        "expected numbers with commas between them",
+    ),
+    "bench without a full reading": (
+        ("bench", "prefill", "--model", "tiny", "--lengths", "100", "--prefills", "lazy"),
+        USAGE,
+        "full is the baseline of every figure; add it",
+    ),
+    "unknown prefill": ((*GENERATE, "--prefill", "lasy"), USAGE, "prefill is 'lasy'; did you mean 'lazy'?"),
+    "a schedule for a full reading": ((*GENERATE, "--keep", "1:0.5"), USAGE, "keep has no effect on prefill full"),
+    "a length for a full reading": (
+        (*GENERATE, "--min-prompt", "9"),
+        USAGE,
+        "min_prompt has no effect on prefill full",
+    ),
+    "a share above one": (
+        (*GENERATE, "--prefill", "lazy", "--keep", "1:1.5"),
+        USAGE,
+        "keep has the share 1.5 behind layer 1; it must be in (0, 1]",
+    ),
+    "a layer beyond the model": (
+        (*GENERATE, "--prefill", "lazy", "--keep", "2:0.5"),
+        USAGE,
+        "keep has layer 2; this model can prune behind 1 to 1",
+    ),
+    "a lossy method on a pruned prompt": (
+        (*GENERATE, "--prefill", "lazy", "--method", "skipdecode"),
+        USAGE,
+        "method skipdecode skips layers of its own and cannot ride along with prefill lazy",
+    ),
     "a prompt cache that is a file": (
         (*GENERATE, "--prompt-cache", "rows.jsonl"),
         USAGE,

@@ -203,3 +203,29 @@ def test_convert_writes_a_file_for_another_engine(cli: Cli, folder: Path, tmp_pa
     )
     assert cli("convert", tmp_path / "m.bin", "--model", folder).status == 2
     assert "did you mean 'q8_0'" in cli("convert", tmp_path / "m.gguf", "--model", folder, "--type", "q8").err
+
+
+def test_bench_prefill_measures_what_the_schedule_predicts(cli: Cli, folder: Path) -> None:
+    words = ("bench", "prefill", "--model", folder, "--lengths", "60,100", "--prefills", "full,lazy,random")
+    outcome = cli(*words, "--repeats", 2, "--json", "-")
+    assert outcome.status == 0, outcome.err
+    rows = outcome.json["rows"]
+    assert [(row["num_tokens"], row["prefill"]) for row in rows] == [
+        (length, name) for length in (60, 100) for name in ("full", "lazy", "random")
+    ]
+    for row in rows:
+        assert row["measured_share"] == pytest.approx(row["predicted_share"])
+        assert len(row["seconds"]) == 2
+        assert (row["measured_share"] < 1) == (row["prefill"] != "full")
+    table = cli(*words, "--keep", "0:0.3", "--prefills", "full,lexical", "--repeats", 1)
+    assert table.status == 0, table.err
+    assert "lexical" in table.out
+
+
+def test_generate_says_how_the_prompt_was_read(cli: Cli, folder: Path) -> None:
+    words = ("generate", "abc abc abc abc", "--model", folder, "--method", "plain", "--max-new-tokens", 2)
+    assert "prefill" not in cli(*words).err
+    assert "prefill lazy begins at 512" in cli(*words, "--prefill", "lazy").err
+    said = cli(*words, "--prefill", "lazy", "--keep", "1:0.5", "--min-prompt", 2).err
+    assert "prefill lazy (lossy): of" in said
+    assert "from layer 1 on" in said

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.core.dense_cache import DenseCache
+from vivace.core.block_table import WINDOW_SLACK
 from vivace.core.blocks import BlockPool, BlockStore, LayerSpec, Unlimited, block_size
-from vivace.core.cache import WINDOW_SLACK, Blocks, KVCache
+from vivace.core.cache import Blocks, KVCache
 from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.errors import BusyError, CapacityError

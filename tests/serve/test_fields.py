@@ -50,6 +50,9 @@ SHARED: dict[str, Case] = {
         {"model": "early", "method": "dynamic", "max_tokens": 30, "return_trace": True},
         {"model": "early", "method": "dynamic", "max_tokens": 30, "return_trace": True, "quality": 0.9},
     ),
+    "prefill": ({}, {"prefill": "random", "min_prompt": 2, "keep": "0:0.1"}),
+    "keep": ({"prefill": "random", "min_prompt": 2}, {"prefill": "random", "min_prompt": 2, "keep": "0:0.2"}),
+    "min_prompt": ({"prefill": "random"}, {"prefill": "random", "min_prompt": 2}),
     "num_draft_tokens": (
         {"model": "alpha", "method": "multirate", "max_tokens": 30},
         {"model": "alpha", "method": "multirate", "max_tokens": 30, "num_draft_tokens": 9},

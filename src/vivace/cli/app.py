@@ -16,7 +16,7 @@ from typer.exceptions import Abort, TyperException
 
 import vivace
 from vivace.cli import (
-    bench,
+    bench_prefill,
     chat,
     check,
     convert,
@@ -52,7 +52,7 @@ def build() -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("serve")(serve.serve)
-    app.add_typer(bench.app, name="bench")
+    app.add_typer(bench_prefill.app, name="bench")
     app.command("check")(check.check)
     app.command("evaluate")(evaluate.evaluate)
     app.command("data")(data.data)

@@ -26,6 +26,7 @@ def chat(
     load: options.LoadFlags,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
+    reading: options.PrefillFlags,
     max_new_tokens: options.MaxNewTokens = None,
     sampling: options.SamplingFlags,
 ) -> None:
@@ -33,7 +34,7 @@ def chat(
     from vivace.conversation import Conversation
 
     engine = open_engine(model, [method], load, store, cache)
-    settings = options.given(max_new_tokens=max_new_tokens, method=method, **vars(sampling))
+    settings = options.given(max_new_tokens=max_new_tokens, method=method, **vars(reading), **vars(sampling))
     conversation = Conversation(engine, system=system or None, **settings)
     console.note(HELP)
     while (line := _read_line()) is not None:

@@ -39,6 +39,7 @@ def generate(
     load: options.LoadFlags,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
+    reading: options.PrefillFlags,
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
     exact: options.Exact = False,
@@ -58,6 +59,7 @@ def generate(
         raw=raw,
         exact=exact or None,
         logprobs=logprobs or None,
+        **vars(reading),
         **vars(sampling),
     )
     with console.progress("reading the prompt") as progress:
@@ -126,6 +128,11 @@ def summary(result: Result) -> str:
         )
     if stats.num_cached_tokens:
         line += f", {stats.num_prompt_tokens - stats.num_cached_tokens} of {stats.num_prompt_tokens} prompt tokens read"
+    if stats.prefill != "full":
+        left = ", ".join(f"{count} from layer {layer} on" for layer, count in stats.prompt_kept)
+        line += f", prefill {stats.prefill} (lossy): of {stats.num_prompt_tokens} prompt tokens {left or 'all'}"
+    elif stats.prefill_reason:
+        line += f", prefill full: {stats.prefill_reason}"
     if stats.early_exit_share is not None:
         line += f", {stats.early_exit_share:.0%} left early, {stats.mean_exit_layer:.1f} layers a token"
     chosen = f"; auto: {result.choice}" if result.choice else ""

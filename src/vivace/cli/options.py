@@ -12,9 +12,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from vivace.errors import ConfigError
+from vivace.prefill.table import PREFILLS
 
 _SAMPLING = "Sampling"
 _MODEL = "Model"
+_PROMPT = "Prompt"
 
 Model = Annotated[
     str | None,
@@ -105,6 +107,25 @@ PromptCacheBytes = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Prefill = Annotated[
+    str,
+    typer.Option(
+        help=f"How prompts are read: {', '.join(PREFILLS)}; lossy with anything but full.",
+        rich_help_panel=_PROMPT,
+    ),
+]
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        help="How many tokens go on: paper, balanced, fast, or LAYER:SHARE,... such as 9:0.5,18:0.5.",
+        metavar="SCHEDULE",
+        rich_help_panel=_PROMPT,
+    ),
+]
+MinPrompt = Annotated[
+    int | None,
+    typer.Option(help="Shortest prompt of which tokens are left out; left out: 512.", rich_help_panel=_PROMPT),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),
@@ -162,6 +183,15 @@ class PromptCacheFlags:
     prompt_cache: PromptCache = None
     prompt_cache_ro: PromptCacheReadOnly = False
     prompt_cache_bytes: PromptCacheBytes = None
+
+
+@dataclass(frozen=True)
+class PrefillFlags:
+    """Flags that choose how prompts are read."""
+
+    prefill: Prefill = "full"
+    keep: Keep = None
+    min_prompt: MinPrompt = None
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Attention:
         assert step.chunk is not None
         out = torch.empty_like(q)
         for slot, first, stop in step.chunk:
-            longest = int(step.position[stop - 1]) + 1
+            longest = int(step.seen[stop - 1])
             visible = step.visible_in_chunk(first, stop, self.window, q.dtype)
             k, v = cache.entries(self.layer, slot, longest)
             chunk = q[None, first:stop]

@@ -22,17 +22,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vivace.core.blocks import SCALE, Account, BlockPool, BlockStore, LayerSpec, Unlimited, block_size
+from vivace.core.block_table import BlockTable
+from vivace.core.blocks import SCALE, Account, BlockStore, LayerSpec, Unlimited, block_size
 from vivace.core.low_rank import SlotAdapters
-from vivace.errors import BusyError, CapacityError
+from vivace.errors import CapacityError
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
     from vivace.core.config import ModelConfig
     from vivace.core.step import Step
-
-WINDOW_SLACK = 64
-"""Entries behind a sliding window that are still kept: rows that are filled in late may read a little further back."""
 
 Blocks = tuple[tuple[int, ...], ...]
 """Numbers of blocks, pool by pool."""
@@ -71,106 +69,6 @@ def slot_bytes(specs: Sequence[LayerSpec], entries: int, dtype: torch.dtype) -> 
     """Return the bytes of the blocks that ``entries`` entries of a text take, in all layers together."""
     size = block_size(specs, dtype)
     return -(-entries // size) * size * sum(spec.entry_bytes(dtype) for spec in specs)
-
-
-class _Table:
-    """The blocks that a pool has given to each slot."""
-
-    def __init__(self, pool: BlockPool, num_slots: int, width: int) -> None:
-        self.pool = pool
-        self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
-        """Of each slot; 0 where a block was given back."""
-        self.owns: list[list[bool]] = [[] for _ in range(num_slots)]
-        """Whether a slot has written its block itself."""
-        self.straight = [0] * num_slots
-        """How many of a slot's first blocks have neighbouring numbers."""
-        self.planned: list[range] = [range(0)] * num_slots
-        self.passed = [0] * num_slots
-        """How many of a slot's first blocks the window has passed."""
-        with torch.inference_mode(False):
-            self.first = torch.zeros((num_slots, width), dtype=torch.int64)
-            """(slots, blocks) entry of the pool at which each block begins."""
-        self._view = self.first.numpy()
-        self._there: Tensor | None = self.first if pool.device.type == "cpu" else None
-
-    @property
-    def there(self) -> Tensor:
-        """Return ``first`` on the pool's device."""
-        if self._there is None:
-            self._there = self.first.to(self.pool.device)
-        return self._there
-
-    def _set(self, slot: int, place: int, block: int) -> None:
-        self.blocks[slot][place] = block
-        self._view[slot, place] = block * self.pool.size
-        if self._there is not self.first:
-            self._there = None
-        blocks = self.blocks[slot]
-        at = min(self.straight[slot], place)
-        while at < len(blocks) and blocks[at] and (at == 0 or blocks[at] == blocks[at - 1] + 1):
-            at += 1
-        self.straight[slot] = at
-
-    def _wanted(self, slot: int, place: int) -> int | None:
-        """Return the block that would be best for a place: behind the one before it, or where a plan begins."""
-        before = self.blocks[slot][place - 1] if place else 0
-        if before:
-            return before + 1
-        planned = self.planned[slot]
-        return planned[place] if place < len(planned) else None
-
-    def append(self, slot: int, account: Account) -> None:
-        """Take one more block for a slot."""
-        place = len(self.blocks[slot])
-        block = self.pool.take(account, self._wanted(slot, place))
-        self.blocks[slot].append(0)
-        self.owns[slot].append(True)
-        self._set(slot, place, block)
-
-    def own(self, slot: int, entry: int, account: Account) -> None:
-        """Copy the block of an entry unless the slot may write there."""
-        place, at = divmod(entry, self.pool.size)
-        block = self.blocks[slot][place]
-        assert block, f"entry {entry} is behind the window"
-        if not self.pool.is_writable(block, at, by_its_writer=self.owns[slot][place]):
-            try:
-                self._set(slot, place, self.pool.copied(block, account, self._wanted(slot, place)))
-            except BusyError:  # who made room may have held the block, which needs no copy then
-                if not self.pool.is_writable(block, at, by_its_writer=self.owns[slot][place]):
-                    raise
-        self.owns[slot][place] = True
-
-    def share(self, slot: int, place: int, block: int) -> None:
-        """Put a block that is held for the slot into its table, in place of what is there."""
-        blocks = self.blocks[slot]
-        assert place <= len(blocks)
-        if place == len(blocks):
-            blocks.append(0)
-            self.owns[slot].append(False)
-        elif blocks[place]:
-            self.pool.give_back([blocks[place]])
-        self.owns[slot][place] = False
-        self._set(slot, place, block)
-
-    def let_go(self, slot: int, length: int) -> None:
-        """Give back the blocks that the window of a text of this length has passed; their places stay."""
-        assert self.pool.window is not None
-        passed = (length - self.pool.window - WINDOW_SLACK) // self.pool.size
-        places = range(self.passed[slot], min(passed, len(self.blocks[slot])))
-        self.pool.give_back([self.blocks[slot][place] for place in places])
-        for place in places:
-            self._set(slot, place, 0)
-            self.passed[slot] = place + 1
-
-    def clear(self, slot: int) -> None:
-        """Give all blocks of a slot back."""
-        self.pool.give_back(self.blocks[slot])
-        self.pool.forget(self.planned[slot])
-        self._view[slot, : len(self.blocks[slot])] = 0
-        if self._there is not self.first:
-            self._there = None
-        self.blocks[slot], self.owns[slot] = [], []
-        self.straight[slot], self.planned[slot], self.passed[slot] = 0, range(0), 0
 
 
 class KVCache:
@@ -224,12 +122,16 @@ class KVCache:
         """Prompt length of each slot; dynamic rotary embeddings rotate a prompt by its whole length."""
         self.pending: list[list[PendingKV]] = [[] for _ in range(num_slots)]
         """Per slot, tokens with missing entries; all others are complete in every layer."""
+        with torch.inference_mode(False):
+            self.pruned = torch.zeros((len(specs), num_slots), dtype=torch.int64)
+        """(layers, slots) number of prompt tokens that a layer has no entries of (``prune``)."""
+        self.has_pruned = False
         self.adapters = SlotAdapters()
         """Low-rank deltas that the rows of each slot carry in every call."""
         self._writable = [(0, 0)] * num_slots
         """Entries of each slot that are known to be its own, first and one past the last."""
         try:
-            self.tables = [_Table(pool, num_slots, width) for pool in store.pools]
+            self.tables = [BlockTable(pool, num_slots, width) for pool in store.pools]
         except (MemoryError, RuntimeError) as exc:
             raise CapacityError(
                 f"tables of {num_slots} x {capacity} entries need {format_bytes(8 * num_slots * width)}, "
@@ -361,6 +263,15 @@ class KVCache:
         self.lengths[slot] = 0
         self._writable[slot] = 0, 0
 
+    def prune(self, slot: int, pruned: Sequence[int]) -> None:
+        """Say how many prompt tokens of a slot each layer has no entries of.
+
+        They leave no gap: entry e of the text, behind the prompt, is entry e minus that number of the layer. Whoever
+        addresses entries goes on as if all were there (``Step.in_layer``).
+        """
+        self.pruned[:, slot] = torch.tensor(pruned)
+        self.has_pruned = bool(self.pruned.any())
+
     # Memory
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
@@ -431,10 +342,14 @@ class KVCache:
         at = torch.tensor(slot, device=self.device)
         source = torch.tensor(kept, device=self.device)
         target = torch.arange(length, length + len(kept), device=self.device)
-        places = [[self.addresses(pool, at, each) for each in (source, target)] for pool in range(len(self.tables))]
-        for layer, (pool, _) in enumerate(self.store.place_of_layer):
+        places: dict[tuple[int, int], list[Tensor]] = {}
+        for layer, ((pool, _), lacks) in enumerate(
+            zip(self.store.place_of_layer, self.pruned[:, slot].tolist(), strict=True)
+        ):
+            if (pool, lacks) not in places:
+                places[pool, lacks] = [self.addresses(pool, at, each - lacks) for each in (source, target)]
             for stored in self.store.stored(layer):
-                stored.index_copy_(1, places[pool][1], stored.index_select(1, places[pool][0]))
+                stored.index_copy_(1, places[pool, lacks][1], stored.index_select(1, places[pool, lacks][0]))
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Drop the tokens of each slot from position ``length`` on."""
@@ -450,11 +365,20 @@ class KVCache:
             assert not self.reach(target), "a fork begins in an empty slot"
             length = self.lengths[source]
             count = -(-length // self.store.size)
-            if length:
+            if self.has_pruned and self.pruned[:, source].any():  # layers go on in the middle of what would be shared
+                self._copy(source, target, length)
+            elif length:
                 self.adopt(target, 0, length, tuple(tuple(table.blocks[source][:count]) for table in self.tables))
             self._writable[source] = 0, 0
             self.lengths[target], self.prompts[target] = length, self.prompts[source]
             self.pending[target] = list(self.pending[source])
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Give an empty slot copies of all entries of another one."""
+        self.extend([target], [length])
+        for table in self.tables:
+            table.pool.paste(table.blocks[target], 0, length, table.pool.copies(table.blocks[source], 0, length))
+        self.prune(target, self.pruned[:, source].tolist())
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop these sequences and give their blocks back."""
@@ -465,15 +389,20 @@ class KVCache:
             self._writable[slot] = 0, 0
             self.pending[slot] = []
             self.adapters.give(slot, None)
+            if self.has_pruned:
+                self.prune(slot, [0] * len(self.pruned))
 
     def saved(self) -> object:
         """Return the lengths and pending entries of all slots; entries beyond a length are rewritten before a read."""
-        return self.lengths.copy(), [late.copy() for late in self.pending]
+        pruned = self.pruned.clone() if self.has_pruned else None
+        return self.lengths.copy(), [late.copy() for late in self.pending], pruned
 
     def restore(self, saved: object) -> None:
         """Drop everything that was stored since ``saved``."""
         assert isinstance(saved, tuple)
-        self.lengths[:], self.pending[:] = saved
+        self.lengths[:], self.pending[:], pruned = saved
+        self.pruned.copy_(torch.zeros_like(self.pruned) if pruned is None else pruned)
+        self.has_pruned = bool(self.pruned.any())
         self._writable = [(0, 0)] * self.num_slots
 
 

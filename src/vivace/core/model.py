@@ -87,7 +87,7 @@ class Layer(nn.Module):
         if self.rotary is not None:
             rotated = kernels.rotate(rotated, *self.rotation(step, qkv.dtype))
         written = slice(step.num_write)
-        step.memory.put(self.index, step, rotated[written, c.num_heads :], values[written])
+        step.memory.put(self.index, step.in_layer(self.index), rotated[written, c.num_heads :], values[written])
         return rotated[:, : c.num_heads]
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
@@ -118,7 +118,25 @@ class Layer(nn.Module):
 
     def read(self, q: Tensor, step: Step) -> Tensor:
         """Return the attention of queries to stored entries, (T, H, D) -> (T, H, D)."""
-        return self.attention(q, step)
+        return self.attention(q, step.in_layer(self.index))
+
+    def weigh(self, q: Tensor, step: Step) -> list[Tensor]:
+        """Return with which weights queries (T, H, D) read their entries: for each row (H, entries), float32."""
+        step, c = step.in_layer(self.index), self.config
+        assert isinstance(step.memory, KVCache), "weights are of stored entries"
+        weights = []
+        for row, (slot, seen) in enumerate(zip(step.slot.tolist(), step.seen.tolist(), strict=True)):
+            assert step.tail is None, "weights are of entries that follow one another"
+            keys = step.memory.entries(self.index, slot, seen)[0].float()
+            grouped = q[row].float().view(c.num_kv_heads, -1, c.head_dim)
+            scores = torch.einsum("kgd,ksd->kgs", grouped, keys).flatten(0, 1) * c.scale
+            if c.attention_softcap is not None:
+                scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+            window = c.window(self.index)
+            if window is not None:
+                scores[:, : max(0, seen - window)] = -torch.inf
+            weights.append(scores.softmax(-1))
+        return weights
 
     def output(self, h: Tensor, a: Tensor, step: Step) -> Tensor:
         """Project attention ``a`` (T, H, D), apply the post-norm if there is one and add the residual ``h`` (T, E)."""

@@ -130,6 +130,34 @@ class Step:
         )
 
     @staticmethod
+    def packed(memory: KVCache, slots: list[int], positions: Tensor, entries: Tensor, *, chunk: bool = False) -> Step:
+        """Make a call for rows of prompts of which some tokens are left out, each stored behind those that are not.
+
+        Args:
+            memory: the cache of the slots.
+            slots: (T,) slot of each row.
+            positions: (T,) position of each row in its text.
+            entries: (T,) where it is stored; it reads all entries up to its own.
+            chunk: whether rows of a slot attend together.
+        """
+        memory.reserve(slots, entries.tolist())
+        count = len(slots)
+        slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
+        return Step(
+            memory,
+            slot,
+            positions,
+            entries,
+            entries + 1,
+            None,
+            count,
+            count,
+            chunk=_runs(slots) if chunk else None,
+            row_count=memory.row_count,
+            is_prompt=True,
+        )
+
+    @staticmethod
     def dense(batch: int, length: int, *, causal: bool = True, device: torch.device | None = None) -> Step:
         """Make the call of a whole batch without a cache, for training, encoders and scoring.
 
@@ -157,6 +185,23 @@ class Step:
             causal=causal,
             is_prompt=True,
         )
+
+    def in_layer(self, layer: int) -> Step:
+        """Return the call with entries as a layer has them, which may lack prompt tokens that others have."""
+        memory = self.memory
+        if not isinstance(memory, KVCache) or not memory.has_pruned:
+            return self
+        lacks = memory.pruned[layer].to(self.device)[self.slot]
+        key = tuple(lacks.tolist())
+        if key not in self._shifted:
+            tail = None if self.tail is None else torch.where(self.tail < 0, self.tail, self.tail - lacks[:, None])
+            entry = self.entry - lacks[: self.num_write]
+            self._shifted[key] = replace(self, entry=entry, seen=self.seen - lacks, tail=tail) if any(key) else self
+        return self._shifted[key]
+
+    @cached_property
+    def _shifted(self) -> dict[tuple[int, ...], Step]:
+        return {}
 
     @cached_property
     def low_rank(self) -> tuple[LowRankDeltas, ...]:
@@ -330,12 +375,12 @@ class Step:
         """Return the additive mask (T', S') of one prompt chunk, or None where plain causal attention is the same."""
         key = (first, window, dtype)
         if key not in self._masks:
-            position = self.position[first:stop]
-            count, longest = stop - first, int(position[-1]) + 1
+            last = self.seen[first:stop] - 1
+            count, longest = stop - first, int(last[-1]) + 1
             ordinal = torch.arange(longest, device=self.device)
-            hidden = ordinal > position[:, None]
+            hidden = ordinal > last[:, None]
             if window is not None:
-                hidden |= ordinal <= (position - window)[:, None]
+                hidden |= ordinal <= (last - window)[:, None]
             plain = longest == count and (window is None or window >= longest)
             self._masks[key] = None if plain else _additive(hidden, dtype)
         return self._masks[key]

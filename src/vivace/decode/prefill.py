@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from vivace.core.cache import KVCache
@@ -47,7 +47,11 @@ class PrefillPass:
     passed: TargetPass
     """Residuals of those tokens after the last layer."""
     stored: Mapping[int, int]
-    """By slot: number of further prompt tokens that the cache holds completely and that may be committed."""
+    """By slot: number of further prompt tokens that may be committed: the cache holds of them what it ever will."""
+    passes: Mapping[int, int] = field(default_factory=dict)
+    """By slot: layers that its rows passed, summed over the rows."""
+    kept: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By slot whose prompt is read now: layers behind which tokens were pruned, and how many went on."""
 
 
 class Prefill(Protocol):
@@ -150,4 +154,6 @@ class _Chunks(NoMemory):
         is_chunk = next(iter(pieces.values())).kind == "chunks"
         with nullcontext() if is_chunk else threads_of(self._model):
             passed = self._forward.run(self._model, draft, self._cache, chunk=is_chunk)
-        return PrefillPass(draft, passed, {slot: len(chunk) for slot, chunk in tokens.items()})
+        counts = {slot: len(chunk) for slot, chunk in tokens.items()}
+        num_layers = self._model.config.num_layers
+        return PrefillPass(draft, passed, counts, {slot: num_layers * count for slot, count in counts.items()})

@@ -45,6 +45,10 @@ class PromptReader:
             self._states[id(prefill)] = prefill, prefill.open(self._model, self._cache, chunk=self._chunk)
         return self._states[id(prefill)][1]
 
+    def keep_only(self, named: set[int]) -> None:
+        """Forget the states of prefills that no request names any more; ``named`` are their identities."""
+        self._states = {key: pair for key, pair in self._states.items() if key in named}
+
     def begin(self, sequence: Decoding) -> None:
         """Attach cached entries of a prompt and plan the pieces that remain to be read.
 
@@ -106,6 +110,8 @@ class PromptReader:
             self.num_read += sequence.pieces.popleft().num_read
             sequence.num_passes += 1
             sequence.stats.prefill_s += elapsed
+            sequence.stats.num_prompt_layer_passes += done.passes.get(sequence.slot, 0)
+            sequence.stats.prompt_kept += [list(point) for point in done.kept.get(sequence.slot, ())]
             if sequence.shares:
                 if sequence.slot in done.draft.slots:
                     sequence.shown.append(_part(done.draft, done.passed, [sequence.slot])[1].hidden)

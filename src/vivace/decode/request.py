@@ -81,6 +81,8 @@ class Request:
     """Low-rank deltas added to the model for this request; drafts are verified against the model with them."""
     prefill: Prefill = FULL
     """How the prompt is read. Requests that share the object may be read in one pass."""
+    prefill_reason: str | None = None
+    """Why the prompt is read in full although something else was asked for."""
     prefix: Prefix | None = None
     """A cache of prompts: asked for entries of this prompt before it is prefilled, and given its entries afterwards."""
 

@@ -37,7 +37,13 @@ class Waiting(NamedTuple):
         """Return its counters, or those to begin with."""
         if self.paused is not None:
             return self.paused.stats
-        return DecodeStats(method=self.request.drafter.name, num_prompt_tokens=len(self.request.tokens))
+        request = self.request
+        return DecodeStats(
+            method=request.drafter.name,
+            num_prompt_tokens=len(request.tokens),
+            prefill=request.prefill.name,
+            prefill_reason=request.prefill_reason,
+        )
 
 
 class Room:

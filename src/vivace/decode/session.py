@@ -21,14 +21,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import (
-    Context,
-    Decided,
-    Draft,
-    Drafter,
-    DraftState,
-    SlotState,
-)
+from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, SlotState
 from vivace.decode.checked import read_on, verified
 from vivace.decode.distributions import Distributions
 from vivace.decode.forward import threads_of
@@ -491,8 +484,10 @@ class Session:
                 self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
         del self._live[sequence.slot]
         self._free.append(sequence.slot)
-        named = {id(s.request.drafter) for s in self._live.values()} | {id(w.request.drafter) for w in self._waiting}
-        self._drafting = {key: pair for key, pair in self._drafting.items() if key in named}
+        requests = [s.request for s in self._live.values()] + [w.request for w in self._waiting]
+        drafters = {id(r.drafter) for r in requests}
+        self._drafting = {key: pair for key, pair in self._drafting.items() if key in drafters}
+        self._prompts.keep_only({id(r.prefill) for r in requests})
 
     def _states(self, sequences: list[Sequence]) -> list[SlotState]:
         opened = {id(state): state for s in sequences for state in (s.prefilling, s.drafting)}

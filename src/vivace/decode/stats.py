@@ -15,6 +15,14 @@ class DecodeStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Number of prompt tokens whose entries came from a prefix cache."""
+    prefill: str = "full"
+    """How the prompt was read."""
+    prefill_reason: str | None = None
+    """Why it was read in full although something else was asked for."""
+    num_prompt_layer_passes: int = 0
+    """Sum over layers of the rows that passed them while the prompt was read."""
+    prompt_kept: list[list[int]] = field(default_factory=list)
+    """For each layer behind which prompt tokens were pruned: the layer, and how many tokens went on."""
     num_tokens: int = 0
     """New tokens returned."""
     num_preemptions: int = 0

@@ -128,7 +128,7 @@ class CPlaces(Structure):
     _fields_ = [
         ("table", c_void_p),
         *((name, c_int64) for name in ("table_width", "block", "capacity")),
-        *((name, c_void_p) for name in ("key_scales", "value_scales")),
+        *((name, c_void_p) for name in ("key_scales", "value_scales", "pruned")),
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vivace.errors import ConfigError, nearest
+from vivace.errors import ConfigError, UnsupportedError, nearest
 from vivace.methods.auto.spec import AUTO
 from vivace.methods.confidence.spec import CALM, LITE
 from vivace.methods.draft.spec import DRAFT
@@ -54,6 +54,19 @@ METHODS: Mapping[str, MethodSpec] = {
     )
 }
 """By name, in the order in which methods are listed."""
+
+
+def check_method(name: str, prefill: str) -> None:
+    """Refuse a method that leaves out work of its own, where prompts are read with tokens left out.
+
+    Raises:
+        UnsupportedError: the method is lossy; the message names both.
+    """
+    if not find_method(name).lossless:
+        raise UnsupportedError(
+            f"method {name} skips layers of its own and cannot ride along with prefill {prefill}; "
+            "choose a lossless method, or prefill full"
+        )
 
 
 def find_method(name: str) -> MethodSpec:

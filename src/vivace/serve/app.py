@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from vivace.decode.memory import text_bytes
-from vivace.engine import Engine
+from vivace.engine import Engine, Options
 from vivace.errors import VivaceError
 from vivace.serve.answering import Echo, EventStream, Reply, cancel_on_disconnect, head
 from vivace.serve.api_error import APIError, api_error_of, error_body
@@ -121,7 +121,9 @@ class Server:
         self.large = Lane("large", num_threads=1, max_open=num_open)
         self.heavy = Lane("heavy", num_threads=2, max_open=num_open)
         prompts = Prompts(engine, asked, num_open)
-        self.asking = RequestParser(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens)
+        reading = Options(prefill=config.prefill, keep=config.keep, min_prompt=config.min_prompt)
+        engine.prefills.of(config.prefill, config.keep, config.min_prompt, asked)
+        self.asking = RequestParser(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens, reading)
         self.figures = ServerFigures(config.served_model_name, self.calls, self.connections, self.worker)
         self.metrics = Metrics(config.served_model_name, self.worker, self.figures, compat=config.metrics_compat)
 

@@ -234,6 +234,11 @@ class GenerationBody(Body):
         lt=1,
         description="Agreement of early exits with the whole model, for method dynamic: one of its adapter's.",
     )
+    prefill: str | None = Field(
+        None, description="How the prompt is read; lossy with anything but full. Left out: the server's."
+    )
+    keep: str | None = Field(None, max_length=200, description="How many prompt tokens go on, for such a `prefill`.")
+    min_prompt: int | None = Field(None, ge=1, description="Shortest prompt of which tokens are left out.")
     priority: int = Field(0, ge=-1000, le=1000, description="Requests with lower values leave the queue first.")
     cache_salt: str | None = Field(
         None,

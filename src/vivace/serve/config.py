@@ -34,6 +34,12 @@ class ServeConfig:
     """Name of the base model in requests and responses."""
     method: str = "auto"
     """Method of requests that name none."""
+    prefill: str = "full"
+    """How prompts are read of requests that do not say; lossy with anything but full."""
+    keep: str | None = None
+    """How many of their tokens go on; None is what `prefill` has."""
+    min_prompt: int | None = None
+    """Shortest prompt of which tokens are left out; None is 512."""
     num_slots: int = 16
     """Number of sequences decoded at once."""
     max_queue: int = 64

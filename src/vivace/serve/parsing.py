@@ -12,6 +12,7 @@ from vivace.core.seams import Drafter, Prefix
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Processor, Request
 from vivace.engine import Engine, Options
+from vivace.methods.table import check_method
 from vivace.serve.api_error import APIError
 from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from vivace.serve.catalog import Catalog
@@ -79,6 +80,7 @@ class RequestParser:
         prefix: PrefixCache | None,
         max_model_len: int,
         default_max_tokens: int | None = None,
+        reading: Options | None = None,
     ) -> None:
         """Ask nothing yet.
 
@@ -90,6 +92,7 @@ class RequestParser:
             max_model_len: prompt and answer together, in tokens.
             default_max_tokens: longest answer of requests that do not say; None is what the checkpoint says, else what
                 the prompt leaves of ``max_model_len``.
+            reading: says how prompts are read of requests that do not say; None is in full.
         """
         self.engine = engine
         self.catalog = catalog
@@ -98,6 +101,7 @@ class RequestParser:
         self.prompts = prompts
         self.grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size)
         self._prefix = prefix
+        self._reading = Options() if reading is None else reading
         self._verbatim = Verbatim(engine.tokenizer.inner, engine.tokenizer.eos_ids)
         self._tools = Tools(engine.tokenizer, self.grammars)
         self._drafters = threading.Lock()
@@ -222,6 +226,8 @@ class RequestParser:
         options = self._options(body, limit, num_top is not None)
         draws = not self.engine.sampling(options).is_greedy
         method = self.catalog.method(model, body.method, is_seeded=draws and body.seed is not None)
+        if options.prefill != "full":
+            check_method(method, options.prefill)
         with self._drafters:  # they are made when they are first asked for
             drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed = random.getrandbits(62) if body.seed is None else body.seed
@@ -259,6 +265,7 @@ class RequestParser:
             raise APIError(400, f"min_tokens is {body.min_tokens}, more than {asked}, {limit}", param="min_tokens")
 
     def _options(self, body: GenerationBody, limit: int | None, wants_logprobs: bool) -> Options:
+        default = self._reading
         return Options(
             max_new_tokens=limit,
             min_new_tokens=body.min_tokens,
@@ -271,6 +278,9 @@ class RequestParser:
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs,
             method="plain",
+            prefill=default.prefill if body.prefill is None else body.prefill,
+            keep=default.keep if body.prefill is None and body.keep is None else body.keep,
+            min_prompt=default.min_prompt if body.prefill is None and body.min_prompt is None else body.min_prompt,
         )
 
     def _request(

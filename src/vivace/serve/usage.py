@@ -52,6 +52,7 @@ def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dic
         "auto_choice": next((choice.auto_choice for choice in choices if choice.auto_choice), None),
         "speculative_decoding": speculation(choices),
         "early_exits": early_exits(choices),
+        "prefill": reading(choices),
     }
 
 
@@ -66,6 +67,14 @@ def early_exits(choices: Sequence[Choice]) -> dict[str, Any] | None:
         "mean_exit_layer": sum(layers) / len(layers),
         "layer_passes_per_token": sum(stats.num_layer_passes for stats in done) / len(layers),
     }
+
+
+def reading(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """Return how the prompt was read, and behind which layers how many of its tokens went on."""
+    done = [choice.stats for choice in choices if choice.stats is not None]
+    if not done:
+        return None
+    return {"name": done[0].prefill, "reason": done[0].prefill_reason, "kept": done[0].prompt_kept}
 
 
 def speculation(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -188,9 +188,8 @@ class NativeSpan:
             for layer, (pool, _) in enumerate(cache.store.place_of_layer):
                 part = stored[layer][0]
                 table = cache.tables[pool].first
-                places.append(
-                    CPlaces(table.data_ptr(), table.shape[1], cache.store.size, part.shape[1], *cache.scales(layer))
-                )
+                sizes = table.shape[1], cache.store.size, part.shape[1]
+                places.append(CPlaces(table.data_ptr(), *sizes, *cache.scales(layer), cache.pruned[layer].data_ptr()))
             keys, values = (pointers([part[which] for part in stored]) for which in (0, 1))
             found = self._stored[cache] = StoredEntries(keys, values, (CPlaces * len(places))(*places))
         return found

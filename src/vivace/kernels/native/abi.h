@@ -159,7 +159,10 @@ struct Places {
     const int64_t* table;  // (slots, table_width)
     int64_t table_width, block, capacity;  // entries of a block, and of all blocks together
     const EntryScale *key_scales, *value_scales;  // (K, capacity) where entries have eight bits, else null
+    const int64_t* pruned;  // (slots) prompt tokens that the layer has no entries of; null: it has all
 
+    // Tokens that a layer lacks leave no gap: all later entries of the slot lie this much further in front.
+    int64_t shift(int64_t slot) const { return pruned == nullptr ? 0 : pruned[slot]; }
     // Blocks of 64 entries, which nearly all models have, take no division.
     int64_t within(int64_t entry) const { return block == 64 ? entry & 63 : entry % block; }
     int64_t of(int64_t slot, int64_t entry) const {
@@ -181,6 +184,9 @@ struct Attention {
     int64_t rows, q_stride, heads, kv_heads, width, tail_width;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
+
+    int64_t num_seen(int64_t row) const { return seen[row] - places.shift(slot[row]); }
+    int64_t tail_entry(int64_t row, int64_t i) const { return tail[row * tail_width + i] - places.shift(slot[row]); }
 };
 
 // The gated feed-forward of an expert.

@@ -25,20 +25,20 @@ struct Block {
     // Whether ordinals from..from+count-1 of a row are loaded; never where the row's tail reaches into them. Slots that
     // share a block of the cache share what is loaded of it.
     bool has(const Attention& a, int64_t row, int64_t from, int64_t count) const {
-        if (a.seen[row] - from < count || count > stored || from != first) return false;
+        if (a.num_seen(row) - from < count || count > stored || from != first) return false;
         return a.slot[row] == slot || (place >= 0 && a.places.of(a.slot[row], from) == place);
     }
 
     // Fills the block with ordinals from..from+count-1 of a row, for key/value head kv.
     void hold(const Attention& a, int64_t row, int64_t kv, int64_t from, int64_t count) {
-        const int64_t seen = a.seen[row], here = seen - from < count ? seen - from : count;
+        const int64_t seen = a.num_seen(row), here = seen - from < count ? seen - from : count;
         const bf16* const keys = a.keys + kv * a.places.capacity * a.width;
         const bf16* const values = a.values + kv * a.places.capacity * a.width;
         slot = a.slot[row], first = from, stored = here, place = -1;
         if (a.places.key_scales != nullptr) {
             if (here == count && a.places.within(from) + count <= a.places.block) place = a.places.of(slot, from);
             for (int64_t j = 0; j < count; ++j) {
-                const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
+                const int64_t entry = from + j < seen ? from + j : a.tail_entry(row, from + j - seen);
                 const int64_t at = kv * a.places.capacity + (place >= 0 ? place + j : a.places.of(slot, entry));
                 bf16 *key = wide[0] + j * a.width, *value = wide[1] + j * a.width;
                 widen_entry((const int8_t*)a.keys + at * a.width, a.places.key_scales[at], key, a.width);
@@ -50,7 +50,7 @@ struct Block {
             for (int64_t j = 0; j < count; ++j) k[j] = keys + (place + j) * a.width, v[j] = values + (place + j) * a.width;
         } else {
             for (int64_t j = 0; j < count; ++j) {
-                const int64_t entry = from + j < seen ? from + j : a.tail[row * a.tail_width + from + j - seen];
+                const int64_t entry = from + j < seen ? from + j : a.tail_entry(row, from + j - seen);
                 const int64_t at = a.places.of(slot, entry) * a.width;
                 k[j] = keys + at, v[j] = values + at;
             }
@@ -218,7 +218,7 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
     int64_t from[ROWS_TOGETHER], reach[ROWS_TOGETHER], longest = 0;
     float highest[ROWS_TOGETHER][MAX_GROUP], total[ROWS_TOGETHER][MAX_GROUP];
     for (int64_t row = first; row < stop; ++row) {
-        int64_t& end = reach[row - first] = a.seen[row];
+        int64_t& end = reach[row - first] = a.num_seen(row);
         for (int64_t i = 0; a.tail != nullptr && i < a.tail_width && a.tail[row * a.tail_width + i] >= 0; ++i) ++end;
         from[row - first] = a.window && end > a.window ? end - a.window : 0;
         longest = end - from[row - first] > longest ? end - from[row - first] : longest;

@@ -111,7 +111,7 @@ void finish_heads(const Span& s, int64_t layer, int64_t row) {
     }
     if (row >= c.num_write) return;
     const Places& places = c.places[c.start + layer];
-    const int64_t place = places.of(c.slot[row], c.entry[row]);
+    const int64_t place = places.of(c.slot[row], c.entry[row] - places.shift(c.slot[row]));
     for (int64_t i = 0; i < p.kv_heads; ++i) {
         const int64_t number = i * places.capacity + place, at = number * p.head_width;
         if (places.key_scales != nullptr) {

@@ -1,0 +1,89 @@
+"""``vivace bench prefill``: how long the first token takes, by length of the prompt and way of reading it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vivace.cli import options
+from vivace.cli.bench import app as app
+from vivace.cli.bench import write_report
+from vivace.cli.console import console
+from vivace.cli.first_token import measure_first_tokens
+from vivace.cli.loading import open_engine
+from vivace.cli.prompting import Prompts, read_prompts, split_names
+from vivace.errors import ConfigError
+from vivace.prefill.table import PREFILLS
+
+
+@app.command("prefill")
+@options.grouped
+def prefill(
+    *,
+    model: options.Model = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas.")] = "256,512",
+    prefills: Annotated[
+        str, typer.Option(help=f"Ways to read them, with commas, full among them: {', '.join(PREFILLS)}.")
+    ] = "full,lazy",
+    keep: options.Keep = None,
+    prompts: Prompts = "e2e",
+    repeats: Annotated[int, typer.Option(help="Times every prompt is read in every way.", min=1)] = 3,
+    load: options.LoadFlags,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
+    ] = None,
+) -> None:
+    """Measure the time to the first token: ways of reading take turns, and medians over the repeats are reported."""
+    sizes = _numbers(lengths)
+    names = split_names(prefills)
+    texts = [str(row.request) for row in read_prompts(prompts, None)]
+    engine = open_engine(model, ["plain"], load)
+    from vivace.evaluate.provenance import provenance
+
+    found, others = measure_first_tokens(engine, texts, sizes, names, keep, repeats)
+    report = {
+        "provenance": asdict(provenance(engine.model.device)),
+        "setting": {
+            "model": engine.folder.name,
+            "kernels": engine.kernels.name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "keep": keep,
+            "repeats": repeats,
+            "others_cpu_share": others,
+        },
+        "rows": [asdict(row) for row in found],
+    }
+    write_report(report, json_file)
+    if str(json_file) == "-":
+        return
+    columns = ["prompt", "prefill", "first token", "speed-up", "prompt tokens/s", "layer passes", "predicted"]
+    rows = [
+        [
+            str(row.num_tokens),
+            row.prefill,
+            f"{row.first_token_s * 1e3:.1f} ms",
+            f"{row.speedup:.2f}x",
+            f"{row.num_tokens / row.first_token_s:.0f}",
+            f"{row.measured_share:.1%}",
+            f"{row.predicted_share:.1%}",
+        ]
+        for row in found
+    ]
+    console.table("", columns, rows)
+    console.note("layer passes are those of the prompt, as a share of a full reading's; all but full is lossy")
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers that are written with commas between them.
+
+    Raises:
+        ConfigError: one of them is none, or there are none.
+    """
+    words = split_names(text)
+    wrong = [word for word in words if not word.isdigit()]
+    if wrong or not words:
+        raise ConfigError(f"--lengths {text!r}: expected numbers with commas between them, such as 1000,4000")
+    return [int(word) for word in words]

@@ -1,0 +1,75 @@
+"""Turns what a caller asks for into the way in which a prompt is read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from vivace.core.model import Decoder
+from vivace.decode.prefill import FULL, Prefill
+from vivace.errors import ConfigError
+from vivace.prefill.pruned import PrunedPrefill, check_model
+from vivace.prefill.schedule import Schedule, parse_keep, scaled
+from vivace.prefill.table import MIN_PROMPT, PrefillSpec, find_prefill
+
+MOST_KEPT = 64
+"""Schedules that are kept, so that requests with the same one share passes."""
+
+
+class Prefills:
+    """The ways to read prompts of one model, each made when it is first asked for."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._made: OrderedDict[tuple[str, Schedule], PrunedPrefill] = OrderedDict()
+
+    def of(self, name: str, keep: str | None, min_prompt: int | None, length: int) -> tuple[Prefill, str | None]:
+        """Return how a prompt is read, and why in full where something else was asked for.
+
+        Args:
+            name: of the way, as in ``table.py``.
+            keep: a preset or a schedule; None is the way's own.
+            min_prompt: shortest prompt that is pruned; None is 512.
+            length: tokens of the prompt.
+
+        Raises:
+            ConfigError: there is no such way, or a setting is out of range or has no effect.
+            UnsupportedError: prompts of this model cannot be pruned.
+        """
+        spec = find_prefill(name)
+        if spec.keep is None:
+            for what, value in (("keep", keep), ("min_prompt", min_prompt)):
+                if value is not None:
+                    raise ConfigError(f"{what} has no effect on prefill {name}; leave it out, or choose another")
+            return FULL, None
+        shortest = MIN_PROMPT if min_prompt is None else min_prompt
+        if shortest < 1:
+            raise ConfigError(f"min_prompt must be at least 1, found {shortest}")
+        check_model(self._model, name)
+        schedule = self.schedule(spec, keep)
+        if length < shortest:
+            return FULL, f"the prompt has {length} tokens; prefill {name} begins at {shortest}"
+        found = self._made.setdefault((name, schedule), PrunedPrefill(spec, schedule))
+        self._made.move_to_end((name, schedule))
+        while len(self._made) > MOST_KEPT:
+            self._made.popitem(last=False)
+        return found, None
+
+    def schedule(self, spec: PrefillSpec, keep: str | None) -> Schedule:
+        """Return the schedule of a way to read prompts.
+
+        Args:
+            spec: the way.
+            keep: a preset or a schedule; None is the way's own.
+
+        Raises:
+            ConfigError: a layer or share cannot be.
+        """
+        num_layers = self._model.config.num_layers
+        if spec.prunes_below:
+            return parse_keep(keep or spec.keep or "", 1, first=0, most=1)
+        if keep is None and spec.prunes_once:  # its low layer, or a model's last but one
+            layer, _, share = (spec.keep or "").partition(":")
+            return parse_keep(f"{min(int(layer), num_layers - 1)}:{share}", num_layers, most=1)
+        if keep is None:
+            return scaled(spec.keep or "", num_layers)
+        return parse_keep(keep, num_layers, most=1 if spec.prunes_once else None)

@@ -1,0 +1,262 @@
+"""Reading a prompt while tokens are pruned on the way up (LazyLLM, Fu et al. 2024, arXiv:2407.14057).
+
+The layers are divided at the points of a schedule. All chunks of a prompt pass the layers below the first point; then
+the last token passes them, and what it reads in the last of these layers says which tokens go on. Those pass the next
+layers, and so on. So a pass has no more rows than a chunk, other requests decode between two of them, and below the
+first point every entry has the bits of a full reading. Tokens keep their positions in the text, whatever is pruned.
+
+In a layer, entries of the tokens that reached it lie one behind the other (``KVCache.prune``), so decoding reads fewer
+entries there, without a gap and without a list of them, on all kernels. Every method drafts on top as usual.
+
+Where we differ from the paper:
+
+* Tokens are pruned while the prompt is read, and what is pruned does not come back while the answer is written. (The
+  paper chooses anew in every decoding step, and takes tokens up again from where they were pruned.)
+* The last token is scored by a row of its own. The first decoding step computes it again, as it does after a full
+  reading, so that drafts begin with it.
+* A token that is pruned is shown to drafters with the residual that it had there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.model import Decoder, Layer
+from vivace.core.seams import Draft, TargetPass
+from vivace.core.step import Step
+from vivace.decode.forward import threads_of
+from vivace.decode.plain import NoMemory
+from vivace.decode.prefill import PrefillPass, PrefillState, PromptPiece
+from vivace.errors import UnsupportedError
+from vivace.prefill.schedule import Schedule
+from vivace.prefill.scores import at_random, by_attention, by_words
+from vivace.prefill.table import PrefillSpec
+
+
+def check_model(model: Decoder, name: str) -> None:
+    """Refuse a model whose prompts cannot be pruned.
+
+    Raises:
+        UnsupportedError: it has sliding windows, rotates a prompt by its length, or remembers what it has read.
+    """
+    reason = None
+    if any(model.config.window(layer) is not None for layer in range(model.config.num_layers)):
+        reason = "it has layers with a sliding window, which count the entries between two tokens"
+    elif any(rope.depends_on_length for rope in model.config.ropes):
+        reason = "it rotates a prompt by its whole length"
+    elif model.stateful:
+        reason = "what it computes depends on every token that it has read"
+    elif model.config.num_layers < 2:
+        reason = "it has one layer"
+    if reason is not None:
+        raise UnsupportedError(f"prefill {name} is not for this model: {reason}; use prefill full")
+
+
+class PrunedPrefill:
+    """Implements ``Prefill`` by a schedule; requests with the same one may share passes."""
+
+    is_exact = False
+
+    def __init__(self, spec: PrefillSpec, schedule: Schedule) -> None:
+        """Prune by ``schedule`` in the way of ``spec``."""
+        self.name = spec.name
+        self.spec = spec
+        self.schedule = Schedule(tuple(point for point in schedule.points if point.keep < 1))
+
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+        """Return the state of a session."""
+        return _Pruning(self, model, cache, chunk)
+
+
+@dataclass(frozen=True)
+class _PartlyRead:
+    """How far a prompt has been read."""
+
+    prompt: tuple[int, ...]
+    positions: Tensor
+    """(n,) of the tokens that pass the present part of the layers; the last one is scored only."""
+    hidden: Tensor | None
+    """(n, E) residuals that enter it; None for embeddings."""
+    top: Tensor
+    """(tokens - 1, E) residual of each token at the last layer that it passed."""
+    out: tuple[Tensor, ...] = ()
+    """What left the present part so far, chunk by chunk."""
+    kept: tuple[tuple[int, int], ...] = ()
+
+
+class _Pruning(NoMemory):
+    """Implements ``PrefillState``."""
+
+    def __init__(self, prefill: PrunedPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
+        self._model, self._cache, self._chunk = model, cache, chunk
+        self._spec, self._schedule = prefill.spec, prefill.schedule
+        points = self._schedule.points
+        self._begins_pruned = bool(points) and points[0].layer == 0
+        spans = self._schedule.spans(model.config.num_layers)
+        self._spans = spans[1:] if self._begins_pruned else spans
+        self._parts = {_kind(start, by): place for place, (start, _) in enumerate(self._spans) for by in _BY}
+        self._readings: dict[int, _PartlyRead] = {}
+
+    def _counts(self, length: int) -> tuple[int, ...]:
+        counts = self._schedule.counts(length)
+        return counts[1:] if self._begins_pruned else counts
+
+    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
+        """Return the chunks of every part of the layers, from the bottom up; nothing may be known."""
+        assert known == 0, "pruned prompts share no entries"
+        length = len(prompt)
+        if length == 1:
+            return []
+        places, width = torch.arange(length), self._model.config.width
+        kept: tuple[tuple[int, int], ...] = ()
+        if self._begins_pruned:
+            choose = at_random if self._spec.name == "random" else by_words
+            places = choose(prompt, self._counts(length)[0])
+            kept = ((0, len(places)),)
+        dtype, device = self._model.dtype, self._model.device
+        top = torch.zeros((length - 1, width), dtype=dtype, device=device)
+        self._readings[slot] = _PartlyRead(tuple(prompt), places.to(device), None, top, kept=kept)
+        counts, pieces = self._counts(length), list[PromptPiece]()
+        for part, (count, (start, _)) in enumerate(zip(counts, self._spans, strict=True)):
+            further = counts[part + 1] if part + 1 < len(counts) else 1
+            firsts = list(range(0, count - 1, self._chunk)) or [0]
+            for first in firsts:
+                is_last = first == firsts[-1]
+                stop = count if is_last else first + self._chunk
+                by = "rows" if stop <= self._model.backend.rows_up_to else "chunks"
+                num_read = 0
+                if part == len(counts) - 1:
+                    num_read = min(stop, count - 1) - first
+                elif is_last:
+                    num_read = count - further
+                if part == 0 and first == 0:
+                    num_read += length - counts[0]  # those that were pruned before
+                pieces.append(PromptPiece(first, stop, _kind(start, by), num_read))
+        return pieces
+
+    def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
+        """Never asked: a prompt that was pruned keeps its slot."""
+        raise AssertionError("a pruned prompt cannot be read again")
+
+    def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
+        """Run the next chunk of each slot through its part of the layers, and prune where it was the last."""
+        kind = next(iter(pieces.values())).kind
+        part = self._parts[kind]
+        start, stop = self._spans[part]
+        rows = {slot: range(piece.first, min(piece.stop, self._num_rows(slot))) for slot, piece in pieces.items()}
+        passes = {slot: len(own) * (stop - start) for slot, own in rows.items()}
+        is_chunk = kind.endswith("chunks")
+        with nullcontext() if is_chunk else threads_of(self._model):
+            for slot, out in self._run(rows, start, stop, chunk=is_chunk).items():
+                reading = self._readings[slot]
+                self._readings[slot] = replace(reading, out=(*reading.out, out))
+        done = [slot for slot in pieces if rows[slot].stop == self._num_rows(slot)]
+        finished = []
+        for slot in done:
+            self._end_part(slot)
+            if part + 1 < len(self._spans):
+                with threads_of(self._model):
+                    self._prune(slot, part)
+            else:
+                finished.append(slot)
+        prompts_read = {slot: self._readings[slot].prompt[:-1] for slot in finished}
+        for slot in finished:
+            self._finish(slot)
+        tops = [self._readings[slot].top for slot in finished]
+        hidden = torch.cat(tops) if tops else torch.empty((0, self._model.config.width), dtype=self._model.dtype)
+        draft = Draft.committed_only(prompts_read, is_prompt=True, device=self._cache.device)
+        passed = TargetPass(hidden, torch.arange(len(hidden)))
+        stored = {slot: len(tokens) for slot, tokens in prompts_read.items()}
+        kept = {slot: self._readings.pop(slot).kept for slot in finished}
+        return PrefillPass(draft, passed, stored, passes, kept)
+
+    def _num_rows(self, slot: int) -> int:
+        """Return how many tokens of a prompt pass the present part, the last one not counted."""
+        return len(self._readings[slot].positions) - 1
+
+    def _run(self, rows: Mapping[int, range], start: int, stop: int, *, chunk: bool) -> dict[int, Tensor]:
+        """Run rows of several prompts through layers start..stop-1 in one call; return what leaves them by slot."""
+        slots = [slot for slot, own in rows.items() for _ in own]
+        if not slots:
+            return {slot: self._readings[slot].top[:0] for slot in rows}
+        device = self._cache.device
+        entries = torch.tensor([place for own in rows.values() for place in own], device=device)
+        positions = torch.cat([self._readings[slot].positions[own.start : own.stop] for slot, own in rows.items()])
+        step = Step.packed(self._cache, slots, positions, entries, chunk=chunk)
+        inputs = [self._inputs(slot, own, step) for slot, own in rows.items()]
+        h = self._model.embed(torch.cat(inputs), step) if start == 0 else torch.cat(inputs)
+        out = self._model.run(h, step, start, stop).split([len(own) for own in rows.values()])
+        return dict(zip(rows, out, strict=True))
+
+    def _inputs(self, slot: int, own: range, step: Step) -> Tensor:
+        """Return the residuals of rows that enter the present part, or their tokens at the bottom."""
+        reading = self._readings[slot]
+        if reading.hidden is not None:
+            return reading.hidden[own.start : own.stop]
+        places = reading.positions[own.start : own.stop].tolist()
+        return torch.tensor([reading.prompt[place] for place in places], dtype=torch.int64, device=step.device)
+
+    def _end_part(self, slot: int) -> None:
+        """Note with which residuals tokens left a part."""
+        reading = self._readings[slot]
+        out = torch.cat(reading.out)
+        top = reading.top.clone()
+        top[reading.positions[:-1]] = out
+        self._readings[slot] = replace(reading, top=top, out=(out,))
+
+    def _prune(self, slot: int, part: int) -> None:
+        """Let the last token pass a part and choose what goes on by what it reads in the last of these layers."""
+        reading, (start, stop) = self._readings[slot], self._spans[part]
+        last = self._num_rows(slot)
+        entry = torch.tensor([last], device=self._cache.device)
+        step = Step.packed(self._cache, [slot], reading.positions[-1:], entry)
+        inputs = self._inputs(slot, range(last, last + 1), step)
+        h = self._model.embed(inputs, step) if start == 0 else inputs
+        h = self._model.run(h, step, start, stop - 1)
+        layer = self._model.layers[stop - 1]
+        assert isinstance(layer, Layer)
+        [weights] = layer.weigh(layer.project(h, step), step)
+        h = self._model.run(h, step, stop - 1, stop)
+        count = self._counts(len(reading.prompt))[part + 1]
+        kept = by_attention(weights, count).to(self._cache.device)
+        self._readings[slot] = replace(
+            reading,
+            positions=reading.positions[kept],
+            hidden=torch.cat((reading.out[0], h))[kept],
+            out=(),
+            kept=(*reading.kept, (stop, count)),
+        )
+
+    def _finish(self, slot: int) -> None:
+        """Say which layers lack how many tokens."""
+        length = len(self._readings[slot].prompt)
+        spans = zip(self._counts(length), self._spans, strict=True)
+        self._cache.prune(slot, [length - count for count, (start, stop) in spans for _ in range(start, stop)])
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget prompts."""
+        for slot in slots:
+            self._readings.pop(slot, None)
+
+    def saved(self) -> object:
+        """Return how far every prompt has been read; a reading is replaced, never changed."""
+        return dict(self._readings)
+
+    def restore(self, saved: object) -> None:
+        """Go back to ``saved``."""
+        assert isinstance(saved, dict)
+        self._readings = dict(saved)
+
+
+_BY = ("rows", "chunks")
+
+
+def _kind(start: int, by: str) -> str:
+    """Return the kind of pieces that may share a pass: they enter the same layer, and attend in the same way."""
+    return f"from layer {start} by {by}"

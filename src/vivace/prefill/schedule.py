@@ -1,0 +1,103 @@
+"""How many tokens of a prompt go on, and behind which layers the others are pruned.
+
+Presets (Fu et al. 2024, arXiv:2407.14057): the paper's overview prunes 30 % of the tokens behind 30, 60 and 87.5 % of
+the layers, and does not say which shares its tables were made with; ``balanced`` and ``fast`` are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from vivace.errors import ConfigError, nearest
+
+DEPTHS = (0.30, 0.60, 0.875)
+"""Shares of the layers behind which presets prune."""
+PRESETS: Mapping[str, tuple[float, ...]] = {
+    "paper": (0.7, 0.7, 0.7),
+    "balanced": (0.5, 0.5, 0.5),
+    "fast": (0.3, 0.5, 0.5),
+}
+"""By name, the share of tokens that go on behind each of these depths."""
+
+
+@dataclass(frozen=True)
+class PrunePoint:
+    """A layer behind which tokens are pruned."""
+
+    layer: int
+    """Number of layers that all tokens have passed there; 0 prunes before the first."""
+    keep: float
+    """Share of the tokens that go on."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where a prompt is pruned, from the bottom up."""
+
+    points: tuple[PrunePoint, ...]
+
+    def counts(self, length: int) -> tuple[int, ...]:
+        """Return the tokens of a prompt that pass the layers up to the first point, behind it, and so on.
+
+        The last token of the prompt is among them everywhere.
+        """
+        counts = [length]
+        for point in self.points:
+            counts.append(max(1, ceil(point.keep * counts[-1] - 1e-9)))
+        return tuple(counts)
+
+    def spans(self, num_layers: int) -> list[tuple[int, int]]:
+        """Return the first layer of each part and the one past its last."""
+        edges = [0, *(point.layer for point in self.points), num_layers]
+        return list(pairwise(edges))
+
+    def share(self, length: int, num_layers: int) -> float:
+        """Return the share of a full reading's layer passes that a prompt takes, its last token not counted."""
+        spans = zip(self.counts(length), self.spans(num_layers), strict=True)
+        return sum((count - 1) * (stop - start) for count, (start, stop) in spans) / ((length - 1) * num_layers)
+
+
+def scaled(preset: str, num_layers: int) -> Schedule:
+    """Return a preset for a model of so many layers."""
+    points: dict[int, PrunePoint] = {}
+    for depth, keep in zip(DEPTHS, PRESETS[preset], strict=True):
+        layer = min(max(1, round(depth * num_layers)), num_layers - 1)
+        points.setdefault(layer, PrunePoint(layer, keep))
+    return Schedule(tuple(points.values()))
+
+
+def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None = None) -> Schedule:
+    """Read a schedule: the name of a preset, or "9:0.5,18:0.5", layers and the shares that go on behind them.
+
+    Args:
+        text: what was written.
+        num_layers: of the model.
+        first: smallest layer that may be named.
+        most: how many layers may be named; None for any number.
+
+    Raises:
+        ConfigError: it is neither, or a layer or share cannot be.
+    """
+    if text in PRESETS and most is None:
+        return scaled(text, num_layers)
+    points: list[PrunePoint] = []
+    for word in text.split(","):
+        layer, colon, keep = word.strip().partition(":")
+        try:
+            point = PrunePoint(int(layer), float(keep))
+        except ValueError:
+            hint = nearest(text, PRESETS) if not colon and most is None else ""
+            raise ConfigError(f"keep has {word.strip()!r}; write LAYER:SHARE, such as 9:0.5{hint}") from None
+        if not 0 < point.keep <= 1:
+            raise ConfigError(f"keep has the share {keep} behind layer {layer}; it must be in (0, 1]")
+        if not first <= point.layer < num_layers:
+            raise ConfigError(f"keep has layer {layer}; this model can prune behind {first} to {num_layers - 1}")
+        if points and point.layer <= points[-1].layer:
+            raise ConfigError(f"keep has layer {layer} behind layer {points[-1].layer}; write them in rising order")
+        points.append(point)
+    if most is not None and len(points) > most:
+        raise ConfigError(f"keep names {len(points)} layers; this way of reading prunes once, behind one")
+    return Schedule(tuple(points))

@@ -1,0 +1,59 @@
+"""The table of all ways to read a prompt. Their names are the same on the command line, in Python and over HTTP.
+
+Importing the table does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vivace.errors import ConfigError, nearest
+
+MIN_PROMPT = 512
+"""Shortest prompt that is pruned where nothing else is asked for: on shorter ones nothing is gained."""
+
+
+@dataclass(frozen=True)
+class PrefillSpec:
+    """What lists know about one of them."""
+
+    name: str
+    summary: str
+    is_lossy: bool = True
+    keep: str | None = None
+    """Schedule where none is asked for; None where there is nothing to prune."""
+    prunes_below: bool = False
+    """Whether tokens are pruned before the first layer, and nowhere else."""
+    prunes_once: bool = False
+    """Whether there is one layer behind which tokens are pruned."""
+
+
+PREFILLS: Mapping[str, PrefillSpec] = {
+    spec.name: spec
+    for spec in (
+        PrefillSpec("full", "every token passes every layer", is_lossy=False),
+        PrefillSpec(
+            "lazy", "on the way up, tokens that the last one hardly reads are pruned, layer by layer", keep="balanced"
+        ),
+        PrefillSpec(
+            "static", "the same, once, by what the last token reads in a low layer", keep="4:0.5", prunes_once=True
+        ),
+        PrefillSpec("random", "tokens are drawn that are never read", keep="0:0.5", prunes_below=True),
+        PrefillSpec(
+            "lexical", "blocks that share few words with the end are never read", keep="0:0.5", prunes_below=True
+        ),
+    )
+}
+"""By name, in the order in which they are listed."""
+
+
+def find_prefill(name: str) -> PrefillSpec:
+    """Return what is known of a way to read prompts.
+
+    Raises:
+        ConfigError: there is none of this name; the message names the nearest.
+    """
+    if name not in PREFILLS:
+        raise ConfigError(f"prefill is {name!r}{nearest(name, PREFILLS)}")
+    return PREFILLS[name]
