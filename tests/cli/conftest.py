@@ -26,6 +26,8 @@ class FakeStats:
     num_accepted_draft_tokens: int = 2
     decode_s: float = 0.5
     early_exit_share: float | None = None
+    prefill: str = "full"
+    prefill_reason: str | None = None
 
     @property
     def tokens_per_s(self) -> float:

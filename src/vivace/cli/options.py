@@ -108,9 +108,9 @@ PromptCacheBytes = Annotated[
     ),
 ]
 Prefill = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help=f"How prompts are read: {', '.join(PREFILLS)}; lossy with anything but full.",
+        help=f"How prompts are read: {', '.join(PREFILLS)}; all but full are lossy. Left out: full.",
         rich_help_panel=_PROMPT,
     ),
 ]
@@ -189,7 +189,7 @@ class PromptCacheFlags:
 class PrefillFlags:
     """Flags that choose how prompts are read."""
 
-    prefill: Prefill = "full"
+    prefill: Prefill = None
     keep: Keep = None
     min_prompt: MinPrompt = None
 

@@ -123,7 +123,7 @@ def serve(
         cors=_listed(cors),
         served_model_name=served_model_name or _name(model),
         method=method,
-        **vars(reading),
+        **options.given(**vars(reading)),
         num_slots=max_num_seqs,
         max_queue=max_queue,
         max_model_len=max_model_len,
