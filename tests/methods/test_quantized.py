@@ -203,3 +203,11 @@ def test_layers_of_another_shape_are_refused(trained: Path, body: NativeBody, na
     engine = vivace.load(trained, dtype="bfloat16", kernels=body.name)
     with pytest.raises(MismatchError, match="quantized weights"):
         copies_of(engine.model, {name: torch.zeros(3, 4, dtype=torch.uint8)})
+
+
+def test_weights_without_loss_draft_and_verify(trained: Path, body: NativeBody) -> None:
+    """In twelve bits the matrices of the model are the same numbers, and so is what drafts for it."""
+    engine = vivace.load(trained, weights="exact12", dtype="bfloat16", kernels=body.name)
+    found, plain = (engine.generate("aka bob", method=name, max_new_tokens=24)[0] for name in ("quantized", "plain"))
+    assert found.token_ids == plain.token_ids
+    assert found.stats.num_accepted_draft_tokens > 0

@@ -1,0 +1,41 @@
+"""Tables of drafts on chat: a caption that says what was drafted and where, means over categories, tokens a pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chat_tables import tables
+
+MACHINE = {"cpu": "A", "num_threads": 2, "commit": "abc"}
+
+
+def run(method: str, speedup: float, different: int = 0) -> dict[str, Any]:
+    return {
+        **{"method": method, "tokens_per_s": 100 * speedup, "speedup": speedup, "speedup_interval": [1.0, 2.0]},
+        **{"end_to_end_speedup": speedup - 0.1, "num_different": different, "tokens_per_target_pass": 3.0},
+    }
+
+
+def test_a_file_is_a_caption_and_two_tables(tmp_path: Path) -> None:
+    assert tables(tmp_path) == "No run is committed yet."
+    plan = {"widths": [1, 1, 1], "min_confidence": 0.3, "vocabulary": 16384, "weights": "q4"}
+    report = [
+        {
+            **{"category": category, "temperature": 0.0, "num_prompts": 8, "batch": 1, "prompt_tokens": 40.0},
+            **{"others_cpu_share": 0.01, "runs": [run("plain", 1.0), run("quantized", gain, 1)]},
+        }
+        for category, gain in (("code", 1.4), ("documents", 1.6))
+    ]
+    written = {"provenance": MACHINE, "kernels": "avx512", "threads": 2, "model": "m", "tokens": 64}
+    written |= {"adapters": {"quantized": plan}, "report": report}
+    (tmp_path / "greedy.json").write_text(json.dumps(written))
+    text = tables(tmp_path)
+    assert "**m**, greedy, batch 1, 8 prompts of each category, up to 64 tokens (`greedy.json`)" in text
+    assert "quantized: up to 3 guesses while sure of 0.3 from 16,384 tokens, q4" in text
+    assert "2 texts differ from plain decoding's" in text
+    assert "| code (40 tokens) | 100/s | 1.40x (1.00 to 2.00) |" in text
+    assert "| **mean** |  | **1.50x** |" in text
+    assert "| mean of whole answers |  | 1.40x |" in text
+    assert "| documents | 3.00 |" in text
