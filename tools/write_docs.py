@@ -24,6 +24,7 @@ from tools import rooms
 from tools.blocks import fill_file, settle, table
 from vivace import errors
 from vivace.checkpoint import config_keys, families, neutral_keys, rope_keys
+from vivace.checkpoint.gguf import configuration, decoding, pieces
 from vivace.cli import app
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.chain import why_no_chain
@@ -85,6 +86,16 @@ def prefills_table() -> str:
         for way in PREFILLS.values()
     ]
     return table(("name", "what goes on", "`--keep` unless you say", "answers"), rows)
+
+
+def gguf_lists() -> str:
+    """Return what is read of GGUF files."""
+    rows = (
+        ("architectures", configuration.ARCHITECTURES),
+        ("number formats", decoding.TYPES),
+        ("rules by which byte-level tokenizers split text", pieces.SPLITS),
+    )
+    return table(("what", "read"), [(what, _listed(names)) for what, names in rows])
 
 
 def families_table() -> str:
@@ -277,6 +288,7 @@ def wanted() -> dict[Path, str]:
     parts = {
         ROOT / "README.md": {"methods": methods_table(), "families": families_line()},
         ROOT / "docs" / "quickstart.md": {"commands": commands_table(), "recipes": recipes_table()},
+        ROOT / "docs" / "techniques" / "quantized_checkpoints.md": {"gguf": gguf_lists()},
         ROOT / "docs" / "models.md": {
             "families": families_table(),
             "rotary": rotary_table(),

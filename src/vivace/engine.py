@@ -22,6 +22,7 @@ from torch import Tensor
 from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
+from vivace.checkpoint.gguf.folder import note_on
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.core.cpu.backend import backend_of
@@ -227,9 +228,9 @@ class Engine:
     @property
     def notes(self) -> list[str]:
         """What is unusual about the checkpoint and may surprise, one line each; commands print them."""
-        raw = read_config(self.folder)
+        raw, size = read_config(self.folder), self.model.config.vocab_size
         found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
-        return found + self.tokenizer.notes(self.model.config.vocab_size)
+        return found + note_on(self.folder, self.weights, self.model.dtype) + self.tokenizer.notes(size)
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,6 @@
-"""Writing files that are either complete or not there: under a temporary name first, then renamed."""
+"""Writing files that are either complete or not there (under a temporary name first, then renamed), and where the
+package keeps files of its own.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +50,12 @@ def write_text(path: str | Path, text: str) -> None:
     """
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def cache_folder() -> Path:
+    """Return the folder for files that can be made again: ``VIVACE_CACHE_DIR``, or ``vivace`` in the user's cache."""
+    own = os.environ.get("VIVACE_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "vivace"

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.checkpoint.gguf import write_checkpoint
+from vivace.checkpoint.gguf.written import write_checkpoint
 from vivace.engine import SHIPPED, load
 from vivace.errors import CapacityError, DependencyError, UnsupportedError, VivaceError
 from vivace.evaluate import llamacpp

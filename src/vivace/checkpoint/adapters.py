@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from vivace.checkpoint.config_keys import HARMLESS
-from vivace.checkpoint.files import read_json, read_tensors, resolve, staged, tensor_paths, write_tensors
+from vivace.checkpoint.files import GGUF, read_json, read_tensors, resolve, staged, tensor_paths, write_tensors
+from vivace.checkpoint.gguf.header import read_header
 from vivace.errors import CorruptError, MismatchError, NotFoundError
 from vivace.files import write_text
 
@@ -50,12 +51,27 @@ def base_hash(decoder_dir: str | Path) -> str:
 
 
 def _ends(path: Path) -> list[tuple[str, bytes]]:
-    """Return, for each tensor of a safetensors file, its name and its fingerprint (dtype, shape and end bytes)."""
+    """Return, for each tensor of a file, its name and its fingerprint (dtype, shape and end bytes)."""
+    if path.suffix.lower() == GGUF:
+        return _gguf_ends(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
         return [(name, _line(file, 8 + length, entry)) for name, entry in header.items()]
+
+
+def _gguf_ends(path: Path) -> list[tuple[str, bytes]]:
+    """Return the same of the tensors of a GGUF file."""
+    entries = read_header(path).tensors
+    with path.open("rb") as file:
+        return [
+            (
+                name,
+                _line(file, each.start, {"dtype": each.type, "shape": each.shape, "data_offsets": (0, each.num_bytes)}),
+            )
+            for name, each in entries.items()
+        ]
 
 
 def _line(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> bytes:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +25,10 @@ from vivace.units import format_bytes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LINK = "model.gguf.link"
+"""File that names the GGUF file which holds the weights, as JSON."""
+GGUF = ".gguf"
+"""Ending of the names of GGUF files."""
 OWN_DRAFT = "draft"
 """Folder inside a checkpoint that holds a smaller checkpoint to draft with."""
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
@@ -31,22 +36,43 @@ PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 
 
 def resolve(path: str | Path) -> Path:
-    """Return a checkpoint directory: the one named, or the local copy of a Hub repository, downloaded if necessary.
+    """Return a checkpoint directory: the one named, the local copy of a Hub repository, downloaded if necessary, or the
+    directory that describes a GGUF file.
 
     Args:
-        path: a directory, or a Hub id such as ``owner/name``; with ``HF_HUB_OFFLINE=1`` only local copies are used.
+        path: a directory; a GGUF file; a Hub id such as ``owner/name``, or ``owner/name:FILE.gguf`` for a GGUF file of
+            a repository. With ``HF_HUB_OFFLINE=1`` only local copies are used.
 
     Raises:
-        NotFoundError: ``path`` is neither a directory nor a Hub repository that can be downloaded.
+        NotFoundError: ``path`` is none of these, or cannot be downloaded.
+        CorruptError: the GGUF file is damaged.
+        UnsupportedError: something in the GGUF file is not read.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        _require_one_kind(folder)
         return folder
+    if folder.suffix.lower() == GGUF:
+        from vivace.checkpoint.gguf.folder import folder_of_file
+
+        repository, _, file = str(path).partition(":")
+        if not folder.is_file() and file and _is_hub_id(repository):
+            folder = _file_from_hub(repository, file)
+        return folder_of_file(folder)
     if folder.exists():
-        raise NotFoundError(f"{path} is a file; a checkpoint is a directory with config.json and safetensors weights")
+        raise NotFoundError(
+            f"{path} is a file; a checkpoint is a directory with config.json and safetensors weights, or a .gguf file"
+        )
     if not _is_hub_id(str(path)):
         raise NotFoundError(f"there is no checkpoint directory {path}")
     return _from_hub(str(path))
+
+
+def _require_one_kind(folder: Path) -> None:
+    """Refuse a directory that holds GGUF files and no checkpoint, with the name to give instead."""
+    files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
+    if files and not (folder / "config.json").is_file():
+        raise NotFoundError(f"{folder} has no config.json; for its GGUF file give {folder / files[0]}")
 
 
 def _is_hub_id(name: str) -> bool:
@@ -56,10 +82,30 @@ def _is_hub_id(name: str) -> bool:
 
 def _from_hub(name: str) -> Path:
     import huggingface_hub
+
+    return _downloaded(name, lambda: huggingface_hub.snapshot_download(name, allow_patterns=list(PATTERNS)))
+
+
+def _file_from_hub(name: str, file: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return _downloaded(name, lambda: huggingface_hub.hf_hub_download(name, file))
+    except errors.EntryNotFoundError as exc:
+        raise NotFoundError(f"the Hub repository {name} has no file {file}") from exc
+
+
+def _downloaded(name: str, download: Callable[[], str]) -> Path:
+    """Return what a download returns, with the Hub's errors as ours; a file that a repository lacks stays the Hub's.
+
+    Raises:
+        NotFoundError: it cannot be downloaded.
+    """
     from huggingface_hub import constants, errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(PATTERNS)))
+        return Path(download())
     except errors.LocalEntryNotFoundError as exc:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         raise NotFoundError(f"no directory {name}, no local copy of the Hub repository {name}, and {why}") from exc
@@ -67,6 +113,8 @@ def _from_hub(name: str) -> Path:
         raise NotFoundError(f"the Hub repository {name} is gated; accept its terms, then `hf auth login`") from exc
     except errors.RepositoryNotFoundError as exc:
         raise NotFoundError(f"there is neither a directory nor a Hub repository {name}") from exc
+    except errors.RemoteEntryNotFoundError:
+        raise
     except (errors.HfHubHTTPError, OSError) as exc:
         raise NotFoundError(f"the Hub repository {name} could not be fetched: {_one_line(exc)}") from exc
 
@@ -114,8 +162,16 @@ class TensorFiles:
         """Return the shape of a stored tensor without reading it."""
         return tuple(self._slice(name).get_shape())
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a stored tensor as a view of the memory map."""
+    def kind(self, name: str) -> str:
+        """Return the dtype of a stored tensor by name."""
+        return str(self.tensor(name).dtype).removeprefix("torch.")
+
+    def num_bytes(self, name: str) -> int:
+        """Return the bytes of a stored tensor in its file."""
+        return self.tensor(name).nbytes
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a stored tensor as a view of the memory map; ``dtype`` is for formats that have to be decoded."""
         found: Tensor = self._handles[self._paths[name]].get_tensor(name)
         return found
 
@@ -123,18 +179,49 @@ class TensorFiles:
         return self._handles[self._paths[name]].get_slice(name)
 
 
-def open_tensors(folder: Path) -> TensorFiles:
+class Tensors(Protocol):
+    """The stored tensors of a checkpoint, whatever the format of its files."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the stored tensors, as Hugging Face checkpoints have them."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor without reading it."""
+
+    def kind(self, name: str) -> str:
+        """Return the dtype or number format of a stored tensor by name."""
+
+    def num_bytes(self, name: str) -> int:
+        """Return the bytes of a stored tensor in its file."""
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a stored tensor: a view of the file, or, if it has to be decoded, a copy in ``dtype`` (float32)."""
+
+    def release(self) -> None:
+        """Map the files anew, so that pages no view refers to any more leave memory."""
+
+
+def open_tensors(folder: Path) -> Tensors:
     """Open the weights of a checkpoint directory.
 
     Raises:
         NotFoundError: there are no safetensors weights, or a shard is missing.
         CorruptError: a file is truncated, or the index lists tensors that the shards do not hold.
     """
+    if is_linked(folder):
+        from vivace.checkpoint.gguf.folder import open_linked
+
+        return open_linked(folder)
     return TensorFiles(tensor_paths(folder))
 
 
 def tensor_paths(folder: Path) -> dict[str, Path]:
     """Return the file of each stored tensor, from the index or the single file; raises like ``open_tensors``."""
+    if is_linked(folder):
+        from vivace.checkpoint.gguf.folder import linked_file
+
+        return dict.fromkeys(open_tensors(folder).names, linked_file(folder))
     if (folder / INDEX).is_file():
         listed: Mapping[str, str] = read_json(folder / INDEX).get("weight_map") or {}
         missing = sorted({shard for shard in listed.values() if not (folder / shard).is_file()})
@@ -150,6 +237,11 @@ def tensor_paths(folder: Path) -> dict[str, Path]:
     if any(folder.glob("*.bin")):
         raise NotFoundError(f"{folder} has pickled .bin weights only; convert them to safetensors first")
     raise NotFoundError(f"{folder} has no {WEIGHTS} and no {INDEX}")
+
+
+def is_linked(folder: Path) -> bool:
+    """Return whether a checkpoint directory describes a GGUF file, which holds the weights."""
+    return (folder / LINK).is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.checkpoint.families import Family, family_of, translate
-from vivace.checkpoint.files import TensorFiles, open_tensors, read_json, resolve, summary
+from vivace.checkpoint.files import Tensors, open_tensors, read_json, resolve, summary
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.checkpoint.neutral_keys import without
 from vivace.core.backend import Backend
@@ -135,7 +135,7 @@ def pack_parts(
     decoder.backend.finish(decoder)
 
 
-def _let_go(module: nn.Module, mapped: set[int], stored: TensorFiles) -> None:
+def _let_go(module: nn.Module, mapped: set[int], stored: Tensors) -> None:
     """Copy the parameters of ``module`` that still are views of the files, and unmap the files."""
     for parameter in module.parameters():
         if not parameter.is_meta and parameter.data_ptr() in mapped:
@@ -204,7 +204,7 @@ def spelling(names: Names, present: set[str], root: str) -> Names:
     return names.packed() if stacked else names
 
 
-def check(plan: Mapping[str, Target], stored: TensorFiles, family: Family, config: ModelConfig) -> None:
+def check(plan: Mapping[str, Target], stored: Tensors, family: Family, config: ModelConfig) -> None:
     """Compare names and shapes of the stored tensors with the plan, before anything is read.
 
     Raises:
@@ -227,7 +227,7 @@ def check(plan: Mapping[str, Target], stored: TensorFiles, family: Family, confi
         raise MismatchError(f"the weights do not fit config.json: {summary(wrong, 3)}")
 
 
-def _tied_heads(family: Family, stored: TensorFiles, plan: Mapping[str, Target], extra: set[str]) -> set[str]:
+def _tied_heads(family: Family, stored: Tensors, plan: Mapping[str, Target], extra: set[str]) -> set[str]:
     """Return the heads that are stored although they are tied to the embedding.
 
     Raises:
@@ -250,9 +250,9 @@ def _stored_shape(target: Target, piece: TensorPiece) -> tuple[int, ...]:
     return shape if piece.expert is None else (piece.stack, *shape)
 
 
-def assemble(target: Target, stored: TensorFiles, dtype: torch.dtype, device: torch.device) -> Tensor:
+def assemble(target: Target, stored: Tensors, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Build one parameter from its pieces: a view of the file where possible, one copy where several are fused."""
-    return fused(target, [stored.tensor(piece.name) for piece in target.pieces], dtype, device)
+    return fused(target, [stored.tensor(piece.name, dtype) for piece in target.pieces], dtype, device)
 
 
 def fused(target: Target, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ def convert(
     bf16 keeps every bit of a bfloat16 checkpoint. q8_0 and q4_0 take 8.5 and 4.5 bits a weight and change the model a
     little.
     """
-    from vivace.checkpoint.gguf import write_checkpoint
+    from vivace.checkpoint.gguf.written import write_checkpoint
 
     ignored = tuple(ignore_config_key or ())
     if store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,8 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
         CheckpointError: a file is missing or broken.
         UnsupportedError: a family or setting is not supported.
     """
-    from vivace.checkpoint.files import open_tensors, read_json
+    from vivace.checkpoint.files import is_linked, open_tensors, read_json
+    from vivace.checkpoint.gguf.folder import linked_file
     from vivace.checkpoint.load import load_config
     from vivace.core.cpu.backend import num_bytes
     from vivace.kernels.low_bit import check_weights
@@ -80,12 +82,15 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
     kept = check_weights(weights)
     config = load_config(folder, ignored)
     stored = open_tensors(folder)
-    stored_tensors = {name: stored.tensor(name) for name in stored.names}
+    names = sorted(stored.names)
     adapters = folder / "adapters"
     return {
         "folder": str(folder),
+        **({"file": str(linked_file(folder))} if is_linked(folder) else {}),
         "model_type": read_json(folder / "config.json")["model_type"],
-        **_size(stored_tensors),
+        "parameters": sum(prod(stored.shape(name)) for name in names),
+        "bytes": sum(stored.num_bytes(name) for name in names),
+        "dtypes": sorted({stored.kind(name) for name in names}),
         "weights": kept,
         "bytes_in_memory": num_bytes(config, kept),
         "layers": config.num_layers,
@@ -97,7 +102,7 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
         "tied_head": config.tied_head,
         "adapters": sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else [],
         "config": asdict(config),
-        "tensors": _list(stored_tensors),
+        "tensors": [{"name": name, "dtype": stored.kind(name), "shape": list(stored.shape(name))} for name in names],
     }
 
 

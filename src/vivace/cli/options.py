@@ -20,7 +20,11 @@ _PROMPT = "Prompt"
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="Folder or Hub id; left out: the model that ships.", rich_help_panel=_MODEL),
+    typer.Option(
+        "--model",
+        help="Folder, Hub id or GGUF file (also ID:FILE.gguf); left out: the model that ships.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 Adapter = Annotated[
     list[str] | None,

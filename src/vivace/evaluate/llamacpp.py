@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from vivace.checkpoint.generation import load_eos_ids
-from vivace.checkpoint.gguf import write_checkpoint
+from vivace.checkpoint.gguf.written import write_checkpoint
 from vivace.checkpoint.load import load_config
 from vivace.errors import CapacityError, DependencyError, VivaceError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vivace.checkpoint.files import is_linked
 from vivace.core.footprint import held_bytes
-from vivace.errors import ConfigError, nearest
+from vivace.errors import ConfigError, UnsupportedError, nearest
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, enter_llama_cpp
 from vivace.evaluate.memory import Holdings, peak_memory
@@ -196,7 +197,13 @@ def _hold_heat(
 
 
 def _load(folder: Path, dtype: str, device: torch.device) -> Any:
-    """Load a model with transformers."""
+    """Load a model with transformers.
+
+    Raises:
+        UnsupportedError: its weights are in a GGUF file.
+    """
+    if is_linked(folder):
+        raise UnsupportedError("transformers is compared on folders of safetensors, and this model is a GGUF file")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

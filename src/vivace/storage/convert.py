@@ -19,7 +19,7 @@ from torch import Tensor
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX as SHARDS
-from vivace.checkpoint.files import TensorFiles, open_tensors, resolve, staged
+from vivace.checkpoint.files import Tensors, open_tensors, resolve, staged
 from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of, read_config
 from vivace.checkpoint.names import Target
 from vivace.core.config import ModelConfig
@@ -154,7 +154,7 @@ class _Source:
     """The parameters of a checkpoint, read when they are needed."""
 
     def __init__(
-        self, plan: dict[str, Target], stored: TensorFiles, dtype: torch.dtype, orders: Sequence[Tensor] | None
+        self, plan: dict[str, Target], stored: Tensors, dtype: torch.dtype, orders: Sequence[Tensor] | None
     ) -> None:
         self.plan = plan
         self.stored = stored

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from vivace.checkpoint.gguf_blocks import Kind, encode
+from vivace.checkpoint.gguf.blocks import Kind, encode
 from vivace.errors import CheckpointError
 from vivace.files import replacing
 

@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tests.checkpoint.gguf_reader import Gguf, read_gguf, read_values
 from tests.tiny_checkpoints import SPECIAL, TEMPLATE, make_checkpoint
 from vivace.checkpoint.files import open_tensors
-from vivace.checkpoint.gguf import write_checkpoint
-from vivace.checkpoint.gguf_blocks import KINDS, encode
-from vivace.checkpoint.gguf_file import Entry, write_gguf
+from vivace.checkpoint.gguf.blocks import KINDS, encode
+from vivace.checkpoint.gguf.file import Entry, write_gguf
+from vivace.checkpoint.gguf.written import write_checkpoint
 from vivace.errors import CheckpointError, ConfigError, MismatchError, NotFoundError, UnsupportedError
 
 HEADS = {"q": 4, "k": 2}
@@ -264,7 +264,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vivace.checkpoint.gguf_file._PART", 64)
+    monkeypatch.setattr("vivace.checkpoint.gguf.file._PART", 64)
     values = torch.randn(7, 32)
     entries = [Entry(name, (7, 32), KINDS[name], lambda: values) for name in ("f32", "q8_0", "bf16")]
     write_gguf(tmp_path / "m.gguf", {"a.flag": True, "a.list": [1.5, 2.5], "a.number": 7}, entries)

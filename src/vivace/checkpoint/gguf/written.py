@@ -12,7 +12,7 @@ quality a little lower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.files import TensorFiles, open_tensors, resolve
-from vivace.checkpoint.gguf_blocks import KINDS, Kind, find_kind
-from vivace.checkpoint.gguf_file import Entry, Value, write_gguf
-from vivace.checkpoint.gguf_tokenizer import tokenizer_keys
+from vivace.checkpoint.files import Tensors, open_tensors, resolve
+from vivace.checkpoint.gguf.blocks import KINDS, Kind, find_kind
+from vivace.checkpoint.gguf.file import Entry, Value, write_gguf
+from vivace.checkpoint.gguf.names import gguf_names
+from vivace.checkpoint.gguf.tokenizer_keys import tokenizer_keys
 from vivace.checkpoint.load import check, plan_of, read_config
 from vivace.checkpoint.names import TensorPiece
 from vivace.core.config import ModelConfig, RopeConfig
@@ -36,20 +37,6 @@ FAMILY = "llama"
 
 _STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """GGUF format of each dtype of a checkpoint."""
-_WHOLE: Mapping[str, tuple[str, ...]] = {
-    "embedding": ("token_embd.weight",),
-    "final_norm.weight": ("output_norm.weight",),
-    "lm_head.weight": ("output.weight",),
-}
-_LAYER: Mapping[str, tuple[str, ...]] = {
-    "attention_norm": ("attn_norm",),
-    "qkv": ("attn_q", "attn_k", "attn_v"),
-    "o": ("attn_output",),
-    "ffn_norm": ("ffn_norm",),
-    "feed_forward.up": ("ffn_gate", "ffn_up"),
-    "feed_forward.down": ("ffn_down",),
-}
-"""GGUF names of each of our parameters, in the order of the pieces it is made of."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ class Written:
 
     path: Path
     kind: str
-    """Format of the matrices, a name of ``gguf_blocks.KINDS``."""
+    """Format of the matrices, a name of ``blocks.KINDS``."""
     num_bytes: int
     splits_text_alike: bool
     """Whether llama.cpp splits text like this tokenizer does; if not, it has to be given token ids."""
@@ -72,7 +59,7 @@ def write_checkpoint(
     Args:
         source: directory or Hub id of a Llama checkpoint.
         out: the file to write.
-        kind: format of the matrices, a name of ``gguf_blocks.KINDS``; "auto" keeps the checkpoint's.
+        kind: format of the matrices, a name of ``blocks.KINDS``; "auto" keeps the checkpoint's.
         tokenizer: whether to write the tokenizer; without it llama.cpp runs on token ids only.
         ignored: unknown keys of config.json that are read as if they were not there.
 
@@ -112,9 +99,9 @@ def _require_plain(config: ModelConfig) -> None:
             raise UnsupportedError(f"a checkpoint with {what} cannot be written as GGUF")
 
 
-def _stored_kind(stored: TensorFiles, piece: TensorPiece) -> str:
-    """Return the GGUF format that corresponds to the dtype of a stored tensor."""
-    return _STORED[str(stored.tensor(piece.name).dtype).removeprefix("torch.")]
+def _stored_kind(stored: Tensors, piece: TensorPiece) -> str:
+    """Return the GGUF format that corresponds to the dtype of a stored tensor, bf16 for one that has to be decoded."""
+    return _STORED.get(stored.kind(piece.name), "bf16")
 
 
 def _model_keys(c: ModelConfig, name: str, kind: Kind) -> dict[str, Value]:
@@ -140,24 +127,15 @@ def _model_keys(c: ModelConfig, name: str, kind: Kind) -> dict[str, Value]:
 
 
 def _entries(
-    ours: str, pieces: tuple[TensorPiece, ...], stored: TensorFiles, config: ModelConfig, kind: Kind
+    ours: str, pieces: tuple[TensorPiece, ...], stored: Tensors, config: ModelConfig, kind: Kind
 ) -> Iterator[Entry]:
     """Yield the GGUF tensors that one of our parameters becomes."""
-    for name, piece in zip(_gguf_names(ours), pieces, strict=True):
+    for name, piece in zip(gguf_names(ours, len(pieces)), pieces, strict=True):
         shape = stored.shape(piece.name)
         stem = name.split(".")[-2]
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(stem)
         read = partial(stored.tensor, piece.name)
         yield Entry(name, shape, kind if len(shape) > 1 else KINDS["f32"], partial(_rows, read, heads))
-
-
-def _gguf_names(ours: str) -> tuple[str, ...]:
-    """Return the GGUF names of one of our parameters."""
-    if ours in _WHOLE:
-        return _WHOLE[ours]
-    _, layer, rest = ours.split(".", 2)
-    stem, _, leaf = rest.rpartition(".")
-    return tuple(f"blk.{layer}.{name}.{leaf}" for name in _LAYER[stem])
 
 
 def _rows(read: Callable[[], Tensor], heads: int | None) -> Tensor:

@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from vivace.checkpoint.files import read_json
-from vivace.checkpoint.gguf_file import Value
+from vivace.checkpoint.gguf.file import Value
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.errors import MismatchError, NotFoundError, UnsupportedError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens."""
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_PATTERNS: Mapping[str, str] = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
-"""llama.cpp's name of each pattern by which a byte-level tokenizer splits text."""
+PATTERNS: Mapping[str, str] = {"llama-bpe": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
+"""The pattern by which a byte-level tokenizer splits text, by llama.cpp's name of it."""
+_NAMES = {pattern: name for name, pattern in PATTERNS.items()}
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,13 @@ def _type(
     """Return GGUF's type of a token."""
     piece = pieces.get(index)
     if piece is None:
-        return _UNUSED
+        return UNUSED
     if not is_bytes and piece == unknown:
-        return _UNKNOWN
+        return UNKNOWN
     if index in added:
-        return _CONTROL if added[index].get("special") else _USER
+        return CONTROL if added[index].get("special") else USER
     is_byte = not is_bytes and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-    return _BYTE if is_byte else _NORMAL
+    return BYTE if is_byte else NORMAL
 
 
 def _scores(texts: Sequence[str], merges: Sequence[str]) -> list[float]:
@@ -128,7 +130,7 @@ def _split_name(pre: Mapping[str, Any] | None) -> str | None:
     if splits_itself and step["type"] == "Digits" and step.get("individual_digits"):
         return "smollm"
     if not splits_itself and step["type"] == "Split" and step.get("behavior") == "Isolated":
-        return _PATTERNS.get(step["pattern"].get("Regex", ""))
+        return _NAMES.get(step["pattern"].get("Regex", ""))
     return None
 
 
