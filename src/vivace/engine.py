@@ -348,9 +348,7 @@ class Engine:
             CapacityError: prompt and answer do not fit the model's context.
             UnsupportedError: the prompt is a text or messages, and the checkpoint has no tokenizer.
         """
-        if not prompt or (not isinstance(prompt, str) and isinstance(prompt[0], int)):
-            return self.request_for(prompt, options)  # type: ignore[arg-type]
-        return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw), options)  # type: ignore[arg-type]
+        return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
 
     def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
         """Do the same as ``request`` for a prompt that is already in tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -213,3 +214,18 @@ def test_a_command_ends_with_an_error_if_logits_are_far(
     assert "logits of plain decoding are 0.2 from float32's, where rounding explains about 0.1" in told.err
     monkeypatch.setattr(reference, "beside_checkpoint", lambda *_: Plainness(2, 12, (), 0.14, 0.1))
     assert cli(*CHECK, folder).status == 0
+
+
+def test_prompts_of_token_ids_need_no_tokenizer(cli: Callable[..., Outcome], folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, bare)
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7, 5, 6]}\n{"prompt": [9]}\n', encoding="utf-8")
+    told = cli("check", bare, "--methods", "lookup", "--prompts", tmp_path / "ids.jsonl", "--batch", 2)
+    assert told.status == 0
+    assert told.out.splitlines()[0].startswith("plain: identical: yes (2 of 2 answers")
+    assert "lookup: identical: yes (2 of 2 answers)" in told.out
+    refused = cli("check", bare, "--methods", "lookup", "--prompts", "e2e", "--limit", 1)
+    assert refused.status == 2
+    assert "this checkpoint has no tokenizer, so a text cannot be read; give token ids" in refused.err

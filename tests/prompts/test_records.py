@@ -16,11 +16,13 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     prompts = [Prompt("Hi"), Prompt("Caf\u00e9", ("a", "b"), "e2e"), Prompt("x", ("one",)), Prompt(list(CHAT), ("y",))]
-    assert save_prompts(tmp_path / "deep" / "p.jsonl", prompts) == 4
+    prompts.append(Prompt([3, 1, 4]))
+    assert save_prompts(tmp_path / "deep" / "p.jsonl", prompts) == 5
     assert load_prompts(tmp_path / "deep" / "p.jsonl") == prompts
     rows = [json.loads(line) for line in (tmp_path / "deep" / "p.jsonl").read_text("utf-8").splitlines()]
     assert rows[2] == {"prompt": "x", "reference": "one"}
     assert rows[3] == {"messages": CHAT, "reference": "y"}
+    assert rows[4] == {"prompt": [3, 1, 4]}
 
 
 def test_gzip_blank_lines_and_foreign_keys_are_fine(tmp_path: Path) -> None:
@@ -36,12 +38,15 @@ def test_gzip_blank_lines_and_foreign_keys_are_fine(tmp_path: Path) -> None:
         ('["Hi"]', "expected a JSON object, found a list of string"),
         ('{"text": "Hi"}', 'expected "prompt" or "messages", found neither'),
         ('{"prompt": "Hi", "messages": []}', 'expected "prompt" or "messages", found both'),
-        ('{"prompt": 3}', '"prompt" is a string, found a number'),
+        ('{"prompt": 3}', '"prompt" is a string or a list of token ids, found a number'),
         ('{"prompt": "  "}', '"prompt" is empty'),
         ('{"prompts": "Hi"}', "unknown key 'prompts'; did you mean 'prompt'?"),
         ('{"prompt": "Hi", "references": []}', "unknown key 'references'; did you mean 'reference'?"),
         ('{"prompt": "Hi", "reference": 3}', '"reference" is a string or a list of strings, found a number'),
         ('{"prompt": "Hi", "reference": ["a", 3]}', "found a list of number and string"),
+        ('{"prompt": [3, -1]}', '"prompt" is a string or a list of token ids, found a list of number'),
+        ('{"prompt": []}', '"prompt" is a string or a list of token ids, found an empty list'),
+        ('{"prompt": [true]}', '"prompt" is a string or a list of token ids, found a list of boolean'),
         ('{"prompt": "Hi", "task": 3}', '"task" is a string, found a number'),
         ('{"messages": []}', '"messages" is a list of at least one turn, found an empty list'),
         (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_eos_ids
@@ -84,11 +84,12 @@ class Tokenizer:
             raise UnsupportedError(f"the chat template rejects these messages: {' '.join(str(exc).split())}") from exc
         return text
 
-    def encode_prompt(self, prompt: str | Messages, *, raw: bool = False) -> list[int]:
+    def encode_prompt(self, prompt: str | Messages | Sequence[int], *, raw: bool = False) -> list[int]:
         """Return the token ids that the model is to continue.
 
         Args:
-            prompt: messages, or a text, which becomes one user message if there is a chat template.
+            prompt: messages; a text, which becomes one user message if there is a chat template; or token ids, which
+                stay as they are.
             raw: whether to take the text as it is, without the template.
 
         Raises:
@@ -99,9 +100,11 @@ class Tokenizer:
             if raw or not self.has_template:
                 return self.encode(prompt)
             return self.encode(self.prompt_text([{"role": "user", "content": prompt}]), special=False)
+        if isinstance(prompt[0], int):
+            return list(cast("Sequence[int]", prompt))
         if raw:
             raise ConfigError("messages are written with the chat template; give a text to be taken as it is (raw)")
-        return self.encode(self.prompt_text(prompt), special=False)
+        return self.encode(self.prompt_text(cast("Messages", prompt)), special=False)
 
     def check_ids(self, ids: Sequence[int], num_tokens: int) -> None:
         """Refuse ids that a model of so many tokens does not have, which its tokenizer may have all the same.

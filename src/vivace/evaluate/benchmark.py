@@ -21,7 +21,7 @@ from typing import Protocol
 
 from vivace.errors import ConfigError
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap, ratio_of_sums
-from vivace.prompts import Message
+from vivace.prompts import Asked
 
 ORDER_SEED = 0
 """Seed of the order of systems; it is fixed, so that a benchmark can be repeated in the same order."""
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 class BenchmarkPrompt:
     """One prompt, as a user writes it and as token ids."""
 
-    request: str | list[Message]
+    request: Asked
     token_ids: tuple[int, ...]
 
 

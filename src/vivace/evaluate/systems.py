@@ -15,7 +15,6 @@ from vivace.decode.stats import DecodeStats
 from vivace.errors import ConfigError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial
 from vivace.evaluate.memory import peak_memory
-from vivace.prompts import Message
 
 
 class Answered(Protocol):
@@ -72,7 +71,7 @@ class MethodSystem:
 
     def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
         """Answer one batch with greedy decoding."""
-        requests: list[str | list[Message]] = [question.request for question in batch]
+        requests = [question.request for question in batch]
         with peak_memory(self.engine.model.device) as peak:
             start = time.perf_counter()
             results = self.engine.generate(

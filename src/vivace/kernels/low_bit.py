@@ -100,9 +100,13 @@ class LowBit:
             return self.scales.view(-1, LANES)[tiles].reshape(-1, 1)
         return self.scales[tiles].transpose(1, 2).reshape(-1, self.groups).float()
 
+    def tiles(self, part: slice = slice(None)) -> Tensor:
+        """Return the weights that some tiles stand for, (n * 16, in) float32."""
+        return _scaled(self.integers(part), self.factors(part))[:, : self.in_width]
+
     def dense(self) -> Tensor:
         """Return the weights that the codes stand for, (out, in) float32."""
-        return _scaled(self.integers(), self.factors())[: self.out_width, : self.in_width]
+        return self.tiles()[: self.out_width]
 
     def rows(self, index: Tensor) -> Tensor:
         """Return some rows of ``dense``, (n,) -> (n, in) float32."""

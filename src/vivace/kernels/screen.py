@@ -33,7 +33,7 @@ from vivace.kernels.low_bit import ROWS, LowBit, quantise
 UNIT = 2.0**-24
 """Largest relative error of one operation in float32."""
 WIDER = 1 + 2.0**-20
-"""Makes up for the rounding of a norm to float32."""
+"""Makes up for the rounding of a norm and of its components to float32."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,19 @@ def screen_of(weight: Tensor) -> Screen:
     count = codes.codes.shape[0] * LANES
     lost, kept = torch.zeros(count), torch.zeros(count)
     for first in range(0, len(weight), ROWS):
-        rows = weight[first : first + ROWS].double()
-        index = torch.arange(first, first + len(rows))
-        rounded = codes.rows(index).double()
+        rows = weight[first : first + ROWS].float()
+        rounded = codes.tiles(slice(first // LANES, (first + ROWS) // LANES))[: len(rows)]
         place = slice(first, first + len(rows))
-        kept[place] = (rounded.norm(dim=1) * WIDER).float()
-        lost[place] = ((rows - rounded).norm(dim=1) * WIDER).float()
+        kept[place] = _norms(rounded)
+        lost[place] = _norms(rows - rounded)
     lost += (kept + lost) * _error_of_sums(weight.shape[1])
     return Screen(codes, lost, kept)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return upper bounds (n,) float32 of the norms of rows; each of their components may be off by ``UNIT``."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return (norms * WIDER).float()
 
 
 def _error_of_sums(width: int) -> float:

@@ -1,6 +1,7 @@
 """The rows of prompt files, and reading and writing such files.
 
-A row is ``{"prompt": str}`` or ``{"messages": [{"role": str, "content": str}, ...]}``, with optional
+A row is ``{"prompt": str}``, ``{"prompt": [int, ...]}`` (token ids, for a checkpoint without tokenizer) or
+``{"messages": [{"role": str, "content": str}, ...]}``, with optional
 ``"reference"`` (a string, or a list if several answers are right) and ``"task"`` (which metrics apply).
 Other keys are ignored, unless one looks like a misspelling of these.
 """
@@ -21,6 +22,9 @@ from vivace.files import write_text
 Message = dict[str, str]
 """One turn of a conversation: ``{"role": ..., "content": ...}``."""
 
+Asked = str | list[Message] | list[int]
+"""A text, a conversation or token ids, as ``engine.generate`` takes them."""
+
 PACKAGED: Mapping[str, str] = {
     "e2e": "100 meaning representations to describe",
     "sql": "100 questions to answer in SQL",
@@ -38,8 +42,8 @@ _KEYS = ("prompt", "messages", "reference", "task")
 class Prompt:
     """A prompt and, if known, the answers that are right."""
 
-    request: str | list[Message]
-    """A text or a conversation, as ``engine.generate`` takes it."""
+    request: Asked
+    """What is to be answered."""
     references: tuple[str, ...] = ()
     """Right answers."""
     task: str | None = None
@@ -109,7 +113,8 @@ def packaged_prompts(name: str) -> list[Prompt]:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     """Return a prompt as a JSON object."""
-    row: dict[str, Any] = {"prompt" if isinstance(prompt.request, str) else "messages": prompt.request}
+    is_conversation = not isinstance(prompt.request, str) and isinstance(prompt.request[0], dict)
+    row: dict[str, Any] = {"messages" if is_conversation else "prompt": prompt.request}
     if prompt.references:
         row["reference"] = prompt.references[0] if len(prompt.references) == 1 else list(prompt.references)
     if prompt.task is not None:
@@ -139,15 +144,17 @@ def _parse(line: str) -> Prompt:
     return Prompt(_request(row), _references(row.get("reference")), task)
 
 
-def _request(row: dict[str, Any]) -> str | list[Message]:
+def _request(row: dict[str, Any]) -> Asked:
     """Return the prompt or the messages of a row, checked."""
     if ("prompt" in row) == ("messages" in row):
         found = "both" if "prompt" in row else "neither"
         raise ValueError(f'expected "prompt" or "messages", found {found}')
     if "prompt" in row:
         prompt = row["prompt"]
+        if isinstance(prompt, list) and prompt and all(type(each) is int and each >= 0 for each in prompt):
+            return prompt
         if not isinstance(prompt, str):
-            raise ValueError(f'"prompt" is a string, found {_kind(prompt)}')
+            raise ValueError(f'"prompt" is a string or a list of token ids, found {_kind(prompt)}')
         if not prompt.strip():
             raise ValueError('"prompt" is empty')
         return prompt
