@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from vivace.engine import Engine
 
 METHODS_SHOWN = ("plain", "lookup", "multirate")
-"""Methods that are compared on the model that ships; on others, multirate stands for what was trained on them."""
+"""Methods that are compared on the model that ships."""
+DRAFTS = ("quantized", "multirate")
+"""What is proposed for a model that nothing was trained on: the first that can run on it."""
 NUM_SAMPLES = 2
 MAX_NEW_TOKENS = 96
 BEYOND = "Why is the sky blue?"
@@ -89,16 +91,19 @@ def demo(
 
 
 def methods_shown(engine: Engine, *, is_shipped: bool) -> list[str]:
-    """Return the methods to compare: plain, lookup, and multirate or all lossless ones that have weights."""
+    """Return the methods to compare: on the model that ships ``METHODS_SHOWN``, on others plain, lookup and all
+    lossless ones that something was trained for.
+    """
     ready = engine.methods.ready()
+    if is_shipped:
+        return [name for name in METHODS_SHOWN if name in ready]
     trained = [name for name in ready if METHODS[name].adapter is not None and METHODS[name].lossless]
-    names = METHODS_SHOWN if is_shipped else dict.fromkeys([*METHODS_SHOWN[:2], *trained])
-    if METHODS_SHOWN[-1] not in ready:
+    if not trained:
+        kind = next(name for name in DRAFTS if METHODS[name].why_not(engine.model) is None)
         console.note(
-            f"{METHODS_SHOWN[-1]} is left out: this model has no adapter for it; `vivace train {METHODS_SHOWN[-1]} "
-            f"--model {engine.folder}` makes one"
+            f"nothing was trained on this model; `vivace train {kind} --model {engine.folder}` makes drafts for it"
         )
-    return [name for name in names if name in ready]
+    return ["plain", "lookup", *trained]
 
 
 def packaged_set(name: str) -> str:

@@ -366,8 +366,7 @@ class _Writing:
         if now - self._told < NOTE_S:
             return
         self._told, rate = now, (self._made - self._before) / (now - self._began)
-        left = max(0.0, 1 - self._spent) * (now - self._began) / max(1e-9, self._spent - self._spent_before)
-        self._note(
-            f"{len(self._answers.rows)} answers, {self._made:,} tokens, {rate:.0f} tokens/s, "
-            f"{format_seconds(left)} left"
-        )
+        found = f"{len(self._answers.rows)} answers, {self._made:,} tokens, {rate:.0f} tokens/s"
+        if (gained := self._spent - self._spent_before) > 0:
+            found += f", {format_seconds(max(0.0, 1 - self._spent) * (now - self._began) / gained)} left"
+        self._note(found)
