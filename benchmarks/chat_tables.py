@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.decode_tables import Result
 from tools.blocks import table
+
+BESIDE = ("system", "tokens/s", "beside plain", "first token", "whole answers", "tokens a pass", "weights", "texts")
 
 
 def tables(folder: Path) -> str:
@@ -20,6 +23,40 @@ def tables(folder: Path) -> str:
             found = [part for part in written["report"] if part["temperature"] == temperature]
             parts += [_caption(written, found, path.stem), _speeds(found), _tokens(found)]
     return "\n\n".join(parts) or "No run is committed yet."
+
+
+def beside_others(results: Sequence[Result]) -> str:
+    """Return a table for each result of ``vivace bench decode`` with other programs in it."""
+    parts = []
+    for result in results:
+        s = result.setting
+        machine = captions.machine(result.provenance, s["kernels"])
+        parts.append(
+            f"**{s['model']}**, weights {s['weights']}, {s['num_prompts']} packaged questions, up to "
+            f"{s['max_new_tokens']} tokens, {s['repeats']} repeats in turns (`{result.name}.json`). "
+            f"{machine}{captions.others(s)}."
+        )
+        parts.append(table(BESIDE, [_beside(run, result.memory) for run in result.runs]))
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _beside(run: Mapping[str, Any], memory: Mapping[str, Any] | None) -> tuple[str, ...]:
+    held, first, a_pass = (
+        (memory or {}).get("held", {}).get(run["method"]),
+        run["first_token_ms"],
+        run["tokens_per_target_pass"],
+    )
+    is_plain = run["method"] == "plain"
+    return (
+        f"`{run['method']}`",
+        f"{run['tokens_per_s']:.0f}",
+        "1.00x" if is_plain else _with_interval(run),
+        "-" if first is None else f"{first:.1f} ms",
+        f"{run['end_to_end_speedup']:.2f}x",
+        "-" if a_pass is None else f"{a_pass:.2f}",
+        "-" if held is None else f"{(held['weights'] + held['drafter']) / 2**20:.0f} MiB",
+        "-" if is_plain else "same" if run["identical"] else f"{run['num_different']} differ",
+    )
 
 
 def _caption(written: Mapping[str, Any], found: Sequence[Mapping[str, Any]], name: str) -> str:

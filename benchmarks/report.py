@@ -131,7 +131,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "multirate.md": {"law": law(everything), "results": technique(everything, "multirate")},
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},
-        techniques / "drafting_for_chat.md": {"results": chat_tables.tables(RESULTS / "chat")},
+        techniques / "drafting_for_chat.md": {
+            "results": chat_tables.tables(RESULTS / "chat"),
+            "others": chat_tables.beside_others(read_results(RESULTS / "foreign")),
+        },
         techniques / "lazy.md": {
             "speed": first_token_tables.tables(RESULTS / "prefill"),
             "quality": prefill_quality.tables(RESULTS / "prefill" / "quality"),

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chat_tables import tables
+from benchmarks.chat_tables import beside_others, tables
+from benchmarks.decode_tables import Result
 
 MACHINE = {"cpu": "A", "num_threads": 2, "commit": "abc"}
 
@@ -39,3 +40,20 @@ def test_a_file_is_a_caption_and_two_tables(tmp_path: Path) -> None:
     assert "| **mean** |  | **1.50x** |" in text
     assert "| mean of whole answers |  | 1.40x |" in text
     assert "| documents | 3.00 |" in text
+
+
+def test_other_programs_stand_beside_plain_decoding() -> None:
+    setting = {"model": "m", "weights": "bf16", "num_prompts": 12, "max_new_tokens": 64, "repeats": 2}
+    setting |= {"kernels": "avx512", "others_cpu_share": 0.01}
+    runs = [
+        {**run("plain", 1.0), "first_token_ms": 20.0, "identical": False},
+        {**run("quantized", 1.5), "first_token_ms": 21.0, "identical": True},
+        {**run("other", 0.7, 3), "first_token_ms": None, "identical": False, "tokens_per_target_pass": None},
+    ]
+    held = {"plain": {"weights": 2**20, "drafter": 0}, "quantized": {"weights": 2**20, "drafter": 2**21}}
+    text = beside_others([Result("found", MACHINE, {}, setting, runs, memory={"held": held})])
+    assert "**m**, weights bf16, 12 packaged questions, up to 64 tokens, 2 repeats in turns (`found.json`)" in text
+    assert "| `plain` | 100 | 1.00x | 20.0 ms | 0.90x | 3.00 | 1 MiB | - |" in text
+    assert "| `quantized` | 150 | 1.50x (1.00 to 2.00) | 21.0 ms | 1.40x | 3.00 | 3 MiB | same |" in text
+    assert "| `other` | 70 | 0.70x (1.00 to 2.00) | - | 0.60x | - | - | 3 differ |" in text
+    assert beside_others([]) == "No run is committed yet."
