@@ -278,6 +278,8 @@ class Engine:
             )
         if is_read_only and max_bytes is not None:
             raise ConfigError("prompt_cache_bytes has no effect on a cache that is only read; leave it out")
+        if str(folder) in ("", "."):
+            raise ConfigError("prompt_cache needs the name of a folder of its own")
         limit = MAX_BYTES if max_bytes is None else parse_bytes(max_bytes)
         facts = facts_of(self.model, self.folder, self.weights)
         path = Path(folder).expanduser()

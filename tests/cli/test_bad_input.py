@@ -133,6 +133,11 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "the model is given twice, as 'tiny' and as --m",
     ),
+    "doctor, two models": (
+        ("doctor", "tiny", "--model", "other"),
+        USAGE,
+        "the model is given twice, as 'tiny' and as --m",
+    ),
     "convert, truncated weights": (("convert", "m.gguf", "--model", "truncated"), FAILED, "is truncated or not"),
     "convert, another format": (("convert", "m.bin", "--model", "tiny"), USAGE, "does not end in .gguf"),
     "inspect, truncated weights": (("inspect", "truncated"), FAILED, "is truncated or not safetensors"),
@@ -230,6 +235,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "prompt cache rows.jsonl is a file; name a folder",
     ),
+    "a prompt cache without a name": ((*GENERATE, "--prompt-cache", ""), USAGE, "needs the name of a folder"),
     "a prompt cache below a file": ((*GENERATE, "--prompt-cache", "rows.jsonl/a"), USAGE, "cannot be made"),
     "a prompt cache to be read that is not there": (
         (*GENERATE, "--prompt-cache", "none", "--prompt-cache-ro"),

@@ -7,6 +7,7 @@ or a crash leaves the previous files intact.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -87,17 +88,20 @@ def _from_hub(name: str) -> Path:
 
 
 def _file_from_hub(name: str, file: str) -> Path:
+    """Return one file of a repository. It is asked for as a snapshot of its own: where the Hub cannot be reached, that
+    says so or finds the local copy at once, while a single file is asked for again and again for half a minute.
+    """
     import huggingface_hub
-    from huggingface_hub import errors
 
-    try:
-        return _downloaded(name, lambda: huggingface_hub.hf_hub_download(name, file))
-    except errors.EntryNotFoundError as exc:
-        raise NotFoundError(f"the Hub repository {name} has no file {file}") from exc
+    patterns = [glob.escape(file)]
+    path = _downloaded(name, lambda: huggingface_hub.snapshot_download(name, allow_patterns=patterns)) / file
+    if not path.is_file():
+        raise NotFoundError(f"neither the Hub repository {name} nor its local copy has a file {file}")
+    return path
 
 
 def _downloaded(name: str, download: Callable[[], str]) -> Path:
-    """Return what a download returns, with the Hub's errors as ours; a file that a repository lacks stays the Hub's.
+    """Return what a download returns, with the Hub's errors as ours.
 
     Raises:
         NotFoundError: it cannot be downloaded.
@@ -113,8 +117,11 @@ def _downloaded(name: str, download: Callable[[], str]) -> Path:
         raise NotFoundError(f"the Hub repository {name} is gated; accept its terms, then `hf auth login`") from exc
     except errors.RepositoryNotFoundError as exc:
         raise NotFoundError(f"there is neither a directory nor a Hub repository {name}") from exc
-    except errors.RemoteEntryNotFoundError:
-        raise
+    except errors.HFValidationError as exc:
+        raise NotFoundError(
+            f"there is no directory {name}, and no Hub repository can be named so; a GGUF file of a repository is "
+            "OWNER/NAME:FILE.gguf, with the whole name of the file"
+        ) from exc
     except (errors.HfHubHTTPError, OSError) as exc:
         raise NotFoundError(f"the Hub repository {name} could not be fetched: {_one_line(exc)}") from exc
 
@@ -242,6 +249,11 @@ def tensor_paths(folder: Path) -> dict[str, Path]:
 def is_linked(folder: Path) -> bool:
     """Return whether a checkpoint directory describes a GGUF file, which holds the weights."""
     return (folder / LINK).is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+
+
+def named_file(folder: Path) -> str:
+    """Return the name by which a user knows a checkpoint directory: that of the GGUF file it describes, or its own."""
+    return str(read_json(folder / LINK)["file"]) if is_linked(folder) else str(folder)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -19,7 +19,9 @@ from vivace.methods.table import METHODS
 @options.grouped
 def check(
     *,
-    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, Hub id or GGUF file; left out: the model that ships.")
+    ] = None,
     same_model: options.Model = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, with commas; left out: every lossless one that can run here.")

@@ -94,6 +94,8 @@ def methods_shown(engine: Engine, *, is_shipped: bool) -> list[str]:
     """Return the methods to compare: on the model that ships ``METHODS_SHOWN``, on others plain, lookup and all
     lossless ones that something was trained for.
     """
+    from vivace.checkpoint.files import named_file
+
     ready = engine.methods.ready()
     if is_shipped:
         return [name for name in METHODS_SHOWN if name in ready]
@@ -101,7 +103,8 @@ def methods_shown(engine: Engine, *, is_shipped: bool) -> list[str]:
     if not trained:
         kind = next(name for name in DRAFTS if METHODS[name].why_not(engine.model) is None)
         console.note(
-            f"nothing was trained on this model; `vivace train {kind} --model {engine.folder}` makes drafts for it"
+            f"nothing was trained on this model; `vivace train {kind} --model {named_file(engine.folder)}` makes "
+            "drafts for it"
         )
     return ["plain", "lookup", *trained]
 

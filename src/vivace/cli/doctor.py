@@ -13,7 +13,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine
-from vivace.errors import VivaceError
+from vivace.errors import ConfigError, VivaceError
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import METHODS
 from vivace.units import format_bytes
@@ -39,11 +39,17 @@ class Finding:
 @options.grouped
 def doctor(
     *,
-    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, Hub id or GGUF file; left out: the model that ships.")
+    ] = None,
+    same_model: options.Model = None,
     flags: options.LoadFlags,
     as_json: options.AsJson = False,
 ) -> None:
     """Examine machine, packages, model and methods; ends with status 1 if the model cannot answer."""
+    if model is not None and same_model is not None:
+        raise ConfigError(f"the model is given twice, as {model!r} and as --model {same_model!r}; give it once")
+    model = same_model if model is None else model
     findings = [*machine_findings(), look("kernels", partial(_kernels, flags.kernels))]
     engine: Engine | None = None
 

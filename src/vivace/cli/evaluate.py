@@ -28,7 +28,9 @@ SHOWN = {"bleu": "BLEU", "rouge_l": "ROUGE-L", "slot_error_rate": "slot errors",
 
 
 def evaluate(
-    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; left out: the model that ships.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, Hub id or GGUF file; left out: the model that ships.")
+    ] = None,
     weights: Annotated[str, typer.Option(help="Formats to compare, with commas; bf16 is as stored.")] = "bf16,int8,q4",
     prompts: Prompts = "e2e",
     limit: Limit = None,

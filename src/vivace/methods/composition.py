@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.checkpoint.draft_vocabulary import first_of, read_vocabulary
-from vivace.checkpoint.files import OWN_DRAFT
+from vivace.checkpoint.files import OWN_DRAFT, is_linked, named_file
 from vivace.checkpoint.generation import load_eos_ids
 from vivace.checkpoint.load import least_bytes, load_decoder, read_config
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer, require_same_pieces
@@ -335,14 +335,18 @@ class Methods:
         """Return ``config.json`` and weights of the adapter of a kind, checked against the model."""
         folder = self.adapter_folder(kind)
         if folder is None or not folder.is_dir():
-            base = self.folder or "MODEL"
-            raise NotFoundError(
-                f"method {kind} needs {what} for this model and there is none in {folder or 'memory'}; "
-                f"train one: vivace train {kind} --model {base} --data FILE --out {base}/adapters/{kind}"
-            )
+            raise NotFoundError(f"method {kind} needs {what} for this model and {self._how_to_train(kind, folder)}")
         if self.folder is None:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
         return read_adapter(kind, folder, self._base_hash)
+
+    def _how_to_train(self, kind: str, looked_at: Path | None) -> str:
+        """Return where an adapter was looked for, and the command that makes one."""
+        command = f"train one: vivace train {kind} --model"
+        if self.folder is not None and is_linked(self.folder):
+            return f"none is given; {command} {named_file(self.folder)} --data FILE --out DIR, and give --adapter DIR"
+        base = self.folder or "MODEL"
+        return f"there is none in {looked_at or 'memory'}; {command} {base} --data FILE --out {base}/adapters/{kind}"
 
     @cached_property
     def _base_hash(self) -> str:
@@ -365,8 +369,10 @@ class Methods:
             NotFoundError: none was named and none lies beside the model.
         """
         if self.second is None:
-            own = f", or put one into {self.folder / OWN_DRAFT}" if self.folder is not None else ""
-            raise NotFoundError(f"method draft needs a second, smaller model; give --draft-model DIR_OR_HUB_ID{own}")
+            own = ""
+            if self.folder is not None and not is_linked(self.folder):
+                own = f", or put one into {self.folder / OWN_DRAFT}"
+            raise NotFoundError(f"method draft needs a second, smaller model; give --draft-model MODEL{own}")
         return self.second.decoder
 
     def ready(self) -> list[str]:

@@ -176,20 +176,39 @@ def test_a_hub_file_is_named_with_its_repository(tmp_path: Path, monkeypatch: py
 
     path = write_file("qwen2", make("qwen2"), tmp_path / "m.gguf")
 
-    def download(name: str, file: str) -> str:
+    def download(name: str, allow_patterns: list[str]) -> str:
         assert name == "owner/name"
-        if file != "sub/m.gguf":
+        if allow_patterns != ["m.gguf"]:
             raise errors.LocalEntryNotFoundError("no")
-        return str(path)
+        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert load_config("owner/name:sub/m.gguf").num_layers == 3
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load_config("owner/name:m.gguf").num_layers == 3
     with pytest.raises(NotFoundError, match="no local copy of the Hub repository owner/name"):
         load_config("owner/name:other.gguf")
+    path.rename(tmp_path / "n.gguf")
+    with pytest.raises(NotFoundError, match=r"Hub repository owner/name nor its local copy has a file m\.gguf"):
+        load_config("owner/name:m.gguf")
+    (tmp_path / "n.gguf").rename(path)
     with pytest.raises(NotFoundError, match=r"there is no file .*nowhere.gguf"):
         load_config(tmp_path / "nowhere.gguf")
     with pytest.raises(NotFoundError, match=r"has no config.json; for its GGUF file give .*m.gguf"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["owner/name:Q4_K_M", "owner/name:"])
+def test_a_file_of_a_repository_is_named_in_full(name: str) -> None:
+    with pytest.raises(NotFoundError, match=r"a GGUF file of a repository is OWNER/NAME:FILE\.gguf"):
+        load_config(name)
+
+
+def test_advice_names_the_file_and_no_folder_of_the_cache(tmp_path: Path) -> None:
+    path = write_file("qwen2", make("qwen2"), tmp_path / "m.gguf")
+    engine = vivace.load(path, kernels="torch")
+    for method, advice in {"multirate": f"--model {path} --data FILE --out DIR", "draft": "give --draft-model"}.items():
+        with pytest.raises(NotFoundError, match=advice) as caught:
+            engine.generate([[3, 4]], method=method, max_new_tokens=2)
+        assert str(engine.folder) not in str(caught.value)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

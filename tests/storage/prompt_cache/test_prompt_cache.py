@@ -232,7 +232,7 @@ def test_another_version_is_left_alone(model: Path, folder: Path, caplog: pytest
 
 @pytest.mark.parametrize(
     ("choices", "what"),
-    [({"dtype": "float32"}, "dtype"), ({"kv": "int8"}, "kv"), ({"weights": "int8"}, "weights"), ({}, "base")],
+    [({"dtype": "float32"}, "dtype"), ({"kv": "int8"}, "kv"), ({"weights": "int8"}, "weights"), ({}, "model")],
 )
 def test_blocks_of_another_model_are_not_used(
     model: Path, tmp_path: Path, folder: Path, choices: dict[str, str], what: str, caplog: pytest.LogCaptureFixture
@@ -241,7 +241,7 @@ def test_blocks_of_another_model_are_not_used(
     other = model if choices else make_checkpoint(tmp_path / "other", context=512, seed=3)
     wanted = answer(opened(other, None, kernels="torch", **choices))[0]
     assert answer(opened(other, folder, kernels="torch", **choices)) == (wanted, 0)
-    assert f"of another {what}: " in said(caplog)[0]
+    assert f"blocks are not used: of another {what}" in said(caplog)[0]
     assert answer(opened(other, folder, kernels="torch", **choices)) == (wanted, 299), "both have room in a folder"
 
 

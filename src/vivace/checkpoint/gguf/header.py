@@ -64,7 +64,7 @@ def read_header(path: Path) -> Header:
     except FileNotFoundError as exc:
         raise NotFoundError(f"there is no file {path}") from exc
     except ValueError as exc:  # an empty file cannot be mapped
-        raise CorruptError(f"{path} ({format_bytes(path.stat().st_size)}) is not a GGUF file: {exc}") from exc
+        raise CorruptError(f"{path} ({format_bytes(path.stat().st_size)}) is not a GGUF file") from exc
     except OSError as exc:
         raise CorruptError(f"{path} cannot be read: {exc.strerror or exc}") from exc
 

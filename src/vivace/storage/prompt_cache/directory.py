@@ -35,6 +35,8 @@ except ImportError:  # another system: one process at a time may write
 
 log = logging.getLogger(__name__)
 
+DIGESTS = ("base", "store", "shape")
+"""Facts of a model that are digests, which tell a reader nothing."""
 SUFFIX = ".block"
 LOCK = ".lock"
 _BLOCK = re.compile(r"[0-9a-f]{64}\.block")
@@ -275,7 +277,8 @@ class BlockDirectory:
             unread = [name for name in there if name not in self._blocks and name not in self._left_out]
             reasons = [reason for name in unread if (reason := self._enter_file(name)) is not None]
         if tells and reasons:
-            log.warning("prompt cache %s: %d blocks are not used: %s", self.path, len(reasons), _most_common(reasons))
+            count = "1 block is" if len(reasons) == 1 else f"{len(reasons)} blocks are"
+            log.warning("prompt cache %s: %s not used: %s", self.path, count, _most_common(reasons))
 
     def _look_at(self, name: str) -> StoredBlock | None:
         """Read the header of a file that was not there when the folder was looked at."""
@@ -300,6 +303,8 @@ class BlockDirectory:
         if header.model != self.model:
             self._left_out.add(name)
             other = next(key for key in (*self.model, *header.model) if header.model.get(key) != self.model.get(key))
+            if other in DIGESTS:
+                return "of another model"
             return f"of another {other}: {header.model.get(other)} there, {self.model.get(other)} here"
         if name != name_of(header.above, header.key):
             self._remove(name)
