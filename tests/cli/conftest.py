@@ -20,6 +20,7 @@ from vivace.decode.memory import MemoryBudget
 class FakeStats:
     method: str = "plain"
     num_tokens: int = 3
+    num_first_tokens: int = 1
     num_prompt_tokens: int = 9
     num_cached_tokens: int = 0
     num_draft_tokens: int = 4

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import FakeEngine, Outcome
+from vivace.answer import Result
+from vivace.cli.generate import summary
+from vivace.decode.stats import DecodeStats
 
 Cli = Callable[..., Outcome]
 
@@ -16,6 +19,11 @@ def test_text_goes_to_stdout_and_notes_to_stderr(cli: Cli, engine: FakeEngine) -
     assert "3 tokens, 4.0 tokens/s, method plain, 2/4 drafted tokens accepted" in outcome.err
     assert "ended by stop; auto: lookup pays" in outcome.err
     assert cli("generate", "hello", "--quiet") == Outcome(0, "HELLO\n", "")
+
+
+def test_an_answer_of_one_block_has_no_speed() -> None:
+    stats = DecodeStats(method="quantized", num_tokens=4, num_first_tokens=4)
+    assert summary(Result("", (), None, "length", stats, "quantized")).startswith("4 tokens, method quantized")
 
 
 def test_only_flags_that_were_given_reach_the_engine(cli: Cli, engine: FakeEngine) -> None:

@@ -31,6 +31,7 @@ from vivace.prompts import Prompt
 from vivace.recipes.frozen import FrozenRecipe
 from vivace.recipes.kinds import recipe_of
 from vivace.recipes.trainer import train_beside
+from vivace.serve.catalog import Catalog
 from vivace.train.report import Lines
 from vivace.tuning import candidates_of, keep_plan, planned, write_vocabulary
 
@@ -123,6 +124,15 @@ def test_models_that_cannot_draft_so_say_why(tmp_path: Path, load: dict[str, str
     with pytest.raises(UnsupportedError, match=f"method quantized cannot run on this model: .*{why}"):
         engine.generate("a", method="quantized")
     assert "quantized" not in engine.methods.ready()
+
+
+def test_a_server_takes_it_without_training(tmp_path: Path, body: NativeBody) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    catalog = Catalog(vivace.load(folder, dtype="bfloat16", kernels=body.name), "m", "auto", {})
+    assert catalog.method("m", "quantized+lookup", is_seeded=False) == "quantized+lookup"
+    assert "multirate" not in catalog.methods("m"), "it has no weights"
+    catalog = Catalog(vivace.load(folder, dtype="float32", kernels=body.name), "m", "auto", {})
+    assert not {"quantized", "quantized+lookup"} & set(catalog.methods("m"))
 
 
 def test_auto_tries_it_once_it_was_tuned(tmp_path: Path, body: NativeBody) -> None:

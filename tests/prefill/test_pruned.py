@@ -355,7 +355,7 @@ def test_over_http_ids_are_those_of_python(folder: Path) -> None:
         ({"prefill": "lazy", "keep": "fats"}, "did you mean 'fast'"),
         ({"prefill": "lazy", "keep": ""}, "write LAYER:SHARE"),
         ({"prefill": "static", "keep": "2:0.5,4:0.5"}, "prunes once"),
-        ({"prefill": "random", "keep": "2:0.5"}, "layer 2; this model can prune behind 0 to 0"),
+        ({"prefill": "random", "keep": "2:0.5"}, "layer 2; this way of reading prunes behind layer 0 only"),
         ({"prefill": "lexical", "keep": "balanced"}, "write LAYER:SHARE"),
     ],
 )

@@ -120,7 +120,10 @@ def show(chunks: Iterator[Chunk]) -> Result | None:
 def summary(result: Result) -> str:
     """Return the statistics of an answer on one line."""
     stats = result.stats
-    line = f"{stats.num_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, method {stats.method}"
+    line = f"{stats.num_tokens} tokens"
+    if stats.num_tokens > stats.num_first_tokens:  # there is no speed after the first block where there is nothing
+        line += f", {stats.tokens_per_s:.1f} tokens/s"
+    line += f", method {stats.method}"
     if stats.num_draft_tokens:
         line += (
             f", {stats.num_accepted_draft_tokens}/{stats.num_draft_tokens} drafted tokens accepted"

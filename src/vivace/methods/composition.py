@@ -379,6 +379,22 @@ class Methods:
         """Return the methods that can run on this model with the weights at hand, without ``auto``."""
         return [spec.name for spec in METHODS.values() if spec.name != "auto" and self._is_ready(spec)]
 
+    def runnable(self) -> list[str]:
+        """Return the methods that somebody may ask for: those that are ready, and those that can do without the weights
+        that make them better.
+        """
+        ready = set(self.ready())
+        return [
+            spec.name
+            for spec in METHODS.values()
+            if spec.name in ready
+            or (
+                spec.adapter is not None
+                and stored_of(spec.adapter).default_config is not None
+                and spec.why_not(self.model) is None
+            )
+        ]
+
     def _is_ready(self, spec: MethodSpec) -> bool:
         has_weights = spec.adapter is None or self._has_adapter(spec.adapter)
         has_parts = has_weights and (self.second is not None or not spec.needs_draft_model)

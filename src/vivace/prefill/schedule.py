@@ -94,7 +94,11 @@ def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None =
         if not 0 < point.keep <= 1:
             raise ConfigError(f"keep has the share {keep} behind layer {layer}; it must be in (0, 1]")
         if not first <= point.layer < num_layers:
-            raise ConfigError(f"keep has layer {layer}; this model can prune behind {first} to {num_layers - 1}")
+            last = num_layers - 1
+            where = f"this model can prune behind {first} to {last}"
+            if first == last:
+                where = f"this way of reading prunes behind layer {first} only, as in {first}:0.5"
+            raise ConfigError(f"keep has layer {layer}; {where}")
         if points and point.layer <= points[-1].layer:
             raise ConfigError(f"keep has layer {layer} behind layer {points[-1].layer}; write them in rising order")
         points.append(point)

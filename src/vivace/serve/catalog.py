@@ -75,7 +75,7 @@ class Catalog:
 
     def methods(self, model: str) -> list[str]:
         """Return the methods that can run with this model."""
-        return ["auto", *self._methods[model].ready()]
+        return ["auto", *self._methods[model].runnable()]
 
     def method(self, model: str, asked: str | None, *, is_seeded: bool) -> str:
         """The method a request is decoded with.
