@@ -208,6 +208,15 @@ def test_layers_that_were_quantized_for_a_text_draft(trained: Path, body: Native
     assert found.stats.num_accepted_draft_tokens > 0
 
 
+def test_a_model_in_float32_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    engine = vivace.load(make_checkpoint(tmp_path / "model"), dtype="float32", kernels="torch")
+    recipe = recipe_of({"kind": "quantized", "own_tokens": 2000})
+    assert isinstance(recipe, FrozenRecipe)
+    with pytest.raises(UnsupportedError, match="for bfloat16 weights, and these are float32"):
+        train_beside(recipe, engine, [], tmp_path / "out", Lines(lambda line: None))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["layers.4.qkv.codes", "layers.0.qkv.codes", "layers.0.left.codes", "other.codes"])
 def test_layers_of_another_shape_are_refused(trained: Path, body: NativeBody, name: str) -> None:
     engine = vivace.load(trained, dtype="bfloat16", kernels=body.name)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import save_adapter
 from vivace.checkpoint.draft_vocabulary import ranked, save_vocabulary
+from vivace.core.model import Decoder
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
@@ -80,6 +81,10 @@ class FrozenRecipe(ABC):
     def num_calibration(self) -> int:
         """Number of rows that the loop is not trained on, for what is fitted after it."""
         return 0
+
+    def why_not(self, model: Decoder) -> str | None:
+        """Return why the result could not decode with a model, before any text is written for it; None if it could."""
+        return None
 
     @abstractmethod
     def begin(self, context: TrainContext) -> Trainable:
@@ -187,6 +192,8 @@ class TrainContext:
             raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
         if engine.kernels.body is not None:
             raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
+        if (reason := recipe.why_not(engine.model)) is not None:
+            raise UnsupportedError(reason)
         pairs = _pairs(recipe, engine, prompts, out, report)
         random.Random(recipe.seed).shuffle(pairs)
         last, first = recipe.held_back, recipe.held_back + recipe.num_calibration

@@ -41,6 +41,12 @@ class QuantizedRecipe(FrozenRecipe):
         if self.plan.weights != "q4":
             raise ConfigError(f"what is quantized here are weights of four bits: plan.weights is {self.plan.weights!r}")
 
+    def why_not(self, model: Decoder) -> str | None:
+        """Return why four-bit drafts cannot be made for a model; None if they can."""
+        if model.dtype == torch.bfloat16:
+            return None
+        return f"drafts in four bits are for bfloat16 weights, and these are {str(model.dtype).removeprefix('torch.')}"
+
     def begin(self, context: TrainContext) -> QuantizedTraining:
         """Return what quantizes the layers."""
         return QuantizedTraining(self, context)
