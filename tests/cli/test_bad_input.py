@@ -223,7 +223,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "a layer beyond the model": (
         (*GENERATE, "--prefill", "lazy", "--keep", "2:0.5"),
         USAGE,
-        "keep has layer 2; this model can prune behind 1 to 1",
+        "keep has layer 2; this way of reading prunes behind layer 1 only",
     ),
     "a lossy method on a pruned prompt": (
         (*GENERATE, "--prefill", "lazy", "--method", "skipdecode"),

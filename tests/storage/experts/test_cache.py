@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,11 @@ def run(
     cache = ExpertCache(store, policy, mixture.num_layers, num_slots, chunk_bytes=chunk_bytes)
     with cache:
         model = streamed(mixture.folder, cache, mixture.resident)
-        return cache, store, answers(model, NextLayerForwardPass(guesses) if guesses else None)
+        found = answers(model, NextLayerForwardPass(guesses) if guesses else None)
+        deadline = time.monotonic() + 5  # closing the cache gives up what was loaded ahead of a text that has ended
+        while cache.counts.loads * store.expert_bytes != store.num_bytes and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return cache, store, found
 
 
 def next_use(mixture: Mixture) -> NextUse:
