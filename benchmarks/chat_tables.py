@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
-from benchmarks.decode_tables import Result
+from benchmarks.decode_tables import Result, interval
 from tools.blocks import table
 
 BESIDE = ("system", "tokens/s", "beside plain", "first token", "whole answers", "tokens a pass", "weights", "texts")
@@ -50,7 +50,7 @@ def _beside(run: Mapping[str, Any], memory: Mapping[str, Any] | None) -> tuple[s
     return (
         f"`{run['method']}`",
         f"{run['tokens_per_s']:.0f}",
-        "1.00x" if is_plain else _with_interval(run),
+        "1.00x" if is_plain else interval(run),
         "-" if first is None else f"{first:.1f} ms",
         f"{run['end_to_end_speedup']:.2f}x",
         "-" if a_pass is None else f"{a_pass:.2f}",
@@ -92,7 +92,7 @@ def _speeds(found: Sequence[Mapping[str, Any]]) -> str:
         (
             f"{part['category']} ({part['prompt_tokens']:.0f} tokens)",
             f"{part['runs'][0]['tokens_per_s']:.0f}/s",
-            *(_with_interval(run) for run in part["runs"][1:]),
+            *(interval(run) for run in part["runs"][1:]),
         )
         for part in found
     ]
@@ -102,11 +102,6 @@ def _speeds(found: Sequence[Mapping[str, Any]]) -> str:
     rows.append(("**mean**", "", *(f"**{mean:.2f}x**" for mean in means)))
     rows.append(("mean of whole answers", "", *(f"{mean:.2f}x" for mean in whole)))
     return table(("prompts", *_methods(found)), rows)
-
-
-def _with_interval(run: Mapping[str, Any]) -> str:
-    low, high = run["speedup_interval"]
-    return f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def _tokens(found: Sequence[Mapping[str, Any]]) -> str:

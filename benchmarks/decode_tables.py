@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -345,7 +345,7 @@ def layers(run: dict[str, Any]) -> str:
     return f"{found['verify']} + {found['draft']}" if found["draft"] else f"{found['verify']}"
 
 
-def interval(run: dict[str, Any]) -> str:
+def interval(run: Mapping[str, Any]) -> str:
     """Return the speed-up of decoding with its interval."""
     low, high = run["speedup_interval"]
     return f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})"

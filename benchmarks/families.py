@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,9 +24,9 @@ from transformers import AutoModelForCausalLM
 
 import vivace
 from vivace.core.cpu.span import NativeSpan
-from vivace.evaluate.benchmark import BenchmarkPrompt, Trial, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
-from vivace.evaluate.peers import Stopwatch, peer_systems
+from vivace.evaluate.peers import Stopwatch, TransformersPeer, peer_systems
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 
@@ -80,37 +79,11 @@ def make_random(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) 
     return folder
 
 
-@dataclass(frozen=True)
-class InsidePeer:
-    """Our decoding inside transformers' ``generate``, over a model that transformers loaded."""
+class InsidePeer(TransformersPeer):
+    """Our plain decoding inside transformers' ``generate``, over a model that transformers loaded."""
 
-    name: str
-    model: Any
-    max_new_tokens: int
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one prompt with plain greedy decoding."""
-        (question,) = batch
-        ids, watch = torch.tensor([question.token_ids]), Stopwatch()
-        start = time.perf_counter()
-        output = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            custom_generate=vivace.custom_generate,
-            method="plain",
-            stream=watch,
-        )
-        total_s = time.perf_counter() - start
-        first_at, num_first = watch.blocks[1]
-        return Trial(
-            token_ids=(tuple(output[0, ids.shape[1] :].tolist()),),
-            num_first_tokens=num_first,
-            decode_s=watch.blocks[-1][0] - first_at,
-            total_s=total_s,
-            prefill_s=first_at - start,
-        )
+    def _arguments(self, watch: Stopwatch) -> dict[str, Any]:
+        return {"stream": watch, "custom_generate": vivace.custom_generate, "method": "plain"}
 
 
 def measure(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks import captions
+from benchmarks.decode_tables import interval
 from tools.blocks import table
 
 HEADINGS = ("model", "weights", "one call has", "tokens a second", "transformers", "gain (95 % interval)")
@@ -27,7 +28,6 @@ def tables(folder: Path) -> str:
         rows = []
         for name, found in models.items():
             ours, theirs, *inside = found["runs"]
-            low, high = ours["speedup_interval"]
             reach = "several tokens" if found["is_chain"] else "all layers" if found["is_span"] else "one layer"
             rows.append(
                 (
@@ -36,7 +36,7 @@ def tables(folder: Path) -> str:
                     reach,
                     f"{ours['tokens_per_s']:.0f}",
                     f"{theirs['tokens_per_s']:.0f} ({found['transformers_dtype']})",
-                    f"{ours['speedup']:.2f}x ({low:.2f} to {high:.2f})",
+                    interval(ours),
                     *(
                         f"{each['tokens_per_s']:.0f} ({each['tokens_per_s'] / ours['tokens_per_s']:.2f})"
                         for each in inside

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.decode_tables import interval
 from benchmarks.trainings import training
 from tools.blocks import table
 
@@ -144,8 +145,7 @@ def _cell(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
     """
     if row is None:
         return "-"
-    low, high = row["speedup_interval"]
-    parts = [f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})", f"{captions.whole_answers(row, plain):.2f}x whole"]
+    parts = [interval(row), f"{captions.whole_answers(row, plain):.2f}x whole"]
     if row["tokens_per_target_pass"]:
         parts.append(f"{row['tokens_per_target_pass']:.2f} a pass")
     layers = stream_layers(row)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.decode_tables import interval
 from benchmarks.rivals_table import stream_layers
 from benchmarks.trainings import training
 from tools.blocks import table
@@ -109,14 +110,13 @@ def _part(run: Mapping[str, Any], plain: Mapping[str, Any], weights: Mapping[str
     """Return the row of one variant."""
     name = run["method"]
     inserted = int(name.removeprefix("insertion ")) if name.startswith("insertion ") else INSERTION
-    low, high = run["speedup_interval"]
     return (
         name,
         f"{weights[name]:,}" if name in weights else "",
         f"{run['tokens_per_target_pass']:.2f}",
         f"{LAYERS} + {LAYERS - inserted}",
         ", ".join(f"{share:.2f}" for share in run["acceptance_per_position"]),
-        f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})",
+        interval(run),
         f"{captions.whole_answers(run, plain):.2f}x",
         "same" if run["identical"] else "differs",
     )

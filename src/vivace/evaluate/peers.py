@@ -75,8 +75,7 @@ class TransformersPeer:
                 attention_mask=mask,
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
-                streamer=watch,
-                **self._speculation(),
+                **self._arguments(watch),
             )
             total_s = time.perf_counter() - start
         first_at, num_first = watch.blocks[1]
@@ -98,14 +97,14 @@ class TransformersPeer:
         entries = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
         return Holdings(*held_bytes(self.model, entries, self.assistant))
 
-    def _speculation(self) -> dict[str, Any]:
-        """Return the arguments of ``generate`` for this kind of speculation."""
+    def _arguments(self, watch: Stopwatch) -> dict[str, Any]:
+        """Return the arguments of ``generate`` for this kind of speculation, which tell ``watch`` of new tokens."""
         match TRANSFORMERS[self.name]:
             case "lookup":
-                return {"prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
+                return {"streamer": watch, "prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
             case "assisted":
-                return {"assistant_model": self.assistant}
-        return {}
+                return {"streamer": watch, "assistant_model": self.assistant}
+        return {"streamer": watch}
 
     def _end_tokens(self) -> set[int]:
         """Return the ids that end an answer."""
