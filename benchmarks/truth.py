@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text file for the perplexity")
     parser.add_argument("--window", type=int, default=512, help="tokens of a piece of the text")
     parser.add_argument("--pieces", type=int, default=8, help="number of pieces")
-    parser.add_argument("--kernels", default="auto", help="of bfloat16; float32 runs on torch")
+    parser.add_argument("--kernels", default="auto", help="of both dtypes")
     parser.add_argument("--float32-only", action="store_true", help="leave out the answers in bfloat16")
     parser.add_argument("--out", type=Path)
     found = compare(**{name: value for name, value in vars(parser.parse_args()).items() if name != "out"})
@@ -80,13 +80,14 @@ def compare(
     float32_only: bool = False,
 ) -> dict[str, Any]:
     """Return the numbers that are printed."""
-    engine = vivace.load(model, dtype="float32", kernels="torch")
+    engine = vivace.load(model, dtype="float32", kernels=kernels)
     theirs = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32).eval()
     encoded = [engine.tokenizer.encode_prompt(row.request) for row in read_prompts(prompts, limit)]
     exact = our_answers(engine, encoded, max_new_tokens)
     expected = their_answers(theirs, encoded, max_new_tokens, engine.tokenizer.eos_ids)
     found: dict[str, Any] = {
         "provenance": asdict(provenance(engine.model.device)),
+        "kernels": engine.kernels.name,
         "model": str(model),
         "num_prompts": len(encoded),
         "max_new_tokens": max_new_tokens,
