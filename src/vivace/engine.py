@@ -93,9 +93,9 @@ def load(
             without one uses ``<model>/adapters/<method>``.
         draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it exists.
         kernels: "auto" (the fastest that run here and fit the weights), "torch", "avx2", "avx512" or "amx".
-        weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4" or
-            "lut4", which are quantized while loading and compute in bfloat16 if ``dtype`` is "auto"; or "exact12",
-            which holds bfloat16 in twelve bits without loss.
+        weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4",
+            "lut4", "lut3" or "lut2", which are quantized while loading and compute in bfloat16 if ``dtype`` is "auto";
+            or "exact12", which holds bfloat16 in twelve bits without loss.
         memory: limit for weights, drafters and the keys and values of texts together, such as "2GiB"; texts wait for
             room. Weights of a store (``vivace convert --store``) that do not fit are read while they are used. None
             sets no limit.

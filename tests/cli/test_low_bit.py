@@ -41,7 +41,7 @@ def test_evaluate_puts_formats_side_by_side(cli: Cli, folder: Path, tmp_path: Pa
     assert "did you mean 'int8'" in cli(*words, "--weights", "int9").err
 
 
-@pytest.mark.parametrize("weights", ["int8", "q4", "lut4", "exact12"])
+@pytest.mark.parametrize("weights", ["int8", "q4", "lut4", "lut3", "lut2", "exact12"])
 def test_every_method_says_the_same(cli: Cli, folder: Path, weights: str) -> None:
     words = ("--weights", weights, "--dtype", "bfloat16", "--limit", 2, "--max-new-tokens", 10)
     outcome = cli("check", folder, "--methods", "lookup", *words)
@@ -68,7 +68,8 @@ def test_twelve_bits_are_the_model(cli: Cli, folder: Path) -> None:
 
 
 def test_sizes_are_told(cli: Cli, folder: Path) -> None:
-    facts = {name: cli("inspect", folder, "--weights", name, "--json").json for name in ("bf16", "int8", "q4", "lut4")}
+    formats = ("bf16", "int8", "q4", "lut4", "lut3", "lut2")
+    facts = {name: cli("inspect", folder, "--weights", name, "--json").json for name in formats}
     assert facts["bf16"]["bytes_in_memory"] == 2 * facts["bf16"]["parameters"]
     assert facts["q4"]["weights"] == "q4"
     import vivace

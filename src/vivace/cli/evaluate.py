@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -45,11 +45,11 @@ def evaluate(
     """Measure the quality of greedy answers for several weight formats, beside the model as stored."""
     from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
-    from vivace.kernels.low_bit import check_weights
+    from vivace.kernels.low_bit import Weights, check_weights
 
     names = [check_weights(name) for name in split_names(weights)]
     if not names:
-        raise ConfigError(f"--weights {weights!r} names no format; give some of bf16, exact12, int8, q4, lut4")
+        raise ConfigError(f"--weights {weights!r} names no format; give some of {', '.join(get_args(Weights))}")
     rows = read_prompts(prompts, limit)
     load = options.LoadFlags(device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
     base = open_engine(model, (), load)

@@ -59,7 +59,7 @@ Weights = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="bf16 (as stored), exact12 (the same in 12 bits), int8, q4, lut4: rounded while loading.",
+        help="bf16 (as stored), exact12 (the same in 12 bits), int8, q4, lut4, lut3, lut2: rounded while loading.",
         rich_help_panel=_MODEL,
     ),
 ]

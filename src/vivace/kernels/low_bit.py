@@ -4,7 +4,8 @@
 * ``q4``: codes into a table of 16 integers (``TABLE``, denser around zero, where most weights are) times a bfloat16
   scale for each output and 64 inputs. The scale, of either sign, is the one of twelve candidates with the smallest
   squared error.
-* ``lut4``: codes into a codebook of sixteen bfloat16 numbers for each sixteen outputs (``palette.py``).
+* ``lut2``, ``lut3``, ``lut4``: codes into a codebook of four, eight or sixteen bfloat16 numbers for each sixteen
+  outputs (``palette.py``), which also has codebooks of integers, for models that were stored so.
 * ``exact12``: bfloat16 in twelve bits, without loss (``exact.py``).
 
 For ``int8`` and ``q4`` the inputs are quantized too, to integers -127..127 with a scale for each group of 64, so that
@@ -18,6 +19,7 @@ The layouts are those of the native kernels (``native/abi.h``): sixteen outputs 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -29,16 +31,17 @@ from torch import Tensor
 from vivace.errors import ConfigError, nearest
 from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
+from vivace.kernels.library import GROUP as GROUP
 from vivace.kernels.library import LANES, CQuantised, found_library, runnable
-from vivace.kernels.palette import Palette
+from vivace.kernels.palette import IntPalette, Palette
 from vivace.kernels.threads import num_threads
 
-Format = Literal["int8", "q4", "lut4", "exact12"]
-Weights = Literal["bf16", "int8", "q4", "lut4", "exact12"]
+Format = Literal["int8", "q4", "lut4", "lut3", "lut2", "exact12"]
+Weights = Literal["bf16", "int8", "q4", "lut4", "lut3", "lut2", "exact12"]
 """Formats that the matrices of a model can be kept in; ``bf16`` keeps them as they are in the checkpoint."""
 
-GROUP = 64
-"""Number of neighbouring inputs that share a scale."""
+PALETTES: Mapping[str, int] = {"lut2": 2, "lut3": 3, "lut4": 4}
+"""Bits of a code, by the formats with a codebook."""
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Integers that the codes of q4 stand for, the same as those of llama.cpp's IQ4_NL."""
@@ -121,8 +124,8 @@ def size_of(out_width: int, in_width: int, format: Weights) -> int:
     tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "bf16":
         return out_width * in_width * 2
-    if format == "lut4":
-        return palette.num_bytes(out_width, in_width)
+    if format in PALETTES:
+        return palette.num_bytes(out_width, in_width, PALETTES[format])
     if format == "exact12":
         return exact.num_bytes(out_width, in_width)
     if format == "int8":
@@ -140,7 +143,7 @@ def _table(device: torch.device) -> Tensor:
     return torch.tensor(TABLE, dtype=torch.int8, device=device)
 
 
-Rounded = LowBit | Palette | Exact
+Rounded = LowBit | Palette | IntPalette | Exact
 """A matrix in any of the quantized or packed formats."""
 
 
@@ -150,8 +153,8 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
     The scales of q4 are searched by native kernels where there are any and in PyTorch (slowly) elsewhere. The results
     can differ where two candidate scales have the same error.
     """
-    if format == "lut4":
-        return palette.palettize(weight)
+    if format in PALETTES:
+        return palette.palettize(weight, PALETTES[format])
     if format == "exact12":
         return pack_exact(weight)
     out_width, in_width = weight.shape
@@ -175,7 +178,7 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
             pairs = _tile(whole, 8, 2)  # (n, groups, 8, 2, 16, 4)
             codes[place] = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
             scales[place] = factors.view(-1, LANES, groups).transpose(1, 2)
-    return LowBit(format, codes, scales, out_width, in_width)
+    return LowBit("int8" if format == "int8" else "q4", codes, scales, out_width, in_width)
 
 
 def q4_of(codes: Tensor, scales: Tensor, in_width: int) -> LowBit:

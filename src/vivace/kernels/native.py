@@ -45,6 +45,7 @@ from vivace.kernels.library import (
     CScreen,
 )
 from vivace.kernels.low_bit import TABLE, Rounded
+from vivace.kernels.palette import IntPalette, Palette
 from vivace.kernels.screen import Screen
 from vivace.kernels.threads import num_threads
 
@@ -124,7 +125,9 @@ class Matrix:
             codes, scales = self.weight.codes, self.weight.scales
             assert codes.is_contiguous()
             assert scales.is_contiguous()
-            return CMatrix(codes.data_ptr(), bias, *sizes, scales.data_ptr(), _Q4_TABLE.data_ptr(), self._screen)
+            table = self.weight.table if isinstance(self.weight, IntPalette) else _Q4_TABLE
+            assert table.is_contiguous()
+            return CMatrix(codes.data_ptr(), bias, *sizes, scales.data_ptr(), table.data_ptr(), self._screen)
         assert self.weight.is_contiguous()
         return CMatrix(self.weight.data_ptr(), bias, *sizes, None, None, self._screen)
 
@@ -161,7 +164,7 @@ class Matrix:
         """Return the inputs (T, in) contiguous and, for layouts that read them in pairs, padded to an even width."""
         assert x.dtype == self.dtype
         assert x.shape[1] == self.in_width
-        in_pairs = self.format.endswith("tiles") or self.format in ("lut4", "exact12")
+        in_pairs = self.format.endswith("tiles") or self.format == "exact12" or isinstance(self.weight, Palette)
         return F.pad(x, (0, 1)) if in_pairs and self.in_width % 2 else x.contiguous()
 
 

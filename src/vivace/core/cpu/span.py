@@ -44,6 +44,7 @@ from vivace.kernels.library import (
 )
 from vivace.kernels.low_bit import LowBit, Weights, quantise
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
+from vivace.kernels.palette import IntPalette, Palette
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder, Layer
@@ -384,7 +385,7 @@ def matrix_of(part: object) -> CMatrix:
 
 
 def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -> Matrix:
-    """Return a quantized copy of a packed projection's matrix, or the matrix itself where it is quantized already.
+    """Return a quantized copy of a packed projection's matrix, or the matrix itself where it has few bits already.
 
     A copy that was ``made`` before is taken as it is.
     """
@@ -393,7 +394,7 @@ def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -
     assert isinstance(matrix, Matrix)
     if made is not None:
         return Matrix(made, matrix.bias, matrix.in_width, matrix.out_width)
-    if weights == "bf16" or isinstance(matrix.weight, LowBit):
+    if weights == "bf16" or isinstance(matrix.weight, LowBit | Palette | IntPalette):
         return matrix
     if weights == "int8" and matrix.screen is not None:  # the screen is that copy
         return Matrix(matrix.screen.codes, matrix.bias, matrix.in_width, matrix.out_width)

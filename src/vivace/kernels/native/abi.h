@@ -32,6 +32,15 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 // LUT4       [ceil(out / 16)][ceil(in / 8)][16][2] words of 16 bits; a word has the four codes of one output for the
 //            even, or the odd, ones of eight inputs. A code selects one of the sixteen bfloat16 entries of its tile's
 //            codebook; `scales` has the codebooks, [ceil(out / 16)][16].
+// LUT2       [ceil(out / 16)][ceil(in / 16)][16][2] such words with eight codes of two bits; codebooks of four entries.
+// LUT3       [ceil(out / 16)][ceil(in / 32)][3][16][2] such words with five codes of three bits: those of pairs 0-4,
+//            5-9 and 10-14 of the inputs, and in bit 15 of each the three bits of pair 15; codebooks of eight entries.
+// LUT2_INTS, LUT3_INTS, LUT4_INTS  codes into a table of integers for each tile, multiplied as those of Q4 are:
+//            `table` is [ceil(out / 16)][16] (the entries over again where there are fewer), `scales` as in Q4. LUT4_INTS
+//            lies as Q4. LUT2_INTS is [ceil(out / 16)][ceil(in / 64)][4][16][4] bytes of four codes, the earliest inputs
+//            lowest. LUT3_INTS is [ceil(out / 16)][ceil(in / 64)][2][3][16][4] bytes, for eight times four inputs: codes
+//            0 and 1, 2 and 3, 4 and 5 in bits 0-5 of each plane; codes 6 and 7 have their lower bits in bits 6-7 of the
+//            first two planes and their upper ones in bits 6 and 7 of the third.
 // EXACT12    [ceil(out / 64)][3][ceil(in / 2)][64] bytes, in the order of sums of TILES. A step is two inputs of four
 //            tiles and has 64 bytes in each of three planes: lower bytes of two tiles, eight weights of one and eight
 //            of the other in turn; lower bytes of the other two tiles; and codes of the upper bytes of all four, those
@@ -42,7 +51,8 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 //            whose weights take 16 bits and are widened in registers. The sums have the bits of the same weights in
 //            float32.
 enum Format : int64_t {
-    ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS, FLOAT16_TILES, FLOAT16_ROWS, BFLOAT16_TILES, BFLOAT16_ROWS
+    ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS, FLOAT16_TILES, FLOAT16_ROWS, BFLOAT16_TILES, BFLOAT16_ROWS,
+    LUT2, LUT3, LUT2_INTS, LUT3_INTS, LUT4_INTS
 };
 
 // The part of an EXACT12 matrix beside its planes. A step with an upper byte that has no code is stored uncompressed:
@@ -68,8 +78,8 @@ struct Matrix {
     const bf16* bias;  // (out,) or null
     int64_t in, out;
     int64_t format;
-    const void* scales;   // of INT8 and Q4, entries of LUT4, ExactSide of EXACT12
-    const int8_t* table;  // of Q4
+    const void* scales;   // of INT8, Q4 and LUT*_INTS, entries of LUT*, ExactSide of EXACT12
+    const int8_t* table;  // of Q4 and LUT*_INTS
     const Screen* screen;  // null: none
 };
 

@@ -29,6 +29,28 @@ struct Four {
     }
 };
 
+template <int BITS>
+struct Bits {};
+
+struct Words {
+    __m256i low, high;
+    Words(__m256i low, __m256i high) : low(low), high(high) {}
+    explicit Words(const uint8_t* p)
+        : low(_mm256_loadu_si256((const __m256i*)p)), high(_mm256_loadu_si256((const __m256i*)(p + 32))) {}
+    template <int SHIFT, int MASK = -1>
+    static __m256i moved(__m256i bits) {
+        const __m256i found = SHIFT == 0 ? bits : _mm256_srli_epi16(bits, SHIFT);
+        return MASK == -1 ? found : _mm256_and_si256(found, _mm256_set1_epi16((int16_t)MASK));
+    }
+    template <int SHIFT, int MASK = -1>
+    Words shifted() const {
+        return Words(moved<SHIFT, MASK>(low), moved<SHIFT, MASK>(high));
+    }
+    Words operator|(const Words& other) const {
+        return Words(_mm256_or_si256(low, other.low), _mm256_or_si256(high, other.high));
+    }
+};
+
 #if defined(__AVXVNNI__)
 constexpr int8_t FLIP = 0;  // weights stay 128 too large: the first factor of vpdpbusd has no sign
 #else
@@ -75,6 +97,11 @@ struct Table {
         : entries(_mm256_broadcastsi128_si256(
               _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((int8_t)(FLIP ^ offset))))) {}
     __m256i chosen(__m256i places) const { return _mm256_shuffle_epi8(entries, _mm256_and_si256(places, mask)); }
+    Codes chosen(const Words& words) const {
+        Codes codes;
+        codes.low = chosen(words.low), codes.high = chosen(words.high);
+        return codes;
+    }
     void look_up(const uint8_t* p, Codes& low, Codes& high) const {
         const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
         low.low = chosen(a), low.high = chosen(b);
@@ -85,9 +112,13 @@ struct Table {
 struct Entries {
     __m256i low, high;  // lower and upper bytes of the entries, in both halves of the register
     Entries() = default;
-    explicit Entries(const bf16* p) {
+    template <int BITS>
+    Entries(const bf16* p, Bits<BITS>) {
         alignas(16) uint8_t bytes[2][16];
-        for (int i = 0; i < 16; ++i) bytes[0][i] = (uint8_t)p[i], bytes[1][i] = (uint8_t)(p[i] >> 8);
+        for (int i = 0; i < 16; ++i) {
+            const bf16 entry = p[i % (1 << BITS)];
+            bytes[0][i] = (uint8_t)entry, bytes[1][i] = (uint8_t)(entry >> 8);
+        }
         low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[0]));
         high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[1]));
     }
@@ -99,13 +130,7 @@ struct Entries {
         const __m256i second = _mm256_or_si256(_mm256_slli_epi16(code, 8), _mm256_set1_epi16(0x80));
         return _mm256_or_si256(_mm256_shuffle_epi8(low, first), _mm256_shuffle_epi8(high, second));
     }
-    void choose(const uint8_t* p, Tile* tiles) const {
-        const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
-        tiles[0].set(chosen(a), chosen(b));
-        tiles[1].set(chosen(_mm256_srli_epi16(a, 4)), chosen(_mm256_srli_epi16(b, 4)));
-        tiles[2].set(chosen(_mm256_srli_epi16(a, 8)), chosen(_mm256_srli_epi16(b, 8)));
-        tiles[3].set(chosen(_mm256_srli_epi16(a, 12)), chosen(_mm256_srli_epi16(b, 12)));
-    }
+    void choose(const Words& words, Tile& tile) const { tile.set(chosen(words.low), chosen(words.high)); }
 };
 
 struct UpperBytes {

@@ -23,11 +23,28 @@ inline void store_bytes(int8_t* p, Vec whole) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
 }
 
+template <int BITS>
+struct Bits {};
+
+// 64 bytes of codes, as words of 16 bits; shifted also sets all bits to zero that are not among those of `mask`.
+struct Words {
+    __m512i bits;
+    explicit Words(__m512i bits) : bits(bits) {}
+    explicit Words(const uint8_t* p) : bits(_mm512_loadu_si512(p)) {}
+    template <int SHIFT, int MASK = -1>
+    Words shifted() const {
+        const __m512i moved = SHIFT == 0 ? bits : _mm512_srli_epi16(bits, SHIFT);
+        return Words(MASK == -1 ? moved : _mm512_and_si512(moved, _mm512_set1_epi16((int16_t)MASK)));
+    }
+    Words operator|(const Words& other) const { return Words(_mm512_or_si512(bits, other.bits)); }
+};
+
 // Weights of four inputs for each of sixteen outputs, plus 128: one factor of the dot product has no sign.
 struct Codes {
     __m512i bytes;
     Codes() = default;
     explicit Codes(const uint8_t* p) : bytes(_mm512_loadu_si512(p)) {}
+    explicit Codes(__m512i bytes) : bytes(bytes) {}
 };
 // Integer sums of one row for sixteen outputs, over a group of 64 inputs. With weights up to 255 and inputs up to 127
 // they stay below 64 * 255 * 127 = 2,072,640 < 2^24, so they are exact as float32 too.
@@ -50,6 +67,10 @@ struct Table {
     __m512i entries, mask = _mm512_set1_epi8(15);
     Table(const int8_t* p, int offset)  // 128 or 0, which is added to each entry
         : entries(_mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)offset)))) {}
+    // The entries that the lowest four bits of each byte select.
+    Codes chosen(const Words& words) const {
+        return Codes(_mm512_shuffle_epi8(entries, _mm512_and_si512(words.bits, mask)));
+    }
     void look_up(const uint8_t* p, Codes& low, Codes& high) const {
         const __m512i both = _mm512_loadu_si512(p);
         low.bytes = _mm512_shuffle_epi8(entries, _mm512_and_si512(both, mask));
@@ -57,17 +78,15 @@ struct Table {
     }
 };
 
-// A codebook of sixteen bfloat16 entries; choose decodes the four codes of each word to tiles of four pairs of inputs.
+// A codebook of 2^BITS bfloat16 entries; choose decodes codes, the lowest bits of words, to a tile of one pair of inputs.
 struct Entries {
-    __m512i twice;  // the codebook twice: vpermw selects by five bits, of which the fifth belongs to the next code
+    __m512i repeated;  // to 32 entries: vpermw selects by five bits, of which the upper ones belong to other codes
     Entries() = default;
-    explicit Entries(const bf16* p) : twice(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p))) {}
-    void choose(const uint8_t* p, Tile* tiles) const {
-        const __m512i words = _mm512_loadu_si512(p);
-        tiles[0].pair = (__m512bh)_mm512_permutexvar_epi16(words, twice);
-        tiles[1].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), twice);
-        tiles[2].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), twice);
-        tiles[3].pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), twice);
+    Entries(const bf16* p, Bits<4>) : repeated(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p))) {}
+    Entries(const bf16* p, Bits<3>) : repeated(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))) {}
+    Entries(const bf16* p, Bits<2>) : repeated(_mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)p))) {}
+    void choose(const Words& words, Tile& tile) const {
+        tile.pair = (__m512bh)_mm512_permutexvar_epi16(words.bits, repeated);
     }
 };
 

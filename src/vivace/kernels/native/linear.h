@@ -14,6 +14,8 @@ inline int64_t row_stride(const Matrix& m) {
     if (is_low_bit(m)) return prepared_width(m);
     switch ((Format)m.format) {
         case TILES:
+        case LUT2:
+        case LUT3:
         case LUT4:
         case EXACT12:
         case FLOAT16_TILES:
@@ -56,8 +58,18 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
             return sum_int_tiles<Int8Tiles>(m, tile, count, x, stride, rows, sums);
         case Q4:
             return sum_int_tiles<Q4Tiles>(m, tile, count, x, stride, rows, sums);
+        case LUT2:
+            return sum_lut_tiles<2>(m, tile, count, x, stride, rows, sums);
+        case LUT3:
+            return sum_lut_tiles<3>(m, tile, count, x, stride, rows, sums);
         case LUT4:
-            return sum_lut4_tiles(m, tile, count, x, stride, rows, sums);
+            return sum_lut_tiles<4>(m, tile, count, x, stride, rows, sums);
+        case LUT2_INTS:
+            return sum_int_tiles<IntPalette<2>>(m, tile, count, x, stride, rows, sums);
+        case LUT3_INTS:
+            return sum_int_tiles<IntPalette<3>>(m, tile, count, x, stride, rows, sums);
+        case LUT4_INTS:
+            return sum_int_tiles<IntPalette<4>>(m, tile, count, x, stride, rows, sums);
         case EXACT12:
             return sum_exact_tiles(m, tile, x, stride, rows, sums);
         case EXACT12_ROWS:

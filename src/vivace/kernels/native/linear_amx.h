@@ -3,8 +3,7 @@
 // integer products are exact, so they have the bits of every other body.
 #pragma once
 #include "linear_exact.h"
-#include "linear_lut4.h"
-#include "linear_q4.h"
+#include "linear_palette.h"
 #include "tiles_amx.h"
 
 namespace {
@@ -72,22 +71,25 @@ void sum_tiles_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums)
     acc.put(sums, rows.count);
 }
 
-template <int M>
-void sum_lut4_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
-    const int64_t pairs = (m.in + 1) / 2, size = (pairs + 3) / 4 * 64;
+template <int BITS, int M>
+void sum_lut_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) {
+    using Words = LutWords<BITS>;
+    const int64_t pairs = (m.in + 1) / 2, size = Words::size(pairs);
     const uint8_t* w = (const uint8_t*)m.weight + tile * size;
     Entries entries[M];
-    for (int i = 0; i < M; ++i) entries[i] = Entries((const bf16*)m.scales + (tile + i) * 16);
+    for (int i = 0; i < M; ++i) entries[i] = Words::entries(m, tile + i);
     TileSums<M> acc;
     Assembled<M> whole;
     for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
         for (int i = 0; i < M; ++i)
-            for (int64_t p = pair; p < pairs && p < pair + TILE_PAIRS; p += 4) {
-                const uint8_t* codes = w + i * size + p * 16;
-                __builtin_prefetch(codes + LUT_AHEAD);
-                Tile four[4];
-                entries[i].choose(codes, four);
-                for (int j = 0; j < 4; ++j) whole.set(i, p + j, four[j]);
+            for (int64_t p = pair; p < pairs && p < pair + TILE_PAIRS; p += Words::PAIRS) {
+                const uint8_t* codes = w + i * size + p / Words::PAIRS * Words::BYTES;
+                for (int64_t line = 0; line < Words::BYTES; line += 64) __builtin_prefetch(codes + LUT_AHEAD + line);
+                for_each_of<Words::PAIRS / 4>([&]<int Q>() {
+                    Tile four[4];
+                    Words::template choose<Q>(entries[i], codes, four);
+                    for (int j = 0; j < 4; ++j) whole.set(i, p + 4 * Q + j, four[j]);
+                });
             }
         acc.step(rows, pair, pairs, whole);
     }
@@ -327,7 +329,10 @@ void sum_ints_amx(const Matrix& m, int64_t tile, const Rows& rows, float* sums) 
 
 using SumGroup = void (*)(const Matrix&, int64_t, const Rows&, float*);
 const SumGroup SUM_TILES_AMX[] = {sum_tiles_amx<1>, sum_tiles_amx<2>, sum_tiles_amx<3>, sum_tiles_amx<4>};
-const SumGroup SUM_LUT4_AMX[] = {sum_lut4_amx<1>, sum_lut4_amx<2>, sum_lut4_amx<3>, sum_lut4_amx<4>};
+template <int BITS>
+constexpr SumGroup SUM_LUT_AMX[] = {
+    sum_lut_amx<BITS, 1>, sum_lut_amx<BITS, 2>, sum_lut_amx<BITS, 3>, sum_lut_amx<BITS, 4>,
+};
 template <class Kind>
 constexpr SumGroup SUM_INTS_AMX[] = {
     sum_ints_amx<Kind, 5>,  sum_ints_amx<Kind, 6>,  sum_ints_amx<Kind, 7>,  sum_ints_amx<Kind, 8>,
@@ -344,6 +349,7 @@ struct TileUnit {
 // How many of `count` tiles of outputs are summed in tile registers: all, none, or all but a last one that is not
 // whole.
 inline int count_in_tiles(const Matrix& m, int64_t tile, int count, int64_t rows) {
+    if (m.format >= LUT2_INTS) return 0;  // vector registers decode these
     if (is_low_bit(m)) return rows < MIN_INT_ROWS || count < GROUP ? 0 : count;
     if (m.format != ROW_MAJOR && m.format != EXACT12_ROWS) return count;
     return !is_turned(m) ? 0 : (tile + count) * LANES <= m.out ? count : count - 1;
@@ -367,13 +373,19 @@ inline void sum_in_tiles(TileUnit& unit, const Matrix& m, int64_t tile, int coun
             return SUM_INTS_AMX<Int8Tiles>[num_rows - MIN_INT_ROWS](m, tile, rows, sums);
         case Q4:
             return SUM_INTS_AMX<SignedQ4Tiles>[num_rows - MIN_INT_ROWS](m, tile, rows, sums);
+        case LUT2:
+            return SUM_LUT_AMX<2>[count - 1](m, tile, rows, sums);
+        case LUT3:
+            return SUM_LUT_AMX<3>[count - 1](m, tile, rows, sums);
         case LUT4:
-            return SUM_LUT4_AMX[count - 1](m, tile, rows, sums);
+            return SUM_LUT_AMX<4>[count - 1](m, tile, rows, sums);
         case EXACT12:
             return sum_exact_amx(m, tile, rows, sums);
         case EXACT12_ROWS:
             for (int i = 0; i < count; ++i)
                 sum_exact_rows_amx(m, tile + i, unit.turned, sums + i * num_rows * LANES);
+            return;
+        default:
             return;
     }
 }

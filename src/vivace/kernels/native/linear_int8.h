@@ -2,6 +2,7 @@
 // products within a group are exact integers; groups are scaled and added in order, independent of the other rows.
 #pragma once
 #include "linear_bf16.h"
+#include "unrolled.h"
 
 namespace {
 
@@ -74,6 +75,31 @@ struct Floats {
     }
 };
 
+// Whether a format decodes its blocks part by part; otherwise it decodes a line of 64 bytes at once.
+template <class Kind>
+constexpr bool HAS_PARTS = requires(const Kind& kind, const uint8_t* p) { kind.template part<0>(p); };
+
+// Adds the products of a group of inputs for R rows and M tiles whose codes are decoded part by part, and prefetches
+// what lies `ahead`; returns the bytes of a group.
+template <class Kind, int R, int M>
+inline int64_t add_parts(const Matrix& m, int64_t tile, const uint8_t* w, int64_t ahead, const int8_t* const* bytes,
+                         Ints (*acc)[R]) {
+    constexpr int64_t BLOCK = Kind::BYTES * Kind::PARTS * 4 / INT_GROUP;
+    const int64_t groups = int_groups(m.in), size = groups * Kind::BYTES;
+    for (int64_t k = 0; k < INT_GROUP; k += 4 * Kind::PARTS, w += BLOCK)
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) {
+            const Kind kind(m, tile + i, groups);
+            for (int64_t line = 0; line < BLOCK; line += 64) __builtin_prefetch(w + i * size + ahead + line);
+            for_each_of<Kind::PARTS>([&]<int P>() __attribute__((always_inline)) {
+                const Codes codes = kind.template part<P>(w + i * size);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) acc[i][r].step(codes, bytes[r] + k + 4 * P);
+            });
+        }
+    return Kind::BYTES;
+}
+
 // sums[m][r][lane] of R rows over M tiles. Kind is a format: how a group is decoded and what its sums are scaled by.
 template <class Kind, int R, int M>
 void sum_int_block(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int64_t rows, float* sums) {
@@ -94,7 +120,8 @@ void sum_int_block(const Matrix& m, int64_t tile, const bf16* x, int64_t stride,
         }
 #pragma GCC unroll 4
         for (int i = 0; i < M; ++i) Kind(m, tile + i, groups).fetch(g);
-        for (int64_t k = 0; k < INT_GROUP; k += 4 * Kind::PARTS, w += 64)
+        if constexpr (HAS_PARTS<Kind>) w += add_parts<Kind, R, M>(m, tile, w, ahead + (w < turn ? 0 : (M - 1) * size), bytes, acc);
+        else for (int64_t k = 0; k < INT_GROUP; k += 4 * Kind::PARTS, w += 64)
 #pragma GCC unroll 4
             for (int i = 0; i < M; ++i) {
                 __builtin_prefetch(w + i * size + ahead + (w < turn ? 0 : (M - 1) * size));

@@ -4,8 +4,7 @@
 #include "linear_bf16.h"
 #else
 #include "linear_exact.h"
-#include "linear_lut4.h"
-#include "linear_q4.h"
+#include "linear_palette.h"
 #endif
 
 namespace {

@@ -99,9 +99,9 @@ inline Matrix up_of(const Delta& t, int64_t adapter) {
     return {t.up + adapter * size, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
 }
 
-// Weights of int8 and q4 are multiplied as integers, so rows are quantized first. A quantized row takes prepared_width
+// Weights of int8, q4 and codes into integers are multiplied as integers, so rows are quantized first. A quantized row takes prepared_width
 // bfloat16 numbers, a whole number of cache lines.
-inline bool is_low_bit(const Matrix& m) { return m.format == INT8 || m.format == Q4; }
+inline bool is_low_bit(const Matrix& m) { return m.format == INT8 || m.format == Q4 || m.format >= LUT2_INTS; }
 inline int64_t prepared_width(const Matrix& m) {
     if (!is_low_bit(m)) return 0;
     const int64_t groups = (m.in + INT_GROUP - 1) / INT_GROUP;

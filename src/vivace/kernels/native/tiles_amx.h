@@ -5,6 +5,7 @@
 // own products, so each item configures what it needs and releases the registers when it ends.
 #pragma once
 #include "ints_avx512.h"
+#include "unrolled.h"
 
 namespace {
 
@@ -70,13 +71,6 @@ template <bool IS_SIGNED, int SUM, int X, int W>
 inline void multiply_int_tiles() {
     if constexpr (IS_SIGNED) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W));
     else asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W));
-}
-
-// Calls use<0>() .. use<N - 1>(); the number of a register must be a constant of its instruction.
-template <int N, class Use>
-inline __attribute__((always_inline)) void for_each_of(Use use) {
-    if constexpr (N > 1) for_each_of<N - 1>(use);
-    use.template operator()<N - 1>();
 }
 
 // Reads a word of every line of M tiles of weights, `apart` bytes from each other, that are loaded next, and prefetches
