@@ -190,7 +190,7 @@ REFUSED = [
     ("A key of `config.json` that nobody read", "llama", {"nova_gate": 2}),
     ("A rotary kind or a setting of it", "llama", {"rope_parameters": {"rope_type": "nova", "rope_theta": 1e4}}),
     ("Phi-3 models with another rotary", "phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
-    ("A `quantization_config`", "llama", {"quantization_config": {"quant_method": "gptq"}}),
+    ("A `quantization_config` of another method", "llama", {"quantization_config": {"quant_method": "aqlm"}}),
     ("norm after each half", "opt", {"do_layer_norm_before": False}),
     ("projected\n  embeddings", "opt", {"word_embed_proj_dim": 8}),
     ("scaled by the layer's number", "gpt2", {"scale_attn_by_inverse_layer_idx": True}),

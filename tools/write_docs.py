@@ -25,6 +25,7 @@ from tools.blocks import fill_file, settle, table
 from vivace import errors
 from vivace.checkpoint import config_keys, families, neutral_keys, rope_keys
 from vivace.checkpoint.gguf import configuration, decoding, pieces
+from vivace.checkpoint.quantized import settings
 from vivace.cli import app
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.chain import why_no_chain
@@ -86,6 +87,12 @@ def prefills_table() -> str:
         for way in PREFILLS.values()
     ]
     return table(("name", "what goes on", "`--keep` unless you say", "answers"), rows)
+
+
+def method_lists() -> str:
+    """Return what is read of each method of quantization."""
+    rows = "\n".join(f"| `{name}` | {what} |" for name, what in settings.READ.items())
+    return f"| `quant_method` | read |\n| --- | --- |\n{rows}"
 
 
 def gguf_lists() -> str:
@@ -288,7 +295,9 @@ def wanted() -> dict[Path, str]:
     parts = {
         ROOT / "README.md": {"methods": methods_table(), "families": families_line()},
         ROOT / "docs" / "quickstart.md": {"commands": commands_table(), "recipes": recipes_table()},
-        ROOT / "docs" / "techniques" / "quantized_checkpoints.md": {"gguf": gguf_lists()},
+        ROOT / "docs" / "techniques" / "quantized_checkpoints.md": {
+            **{"gguf": gguf_lists(), "methods": method_lists()},
+        },
         ROOT / "docs" / "models.md": {
             "families": families_table(),
             "rotary": rotary_table(),

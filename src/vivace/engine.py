@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from vivace.answer import Answer, Chunk, Result
+from vivace.checkpoint.codes import note_on
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.gguf.folder import note_on
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.core.cpu.backend import backend_of

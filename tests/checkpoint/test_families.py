@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu'"),
     ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type = 'su'"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast for rope_type 'linear'"),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
     ("llama", {"pruned_heads": {"1": [0]}}, "pruned_heads"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "new": 1}}, "new for rope_type 'linear'"),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),

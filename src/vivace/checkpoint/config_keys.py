@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vivace.checkpoint.neutral_keys import is_neutral
+from vivace.checkpoint.quantized.settings import dense_config, settings_of
 from vivace.errors import ConfigError, UnsupportedError, nearest
 
 HARMLESS = frozenset(
@@ -132,12 +133,8 @@ class Keys:
         self._check_ignored(ignored)
         unread = {k: v for k, v in self.raw.items() if k not in self._read and k not in HARMLESS}
         rest = {k: v for k, v in unread.items() if k not in ignored and not is_neutral(self.family, k, v)}
-        if "quantization_config" in rest:
-            method = rest["quantization_config"].get("quant_method", "unknown")
-            raise UnsupportedError(
-                f"config.json has a quantization_config ({method}): quantised checkpoints are not read; "
-                "load the unquantised one"
-            )
+        if settings_of(rest) is not None:
+            rest = dense_config(rest)
         if rest:
             listed = ", ".join(f"{key} = {value!r}" for key, value in sorted(rest.items()))
             flags = " ".join(f"--ignore-config-key {key}" for key in sorted(rest))

@@ -215,12 +215,21 @@ def open_tensors(folder: Path) -> Tensors:
     Raises:
         NotFoundError: there are no safetensors weights, or a shard is missing.
         CorruptError: a file is truncated, or the index lists tensors that the shards do not hold.
+        UnsupportedError: the weights are quantized in a way that is not read.
     """
     if is_linked(folder):
         from vivace.checkpoint.gguf.folder import open_linked
 
         return open_linked(folder)
-    return TensorFiles(tensor_paths(folder))
+    from vivace.checkpoint.quantized.settings import settings_of
+
+    files = TensorFiles(tensor_paths(folder))
+    found = settings_of(read_json(folder / "config.json")) if (folder / "config.json").is_file() else None
+    if found is None:
+        return files
+    from vivace.checkpoint.quantized.stored import QuantizedTensors
+
+    return QuantizedTensors(files, *found)
 
 
 def tensor_paths(folder: Path) -> dict[str, Path]:

@@ -19,6 +19,7 @@ from vivace.checkpoint.families import Family, family_of, translate
 from vivace.checkpoint.files import Tensors, open_tensors, read_json, resolve, summary
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.checkpoint.neutral_keys import without
+from vivace.checkpoint.quantized.settings import dtype_of
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import num_bytes
@@ -88,7 +89,7 @@ def load_decoder(
     plan = plan_of(family, config, stored.names)
     check(plan, stored, family, config)
     place = choose_device(device)
-    written = raw.get("dtype") or raw.get("torch_dtype") or stored.tensor(plan["embedding"].pieces[0].name).dtype
+    written = dtype_of(raw) or stored.tensor(plan["embedding"].pieces[0].name).dtype
     kind = choose_dtype(dtype, written, place)
     chosen = None if backend is None else backend(kind)
     with torch.device("meta"):
@@ -146,7 +147,7 @@ def _let_go(module: nn.Module, mapped: set[int], stored: Tensors) -> None:
 def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16", ignored: Sequence[str] = ()) -> int:
     """Memory that the weights of a checkpoint take at least once they are loaded, by its config.json alone."""
     raw = read_config(path, ignored)
-    written = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    written = dtype_of(raw) or "bfloat16"
     kind = choose_dtype(dtype, written, torch.device("cpu"))
     in_bfloat16 = num_bytes(translate(raw), weights)
     return in_bfloat16 if weights != "bf16" else in_bfloat16 * kind.itemsize // torch.bfloat16.itemsize

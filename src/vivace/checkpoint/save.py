@@ -13,6 +13,7 @@ from torch import Tensor
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX, WEIGHTS, read_json, staged, write_tensors
 from vivace.checkpoint.names import Target, layout
+from vivace.checkpoint.quantized.settings import dense_config
 from vivace.core.model import Decoder
 from vivace.errors import MismatchError, UnsupportedError
 
@@ -54,7 +55,7 @@ def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) 
     tensors = dict(stored_tensors(decoder, table))
     kind = str(decoder.dtype).removeprefix("torch.")
     write_tensors(folder / WEIGHTS, tensors)
-    text = json.dumps({**hf_config, "dtype": kind}, indent=2, sort_keys=True) + "\n"
+    text = json.dumps({**dense_config(hf_config), "dtype": kind}, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vivace.checkpoint.codes import holds_codes
 from vivace.checkpoint.files import is_linked
 from vivace.core.footprint import held_bytes
 from vivace.errors import ConfigError, UnsupportedError, nearest
@@ -199,10 +200,11 @@ def _load(folder: Path, dtype: str, device: torch.device) -> Any:
     """Load a model with transformers.
 
     Raises:
-        UnsupportedError: its weights are in a GGUF file.
+        UnsupportedError: its weights are in a GGUF file, or quantized by another program.
     """
-    if is_linked(folder):
-        raise UnsupportedError("transformers is compared on folders of safetensors, and this model is a GGUF file")
+    if holds_codes(folder):
+        kind = "a GGUF file" if is_linked(folder) else "quantized"
+        raise UnsupportedError(f"transformers is compared on folders of plain safetensors, and this model is {kind}")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

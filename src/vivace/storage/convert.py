@@ -22,6 +22,7 @@ from vivace.checkpoint.files import INDEX as SHARDS
 from vivace.checkpoint.files import Tensors, open_tensors, resolve, staged
 from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of, read_config
 from vivace.checkpoint.names import Target
+from vivace.checkpoint.quantized.settings import dense_config, dtype_of, is_quantized
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.choice import choose
@@ -96,7 +97,7 @@ def write_store(
     family = family_of(raw)
     plan = plan_of(family, config, stored.names)
     check(plan, stored, family, config)
-    written = raw.get("dtype") or raw.get("torch_dtype") or stored.tensor(plan["embedding"].pieces[0].name).dtype
+    written = dtype_of(raw) or stored.tensor(plan["embedding"].pieces[0].name).dtype
     kind = choose_dtype(dtype, written, choose_device("cpu"))
     shapes = {name: each.shape for name, each in plan.items()}
     is_tiled = _is_tiled(kernels, layout, kind, fits=fits_tiles(config, shapes))
@@ -107,8 +108,9 @@ def write_store(
             for path in folder.glob(pattern):
                 if path.name not in (SHARDS, INDEX):
                     shutil.copyfile(path, staging / path.name)
-        if ignored:
-            (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        if ignored or is_quantized(raw):
+            plain = json.dumps(dense_config(raw), indent=2) + "\n"
+            (staging / "config.json").write_text(plain, encoding="utf-8")
         if (folder / "adapters").is_dir():
             shutil.copytree(folder / "adapters", staging / "adapters")
         if orders is not None:

@@ -13,12 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.files import LINK, is_linked, read_json, staged
+from vivace.checkpoint.files import LINK, read_json, staged
 from vivace.checkpoint.gguf.configuration import configuration
-from vivace.checkpoint.gguf.decoding import TYPES
 from vivace.checkpoint.gguf.header import Header, read_header
 from vivace.checkpoint.gguf.pieces import write_tokenizer
 from vivace.checkpoint.gguf.tensors import GgufTensors, mapped, values_of
@@ -70,24 +67,6 @@ def open_linked(folder: Path) -> GgufTensors:
     names, config = family_of(raw).names, translate(raw)
     plan = layout(names, config, names.roots[0], names.heads[0])
     return GgufTensors(linked_file(folder), plan, (config.num_heads, config.num_kv_heads))
-
-
-def note_on(folder: Path, weights: str, dtype: torch.dtype) -> list[str]:
-    """Return what became of a file's blocks of codes in memory, one line; nothing for other weights and folders.
-
-    Args:
-        folder: folder of a checkpoint.
-        weights: format of the matrices in memory.
-        dtype: dtype of the model.
-    """
-    if not is_linked(folder):
-        return []
-    path = linked_file(folder)
-    kinds = sorted({entry.type for entry in read_header(path).tensors.values() if TYPES[entry.type].grid is not None})
-    if not kinds:
-        return []
-    again = "" if weights == "bf16" else f" and rounded once more, to {weights}"
-    return [f"the {', '.join(kinds)} weights of {path.name} are decoded to {str(dtype).removeprefix('torch.')}{again}"]
 
 
 def _identity(path: Path) -> dict[str, Any]:

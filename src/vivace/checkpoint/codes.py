@@ -1,0 +1,34 @@
+"""What a command says about weights that a file holds as codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vivace.checkpoint.files import is_linked, named_file, open_tensors, read_json
+from vivace.checkpoint.quantized.settings import is_quantized
+
+
+def holds_codes(folder: Path) -> bool:
+    """Return whether the weights of a checkpoint are in a GGUF file, or quantized by another program."""
+    return is_linked(folder) or is_quantized(read_json(folder / "config.json"))
+
+
+def note_on(folder: Path, weights: str, dtype: torch.dtype) -> list[str]:
+    """Return what became of a checkpoint's codes in memory, one line; nothing where it holds none.
+
+    Args:
+        folder: folder of a checkpoint.
+        weights: format of the matrices in memory.
+        dtype: dtype of the model.
+    """
+    if not holds_codes(folder):
+        return []
+    stored = open_tensors(folder)
+    kinds = sorted({kind for kind in map(stored.kind, stored.names) if getattr(torch, kind, None) is None})
+    if not kinds:
+        return []
+    of_file = f" of {Path(named_file(folder)).name}" if is_linked(folder) else ""
+    again = "" if weights == "bf16" else f" and rounded once more, to {weights}"
+    return [f"the {', '.join(kinds)} weights{of_file} are decoded to {str(dtype).removeprefix('torch.')}{again}"]
