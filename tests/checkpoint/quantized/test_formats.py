@@ -20,7 +20,7 @@ from vivace.checkpoint.quantized.stored import FORMATS, QuantizedTensors
 FIXTURES = Path(__file__).with_name("fixtures.safetensors")
 STEM = "model.layers.0.mlp.up_proj"
 with safetensors.safe_open(FIXTURES, "pt") as _file:
-    CASES: Mapping[str, dict[str, Any]] = {name: json.loads(text) for name, text in _file.metadata().items()}
+    CASES: Mapping[str, dict[str, Any]] = {name: json.loads(text) for name, text in sorted(_file.metadata().items())}
 
 
 def case(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
