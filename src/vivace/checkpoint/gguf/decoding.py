@@ -36,7 +36,7 @@ Codes = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True)
-class Grid:
+class CodeBlocks:
     """Blocks of codes, with a scale and an offset for each group of neighbours."""
 
     codes: Codes
@@ -64,7 +64,7 @@ class Type:
     """Number of values in a block."""
     block_bytes: int
     """Number of bytes that a block takes."""
-    grid: Callable[[Bytes], Grid] | None = None
+    grid: Callable[[Bytes], CodeBlocks] | None = None
     """Turns blocks (n, block_bytes) into codes and scales; None for whole values."""
     dtype: torch.dtype | None = None
     """Dtype of whole values; None for a grid."""
@@ -85,24 +85,24 @@ def _fifth_bits(part: Bytes) -> Bytes:
     return np.unpackbits(part, axis=-1, bitorder="little") * np.uint8(16)
 
 
-def _q4_0(b: Bytes) -> Grid:
-    return Grid(_nibbles(b[:, 2:]).astype(np.int16) - 8, _half(b, 0))
+def _q4_0(b: Bytes) -> CodeBlocks:
+    return CodeBlocks(_nibbles(b[:, 2:]).astype(np.int16) - 8, _half(b, 0))
 
 
-def _q4_1(b: Bytes) -> Grid:
-    return Grid(_nibbles(b[:, 4:]).astype(np.int16), _half(b, 0), _half(b, 2))
+def _q4_1(b: Bytes) -> CodeBlocks:
+    return CodeBlocks(_nibbles(b[:, 4:]).astype(np.int16), _half(b, 0), _half(b, 2))
 
 
-def _q5_0(b: Bytes) -> Grid:
-    return Grid((_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).astype(np.int16) - 16, _half(b, 0))
+def _q5_0(b: Bytes) -> CodeBlocks:
+    return CodeBlocks((_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).astype(np.int16) - 16, _half(b, 0))
 
 
-def _q5_1(b: Bytes) -> Grid:
-    return Grid((_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])).astype(np.int16), _half(b, 0), _half(b, 2))
+def _q5_1(b: Bytes) -> CodeBlocks:
+    return CodeBlocks((_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])).astype(np.int16), _half(b, 0), _half(b, 2))
 
 
-def _q8_0(b: Bytes) -> Grid:
-    return Grid(b[:, 2:].view(np.int8).astype(np.int16), _half(b, 0))
+def _q8_0(b: Bytes) -> CodeBlocks:
+    return CodeBlocks(b[:, 2:].view(np.int8).astype(np.int16), _half(b, 0))
 
 
 def _two_bits(part: Bytes) -> Bytes:
@@ -112,17 +112,17 @@ def _two_bits(part: Bytes) -> Bytes:
     return codes.reshape(len(part), 256)
 
 
-def _q2_k(b: Bytes) -> Grid:
+def _q2_k(b: Bytes) -> CodeBlocks:
     scales, offsets = b[:, :16] & 15, b[:, :16] >> 4
-    return Grid(_two_bits(b[:, 16:80]).astype(np.int16), _half(b, 80) * scales, -_half(b, 82) * offsets)
+    return CodeBlocks(_two_bits(b[:, 16:80]).astype(np.int16), _half(b, 80) * scales, -_half(b, 82) * offsets)
 
 
-def _q3_k(b: Bytes) -> Grid:
+def _q3_k(b: Bytes) -> CodeBlocks:
     high = b[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # a set bit stands for 4
     codes = _two_bits(b[:, 32:96]).astype(np.int16) + 4 * high.reshape(len(b), 256) - 4
     low = np.concatenate([b[:, 96:104] & 15, b[:, 96:104] >> 4], axis=1)
     top = np.concatenate([b[:, 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    return Grid(codes, _half(b, 108) * ((low | top << 4).astype(np.float32) - 32))
+    return CodeBlocks(codes, _half(b, 108) * ((low | top << 4).astype(np.float32) - 32))
 
 
 def _six_bits(part: Bytes) -> tuple[Bytes, Bytes]:
@@ -132,39 +132,39 @@ def _six_bits(part: Bytes) -> tuple[Bytes, Bytes]:
     return scales, np.concatenate([second & 63, last >> 4 | second >> 6 << 4], axis=1)
 
 
-def _q4_k(b: Bytes) -> Grid:
+def _q4_k(b: Bytes) -> CodeBlocks:
     scales, offsets = _six_bits(b[:, 4:16])
     codes = _nibbles(b[:, 16:].reshape(len(b), 4, 32)).reshape(len(b), 256)
-    return Grid(codes.astype(np.int16), _half(b, 0) * scales, -_half(b, 2) * offsets)
+    return CodeBlocks(codes.astype(np.int16), _half(b, 0) * scales, -_half(b, 2) * offsets)
 
 
-def _q5_k(b: Bytes) -> Grid:
+def _q5_k(b: Bytes) -> CodeBlocks:
     scales, offsets = _six_bits(b[:, 4:16])
     low = _nibbles(b[:, 48:].reshape(len(b), 4, 32)).reshape(len(b), 256)
     high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(len(b), 256)
-    return Grid((low | high << 4).astype(np.int16), _half(b, 0) * scales, -_half(b, 2) * offsets)
+    return CodeBlocks((low | high << 4).astype(np.int16), _half(b, 0) * scales, -_half(b, 2) * offsets)
 
 
-def _q6_k(b: Bytes) -> Grid:
+def _q6_k(b: Bytes) -> CodeBlocks:
     low = _nibbles(b[:, :128].reshape(len(b), 2, 64)).reshape(len(b), 256)
     high = _two_bits(b[:, 128:192])
     codes = (low | high << 4).astype(np.int16) - 32
-    return Grid(codes, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32))
+    return CodeBlocks(codes, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32))
 
 
 _TABLE = np.array(TABLE, np.int16)
 
 
-def _iq4_nl(b: Bytes) -> Grid:
-    return Grid(_TABLE[_nibbles(b[:, 2:])], _half(b, 0))
+def _iq4_nl(b: Bytes) -> CodeBlocks:
+    return CodeBlocks(_TABLE[_nibbles(b[:, 2:])], _half(b, 0))
 
 
-def _iq4_xs(b: Bytes) -> Grid:
+def _iq4_xs(b: Bytes) -> CodeBlocks:
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     high = (np.ascontiguousarray(b[:, 2:4]).view(np.uint16) >> shifts & 3).astype(np.uint8)
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
     codes = _TABLE[_nibbles(b[:, 8:].reshape(len(b), 8, 16))].reshape(len(b), 256)
-    return Grid(codes, _half(b, 0) * ((low | high << 4).astype(np.float32) - 32))
+    return CodeBlocks(codes, _half(b, 0) * ((low | high << 4).astype(np.float32) - 32))
 
 
 TYPES: Mapping[str, Type] = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import Stored, agree, finite, groups_of, one_of, unpacked
+from vivace.checkpoint.quantized.parts import StoredParts, agree, finite, groups_of, one_of, unpacked
 from vivace.kernels.grid import Grid
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -41,15 +41,15 @@ class Awq:
         one_of({"version": version}, "version", ("gemm",))
         self.group_size = int(config.get("group_size", config.get("q_group_size", 128)))
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         return stored.shape(".scales")[1], stored.shape(".qweight")[0]
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         return "awq-4"
 
-    def read(self, stored: Stored) -> Grid:
+    def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         out, width = self.shape(stored)
         count = stored.shape(".scales")[0]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import Stored, agree, finite
+from vivace.checkpoint.quantized.parts import StoredParts, agree, finite
 from vivace.errors import CorruptError
 from vivace.kernels.grid import Grid
 
@@ -40,15 +40,15 @@ class FourBits:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Take a ``quantization_config``, all of whose settings stand beside the weights too."""
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape of a matrix."""
         return tuple(self._state(stored)["shape"])
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         return str(self._state(stored)["quant_type"])
 
-    def read(self, stored: Stored) -> Tensor:
+    def read(self, stored: StoredParts) -> Tensor:
         """Return a matrix in float32."""
         state = self._state(stored)
         shape, block = tuple(state["shape"]), int(state["blocksize"])
@@ -67,7 +67,7 @@ class FourBits:
             values[first : first + step] = numbers * factors
         return values[:count].view(shape)
 
-    def _state(self, stored: Stored) -> Mapping[str, Any]:
+    def _state(self, stored: StoredParts) -> Mapping[str, Any]:
         """Return the JSON beside a matrix.
 
         Raises:
@@ -86,7 +86,7 @@ class FourBits:
         checked: Mapping[str, Any] = {**state, "quant_type": found[0].removeprefix(_STATE)}
         return checked
 
-    def _largest(self, stored: Stored, state: Mapping[str, Any]) -> Tensor:
+    def _largest(self, stored: StoredParts, state: Mapping[str, Any]) -> Tensor:
         """Return the factor of each block."""
         found = stored.tensor(".weight.absmax").flatten()
         if ".weight.nested_absmax" not in stored.names:
@@ -108,15 +108,15 @@ class EightBits:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Take a ``quantization_config``, none of whose settings changes the weights."""
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         return stored.shape(".weight")
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         return "bitsandbytes-8"
 
-    def read(self, stored: Stored) -> Grid:
+    def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         codes = stored.tensor(".weight")
         largest = finite(stored.tensor(".SCB"), f"{stored.stem}.SCB").flatten()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.quantized.fp8 import scaled
-from vivace.checkpoint.quantized.parts import WORD, Stored, agree, finite, one_of, unpacked
+from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, one_of, unpacked
 from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.grid import Grid
 
@@ -68,20 +68,20 @@ class CompressedTensors:
         blocks = [tuple(each["block_structure"]) for each in self._weights if each.get("block_structure")]
         self._block = blocks[0] if blocks else None
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         if ".weight_packed" in stored.names:
             out, width = stored.tensor(".weight_shape").tolist()
             return int(out), int(width)
         return stored.shape(".weight")
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         if ".weight_packed" in stored.names:
             return f"packed-{self._bits(stored)}"
         return "fp8" if stored.tensor(".weight").dtype == torch.float8_e4m3fn else "int8"
 
-    def _bits(self, stored: Stored) -> int:
+    def _bits(self, stored: StoredParts) -> int:
         """Return the bits of a packed code: the width of the configuration with which as many words are filled."""
         width, words = self.shape(stored)[1], stored.shape(".weight_packed")[1]
         known = sorted({int(each["num_bits"]) for each in self._weights if "num_bits" in each})
@@ -93,7 +93,7 @@ class CompressedTensors:
             raise UnsupportedError(f"{stored.stem} has packed codes of {found[0]} bits; read are {read}")
         return found[0]
 
-    def read(self, stored: Stored) -> Grid | Tensor:
+    def read(self, stored: StoredParts) -> Grid | Tensor:
         """Return a matrix."""
         scales = finite(stored.tensor(".weight_scale"), f"{stored.stem}.weight_scale")
         if ".weight_packed" in stored.names:
@@ -105,7 +105,7 @@ class CompressedTensors:
         has_zeros = ".weight_zero_point" in stored.names
         return self._grid(stored, weight, scales, stored.tensor(".weight_zero_point").float() if has_zeros else None)
 
-    def _packed(self, stored: Stored, scales: Tensor) -> Grid:
+    def _packed(self, stored: StoredParts, scales: Tensor) -> Grid:
         """Return a matrix of packed codes."""
         out, width = self.shape(stored)
         bits = self._bits(stored)
@@ -120,7 +120,7 @@ class CompressedTensors:
             zeros = unpacked(words.t(), bits, out).t().float() - half
         return self._grid(stored, codes, scales, zeros)
 
-    def _grid(self, stored: Stored, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Grid:
+    def _grid(self, stored: StoredParts, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Grid:
         """Return codes with their scales, which are for the matrix, each output, or groups of inputs."""
         out, width = codes.shape
         if scales.numel() == 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import Stored, agree, finite, one_of
+from vivace.checkpoint.quantized.parts import StoredParts, agree, finite, one_of
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
@@ -35,15 +35,15 @@ class Fp8:
         size = config.get("weight_block_size")
         self.block = None if size is None else (int(size[0]), int(size[1]))
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         return stored.shape(".weight")
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         return "fp8"
 
-    def read(self, stored: Stored) -> Tensor:
+    def read(self, stored: StoredParts) -> Tensor:
         """Return a matrix in float32."""
         weight = stored.tensor(".weight")
         agree(weight.dtype == torch.float8_e4m3fn, stored, f"weight is {weight.dtype} where float8_e4m3fn is expected")
@@ -53,7 +53,7 @@ class Fp8:
         return scaled(weight, scales, self.block, stored)
 
 
-def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None, stored: Stored) -> Tensor:
+def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None, stored: StoredParts) -> Tensor:
     """Return numbers (out, in) in float32, times one scale for the matrix, each output or each block."""
     out, width = weight.shape
     finite(weight, f"{stored.stem}.weight")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import WORD, Stored, agree, finite, groups_of, one_of, unpacked
+from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, groups_of, one_of, unpacked
 from vivace.errors import CorruptError
 from vivace.kernels.grid import Grid
 
@@ -45,21 +45,21 @@ class Gptq:
         self.bits = int(config["bits"])
         self.group_size = int(config.get("group_size", 128))
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         if ".g_idx" in stored.names:
             return stored.shape(".scales")[1], stored.shape(".g_idx")[0]
         return stored.shape(".scales")[1], stored.shape(".qweight")[0] * WORD // self.bits
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         return f"gptq-{self._bits(stored)}"
 
-    def _bits(self, stored: Stored) -> int:
+    def _bits(self, stored: StoredParts) -> int:
         """Return the bits of a code, which may differ between matrices."""
         return stored.shape(".qweight")[0] * WORD // self.shape(stored)[1]
 
-    def read(self, stored: Stored) -> Grid:
+    def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         out, width = self.shape(stored)
         bits = self._bits(stored)
@@ -81,7 +81,7 @@ class Gptq:
         group = self._group(stored, index[order], width, count)
         return Grid(codes[:, order].contiguous(), scales, group, zeros, order=order)
 
-    def _group(self, stored: Stored, index: Tensor | None, width: int, count: int) -> int:
+    def _group(self, stored: StoredParts, index: Tensor | None, width: int, count: int) -> int:
         """Return the size of a group, given the group of each input in order.
 
         Raises:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vivace.checkpoint.quantized.parts import WORD, Stored, agree, finite, one_of, unpacked
+from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, one_of, unpacked
 from vivace.kernels.grid import Grid
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -40,20 +40,20 @@ class Mlx:
             if each is config or "bits" in each:
                 one_of(each, "bits", BITS)
 
-    def _group(self, stored: Stored) -> int:
+    def _group(self, stored: StoredParts) -> int:
         own = self.config.get(stored.stem)
         found = own.get("group_size") if isinstance(own, Mapping) else None
         return int(found or self.config.get("group_size", 64))
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         return stored.shape(".weight")[0], stored.shape(".scales")[1] * self._group(stored)
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
         return f"mlx-{stored.shape('.weight')[1] * WORD // self.shape(stored)[1]}"
 
-    def read(self, stored: Stored) -> Grid:
+    def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         out, width = self.shape(stored)
         bits, rest = divmod(stored.shape(".weight")[1] * WORD, width)

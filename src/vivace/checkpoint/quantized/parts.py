@@ -17,7 +17,7 @@ WORD = 32
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParts:
     """The stored tensors of one quantized matrix."""
 
     stem: str
@@ -54,13 +54,13 @@ class Format(Protocol):
     names: frozenset[str]
     """All names (without stem) of tensors that describe a quantized matrix."""
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix without reading its codes."""
 
-    def kind(self, stored: Stored) -> str:
+    def kind(self, stored: StoredParts) -> str:
         """Return the name of the number format of a matrix, such as ``gptq-4``."""
 
-    def read(self, stored: Stored) -> Grid | Tensor:
+    def read(self, stored: StoredParts) -> Grid | Tensor:
         """Return a matrix: a grid, or float32 numbers where the format is none.
 
         Raises:
@@ -109,7 +109,7 @@ def finite(values: Tensor, what: str) -> Tensor:
     return wide
 
 
-def agree(is_so: bool, stored: Stored, what: str) -> None:
+def agree(is_so: bool, stored: StoredParts, what: str) -> None:
     """Refuse tensors that do not fit each other.
 
     Raises:
@@ -133,7 +133,7 @@ def one_of(config: Mapping[str, Any], key: str, read: tuple[Any, ...], default: 
     return value
 
 
-def groups_of(stored: Stored, width: int, count: int, size: int) -> int:
+def groups_of(stored: StoredParts, width: int, count: int, size: int) -> int:
     """Return the number of inputs of a group.
 
     Args:

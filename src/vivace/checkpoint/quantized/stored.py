@@ -15,7 +15,7 @@ from vivace.checkpoint.quantized.compressed import CompressedTensors
 from vivace.checkpoint.quantized.fp8 import Fp8
 from vivace.checkpoint.quantized.gptq import Gptq
 from vivace.checkpoint.quantized.mlx import Mlx
-from vivace.checkpoint.quantized.parts import Format, Stored
+from vivace.checkpoint.quantized.parts import Format, StoredParts
 from vivace.errors import MismatchError
 from vivace.kernels.grid import Grid
 
@@ -66,7 +66,7 @@ class QuantizedTensors:
         if not stems:
             raise MismatchError(f"config.json says that weights are {method}, and the files have no tensor *{mark}")
         self._quantized = {
-            stem + _WEIGHT: Stored(
+            stem + _WEIGHT: StoredParts(
                 stem,
                 frozenset(part for part in self.format.names if stem + part in names),
                 self._tensor,
