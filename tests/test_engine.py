@@ -136,6 +136,79 @@ def test_what_cannot_be_is_one_clear_error(engine: vivace.Engine, options: dict,
         engine.generate("abc", **options)
 
 
+BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 14, "length_penalty": 0.5}
+
+
+def test_beams_return_scored_texts_the_best_first(engine: vivace.Engine) -> None:
+    together = engine.generate(PROMPTS, batch_size=2, **BEAMS)
+    for result, prompt in zip(together, PROMPTS, strict=True):
+        found = [result, *result.alternatives]
+        assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+        assert len({one.token_ids for one in found}) == 3
+        for one in found:
+            assert one.text == engine.tokenizer.decode(one.token_ids)
+        [alone] = engine.generate(prompt, **BEAMS)
+        assert (alone.token_ids, alone.score, alone.alternatives) == (
+            result.token_ids,
+            result.score,
+            result.alternatives,
+        )
+        chunks = list(engine.stream(prompt, **BEAMS))
+        assert "".join(chunk.text for chunk in chunks) == result.text
+        assert chunks[-1].result.alternatives == result.alternatives
+    greedy = engine.generate("abc", num_beams=1, num_return_sequences=1)[0]
+    assert (greedy.score, greedy.alternatives) == (None, ())
+
+
+def test_stop_strings_end_beams(engine: vivace.Engine) -> None:
+    text = engine.generate("abc", **BEAMS)[0].text
+    stopped = engine.generate("abc", **BEAMS, stop_strings=text[3:5])[0]
+    for one in (stopped, *stopped.alternatives):
+        assert text[3:5] not in one.text
+
+
+def test_a_checkpoint_may_ask_for_beams(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = {"num_beams": 3, "length_penalty": 0.5, "max_new_tokens": 9, "min_length": 99, "do_sample": False}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 0}))
+    engine, usual = vivace.load(tmp_path), vivace.load(checkpoint)
+    found = engine.generate("abc")[0]
+    assert found.score == usual.generate("abc", **BEAMS | {"max_new_tokens": 9, "min_new_tokens": 9})[0].score
+    assert engine.generate("abc", num_beams=1)[0].score is None
+    (tmp_path / "generation_config.json").write_text(json.dumps({"num_beams": 3, "do_sample": True, "eos_token_id": 0}))
+    sampling = vivace.load(tmp_path)
+    with pytest.raises(UsageError, match="beam search takes the likeliest texts and draws none"):
+        sampling.generate("abc")
+    assert sampling.generate("abc", num_beams=2)[0].score is not None, "beams that are asked for turn sampling off"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 0}, "num_beams must be at least 1, found 0"),
+        ({"num_beams": 99}, "num_beams must be between 1 and 64, found 99"),
+        (
+            {"num_beams": 2, "num_return_sequences": 3},
+            "num_return_sequences must be between 1 and num_beams, 2, found 3",
+        ),
+        ({"length_penalty": 2.0}, "length_penalty has no effect without beams; give num_beams"),
+        ({"early_stopping": True}, "early_stopping has no effect without beams"),
+        ({"num_return_sequences": 2}, "num_return_sequences has no effect without beams"),
+        ({"num_beams": 2, "temperature": 0.7}, "beam search takes the likeliest texts and draws none"),
+        ({"num_beams": 2, "do_sample": True}, "beam search takes the likeliest texts and draws none"),
+        ({"num_beams": 2, "method": "lookup"}, "method lookup drafts for one text, and num_beams is 2"),
+        ({"num_beams": 2, "logprobs": True}, "logprobs of single tokens are not kept with beams"),
+        ({"num_beams": 2, "min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, more than the 8 tokens"),
+        ({"num_beam_groups": 2}, "no argument 'num_beam_groups'"),
+    ],
+    ids=str,
+)
+def test_beams_that_cannot_be(engine: vivace.Engine, options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine.generate("abc", **options)
+
+
 def test_prompts_that_cannot_be(engine: vivace.Engine) -> None:
     with pytest.raises(ConfigError, match="the prompt is empty"):
         engine.generate("")

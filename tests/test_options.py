@@ -26,6 +26,7 @@ from vivace.methods.dynamic.router import RouterConfig
 PROMPTS = ["abc abc abc abc", "the quick brown fox the quick brown fox"]
 PLAIN = {"method": "plain", "max_new_tokens": 24}
 DRAWN = PLAIN | {"do_sample": True, "temperature": 2.0}
+SEARCHED = {"num_beams": 4, "max_new_tokens": 24}
 LOOKED_UP = PLAIN | {"method": "lookup"}
 
 CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
@@ -38,6 +39,10 @@ CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "min_p": (DRAWN, 1.0),
     "repetition_penalty": (PLAIN, 9.0),
     "no_repeat_ngram_size": (PLAIN | {"ignore_eos": True}, 1),
+    "num_beams": (PLAIN, 4),
+    "length_penalty": (SEARCHED, -2.0),
+    "early_stopping": (SEARCHED | {"length_penalty": 3.0}, True),
+    "num_return_sequences": (SEARCHED, 2),
     "stop_strings": (PLAIN | {"ignore_eos": True}, [" ", "e", "a", "o", "n"]),
     "ignore_eos": (PLAIN, True),
     "seed": (DRAWN, 7),
@@ -111,7 +116,8 @@ class Observed:
             options = {**options, "progress": lambda done, total: self.reports.append((done, total))}
         results = engine.generate(PROMPTS, **options)
         answers = [
-            (r.text, r.token_ids, r.logprobs, r.finish_reason, r.method, r.stats.num_prompt_tokens) for r in results
+            (r.text, r.token_ids, r.logprobs, r.finish_reason, r.method, r.alternatives, r.stats.num_prompt_tokens)
+            for r in results
         ]
         return answers, tuple(self.rows), tuple(self.reports)
 

@@ -279,7 +279,9 @@ def test_a_dictionary_carries_statistics(model, ragged) -> None:
     assert [row.num_tokens for row in found.speculation] == [6, 6, 6]
 
 
-@pytest.mark.parametrize("asked", [{"output_scores": True}, {"num_beams": 2}, {"output_attentions": True}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{"output_scores": True}, {"do_sample": True, "num_beams": 2}, {"output_attentions": True}], ids=str
+)
 def test_what_we_do_not_do_is_refused(model, ragged, asked: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(asked))):
         model.generate(
@@ -303,3 +305,50 @@ def test_an_adapter_is_used_by_whichever_method_needs_it_or_refused(tmp_path: Pa
     other = make_adapter(tmp_path / "other", make_checkpoint(tmp_path / "foreign", seed=1))
     with pytest.raises(MismatchError, match="was trained on base"):
         model.generate(ids, **settings, method="auto", adapter=other)
+
+
+BEAMS = [
+    {"num_beams": 4, "eos_token_id": END},
+    {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "length_penalty": 2.0,
+        "early_stopping": True,
+        "eos_token_id": [END, 8],
+    },
+    {"num_beams": 2, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4, "early_stopping": "never"},
+    {
+        "num_beams": 4,
+        "min_new_tokens": 6,
+        "eos_token_id": END,
+        "suppress_tokens": [3, 4, 5],
+        "forced_eos_token_id": END,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", BEAMS, ids=str)
+def test_beams_are_those_of_generate(model, ragged, settings: dict[str, Any]) -> None:
+    asked = {**ragged, "max_new_tokens": 12, "do_sample": False, **settings}
+    scored = {"return_dict_in_generate": True, "output_scores": True}
+    usual = model.generate(**asked, **scored)
+    ours = model.generate(**asked, **scored, custom_generate=vivace.custom_generate)
+    assert torch.equal(ours.sequences, usual.sequences)
+    assert torch.allclose(ours.sequences_scores, usual.sequences_scores, atol=1e-5)
+    assert torch.equal(model.generate(**asked, custom_generate=vivace.custom_generate), usual.sequences)
+
+
+def test_beams_stop_where_criteria_say(model, ragged) -> None:
+    class Even(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids[:, -1] % 9 == 0
+
+    asked = {**ragged, "max_new_tokens": 12, "do_sample": False, "num_beams": 3}
+    asked["stopping_criteria"] = StoppingCriteriaList([Even()])
+    usual = model.generate(**asked)
+    assert torch.equal(model.generate(**asked, custom_generate=vivace.custom_generate), usual)
+
+
+def test_a_method_that_drafts_has_no_beams(model, ragged) -> None:
+    with pytest.raises(UnsupportedError, match="method lookup drafts for one text"):
+        model.generate(**ragged, num_beams=2, do_sample=False, custom_generate=vivace.custom_generate, method="lookup")

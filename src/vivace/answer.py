@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vivace.checkpoint.tokenizer import TextStream, Tokenizer
+from vivace.decode.beams import Hypothesis
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another text that a beam search found."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,10 @@ class Result:
     """The method that was asked for."""
     choice: str | None = None
     """What ``auto`` chose; None for other methods."""
+    score: float | None = None
+    """With beams: the sum of log p of the tokens over their number to the power of ``length_penalty``."""
+    alternatives: tuple[Alternative, ...] = ()
+    """With beams: further texts, the best first; ``num_return_sequences`` in all."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class Answer:
 
     def __init__(self, tokenizer: Tokenizer, request: Request, method: str) -> None:
         """Start an answer without tokens; ``method`` is the name that was asked for."""
+        self._tokenizer = tokenizer
         self._request = request
         self._method = method
         self._stops = request.stop.stop_strings
@@ -85,7 +101,20 @@ class Answer:
             stats=self._last.stats,
             method=self._method,
             choice=self._last.stats.choice,
+            score=self._last.hypotheses[0].score if self._last.hypotheses else None,
+            alternatives=self.alternatives,
         )
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Return what a finished search has found beside the answer."""
+        assert self._last is not None
+        return tuple(self._alternative(one) for one in self._last.hypotheses[1:])
+
+    def _alternative(self, found: Hypothesis) -> Alternative:
+        stream = self._tokenizer.stream()
+        text = self._cut_at_stop(stream.push(found.tokens) + stream.finish())
+        return Alternative(text, found.tokens, found.score, "stop" if found.is_stopped else "length")
 
 
 def _possible_start(text: str, stops: Sequence[str]) -> int:

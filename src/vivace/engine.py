@@ -60,9 +60,6 @@ DEFAULT_NEW_TOKENS = 256
 EXACT_ROWS = 64
 """Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
 
-_SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
-"""Options that have no effect on greedy decoding."""
-
 
 def load(
     path: str | Path | None = None,
@@ -364,27 +361,29 @@ class Engine:
         limit, stops = self._limit(options, len(tokens)), self._stop_strings(options)
         if stops and self.tokenizer.is_missing:
             raise UnsupportedError("this checkpoint has no tokenizer, so a text cannot end it; leave out stop_strings")
-        if options.min_new_tokens > limit:
-            raise ConfigError(f"min_new_tokens is {options.min_new_tokens}, more than the {limit} tokens at most")
+        beams, least = options.beams(self.defaults), self._least(options, limit, len(tokens))
         stop = StopRule(
             end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
             stop_strings=stops,
             detokenize=self.tokenizer.decode if stops else None,
-            min_new_tokens=options.min_new_tokens,
+            min_new_tokens=least,
         )
+        method = options.method if beams is None else "plain"
         prefill, reason = self.prefills.of(options.prefill, options.keep, options.min_prompt, len(tokens))
         if options.prefill != "full":
             check_method(options.method, options.prefill)
         request = Request(
             tokens=tokens,
             max_new_tokens=limit,
-            drafter=self.methods.drafter(options.method, options.num_draft_tokens, options.quality),
+            drafter=self.methods.drafter(method, options.num_draft_tokens, options.quality),
             sampling=self.sampling(options),
             stop=stop,
             seed=options.seed,
             logprobs=options.logprobs,
             prefill=prefill,
             prefill_reason=reason,
+            beams=beams,
+            forced_last=self.defaults.get("forced_eos_token_id"),
             prefix=self.prefix(self.prefix_cache),
         )
         request.check_fits(context)
@@ -394,7 +393,7 @@ class Engine:
     def session(self, requests: Sequence[Request], options: Options) -> Session:
         """Return a session with room for these requests."""
         num_slots = min(len(requests), options.batch_size)
-        capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
+        capacity = max(r.num_entries for r in requests)
         return Session(
             self.model,
             num_slots=num_slots,
@@ -418,6 +417,20 @@ class Engine:
             return min(room, max(1, int(self.defaults["max_length"]) - num_prompt_tokens))
         return min(room, DEFAULT_NEW_TOKENS)
 
+    def _least(self, options: Options, limit: int, num_prompt_tokens: int) -> int:
+        """Return the least number of new tokens: the one asked for, or else the checkpoint's.
+
+        Raises:
+            ConfigError: more than ``limit`` are asked for.
+        """
+        least = options.min_new_tokens
+        if least is None:
+            length = int(self.defaults.get("min_length", 0)) - num_prompt_tokens
+            return min(limit, max(0, length, int(self.defaults.get("min_new_tokens", 0))))
+        if least > limit:
+            raise ConfigError(f"min_new_tokens is {least}, more than the {limit} tokens at most")
+        return least
+
     def _stop_strings(self, options: Options) -> tuple[str, ...]:
         """Return the stop strings of the options, or else of the checkpoint."""
         stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())
@@ -435,11 +448,10 @@ class Engine:
         for field in dataclasses.fields(Sampling):
             given = getattr(options, field.name)
             values[field.name] = self.defaults.get(field.name, field.default) if given is None else given
-        asked = [name for name in _SAMPLES_ONLY if getattr(options, name) is not None]
-        if asked and options.temperature != 0:
-            if options.do_sample is False:
-                raise ConfigError(f"{asked[0]} has no effect on greedy decoding; leave it out, or drop do_sample=False")
+        if options.asks_to_sample:
             values["do_sample"] = True
+        elif options.beams(self.defaults) is not None:
+            values["do_sample"] = False
         return Sampling(**values)
 
 

@@ -7,8 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vivace.decode.beams import BeamPlan, EarlyStopping
 from vivace.decode.session import Progress
-from vivace.errors import ConfigError, nearest
+from vivace.errors import ConfigError, UnsupportedError, nearest
+
+_SEARCHES_ONLY = ("length_penalty", "early_stopping", "num_return_sequences")
+"""Options that have no effect without beams."""
+_SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
+"""Options that have no effect on greedy decoding."""
+_ONE = ("num_return_sequences", 1)
+"""What is returned in any case."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +24,7 @@ class Options:
     """Settings of generation, under Hugging Face's names; None uses the checkpoint's ``generation_config.json``."""
 
     max_new_tokens: int | None = None
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     do_sample: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -24,6 +32,20 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
+    num_beams: int | None = None
+    """Number of texts that are written at the same time, so that the likeliest whole text is found: beam search. 1
+    takes or draws one token after the other.
+    """
+    length_penalty: float | None = None
+    """With beams, the score of a text is the sum of log p of its tokens over the number of tokens to this power; larger
+    values prefer longer texts. None is the checkpoint's, or 1.
+    """
+    early_stopping: EarlyStopping | None = None
+    """With beams, when a search ends that has found ``num_beams`` texts: True at once, False when no beam seems to
+    become better, "never" when none can. None is the checkpoint's, or False.
+    """
+    num_return_sequences: int | None = None
+    """Number of texts that a search returns: the best, and others as ``Result.alternatives``."""
     stop_strings: str | Sequence[str] | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -58,9 +80,61 @@ class Options:
     """Called with the number of prompt tokens read and their total while prompts are read."""
 
     def __post_init__(self) -> None:
-        for name, value, least in (("batch_size", self.batch_size, 1), ("min_new_tokens", self.min_new_tokens, 0)):
-            if value < least:
+        for name, value, least in (
+            ("batch_size", self.batch_size, 1),
+            ("min_new_tokens", self.min_new_tokens, 0),
+            ("num_beams", self.num_beams, 1),
+        ):
+            if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, found {value}")
+
+    def asked(self, names: Sequence[str]) -> list[str]:
+        """Return those of these options that are set."""
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def asks_to_sample(self) -> bool:
+        """Return whether a setting is given that only sampling has, which turns it on.
+
+        Raises:
+            ConfigError: such a setting was given together with ``do_sample=False``.
+        """
+        asked = self.asked(_SAMPLES_ONLY)
+        if not asked or self.temperature == 0:
+            return bool(self.do_sample)
+        if self.do_sample is False:
+            raise ConfigError(f"{asked[0]} has no effect on greedy decoding; leave it out, or drop do_sample=False")
+        return True
+
+    def beams(self, defaults: Mapping[str, Any]) -> BeamPlan | None:
+        """Return how the likeliest text is searched for, None where one token is taken after the other.
+
+        Args:
+            defaults: settings of the checkpoint, for options that are not set.
+
+        Raises:
+            ConfigError: an option has no effect, or is out of range.
+            UnsupportedError: beams are asked for together with what they cannot be combined with.
+        """
+        count = int(defaults.get("num_beams", 1) if self.num_beams is None else self.num_beams)
+        if count == 1:
+            asked = [name for name in self.asked(_SEARCHES_ONLY) if (name, getattr(self, name)) != _ONE]
+            if asked:
+                raise ConfigError(f"{asked[0]} has no effect without beams; give num_beams, or leave {asked[0]} out")
+            return None
+        if self.asks_to_sample or (self.num_beams is None and defaults.get("do_sample")):
+            raise UnsupportedError(
+                "beam search takes the likeliest texts and draws none, and sampling is asked for as well; leave out "
+                "one of them (num_beams=1, or do_sample=False)"
+            )
+        if self.method not in ("auto", "plain"):
+            raise UnsupportedError(
+                f"method {self.method} drafts for one text, and num_beams is {count}; leave out one of them"
+            )
+        if self.logprobs:
+            raise UnsupportedError("logprobs of single tokens are not kept with beams; leave them out, or num_beams")
+        chosen = {name: defaults[name] for name in _SEARCHES_ONLY if name in defaults}
+        return BeamPlan(count, **chosen | {name: getattr(self, name) for name in self.asked(_SEARCHES_ONLY)})
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Options:

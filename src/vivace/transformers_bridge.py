@@ -7,8 +7,9 @@ module lives; the embedding, a head tied to it, the norms and the biases share i
 a parameter has changed in any way. Other modules run on PyTorch, over their own memory. Both is said once (``log``).
 
 Everything that ``generate`` prepares is used: logits processors are applied at every drafted position,
-stopping criteria after every token, and left padding is removed and put back. What is not supported (beams,
-scores, attentions) is refused. ``transformers`` does not pass its ``streamer`` to a custom function, so
+stopping criteria after every token, and left padding is removed and put back. With ``num_beams`` the rows that
+``generate`` has repeated for each beam are taken once. What is not supported (sampling with beams, attentions, the
+scores of single steps) is refused. ``transformers`` does not pass its ``streamer`` to a custom function, so
 tokens cannot be streamed this way; use ``vivace.load(...).stream`` for that.
 """
 
@@ -32,7 +33,8 @@ from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.decode.request import Request, StopRule
+from vivace.decode.beams import BeamPlan
+from vivace.decode.request import Emitted, Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
@@ -103,12 +105,19 @@ def custom_generate(
     Raises:
         UnsupportedError: an output or strategy is not supported.
     """
-    _refuse(generation_config)
+    beams = _beams(generation_config)
+    _refuse(generation_config, beams)
+    if beams is not None:
+        if method not in ("auto", "plain"):
+            raise UnsupportedError(f"method {method} drafts for one text, and there are beams; leave out one of them")
+        method = "plain"
+    width = 1 if beams is None else beams.num_beams
+    input_ids = input_ids[::width]
     if stream is not None and len(input_ids) > 1:
         raise UnsupportedError(f"stream takes the tokens of one row, and there are {len(input_ids)}; leave it out")
     methods = _methods(model, adapter, kernels)
     mask = model_kwargs.get("attention_mask")
-    padding = [0 if mask is None else int((mask[place] == 0).sum()) for place in range(len(input_ids))]
+    padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(input_ids))]
     seeds = torch.randint(0, 2**31, (len(input_ids),)).tolist()
     criteria = _Criteria.of(stopping_criteria)
     requests = [
@@ -119,24 +128,43 @@ def custom_generate(
             sampling=Sampling(do_sample=bool(generation_config.do_sample)),
             stop=StopRule(end_tokens=criteria.end_tokens, criterion=criteria.criterion(ids)),
             seed=seeds[row],
-            processors=tuple(_of_row(processor, row, ids[:padded]) for processor in logits_processor),
+            processors=tuple(_of_row(processor, row * width, ids[:padded]) for processor in logits_processor),
+            beams=beams,
         )
         for row, (ids, padded) in enumerate(zip(input_ids, padding, strict=True))
     ]
     if stream is not None:
         stream.put(input_ids.cpu())
-    new, stats = _decode(methods.model, requests, stream)
+    new, last = _decode(methods.model, requests, stream)
     if stream is not None:
         stream.end()
-    return _output(input_ids, new, stats, generation_config)
+    stats = [one.stats for one in last]
+    if beams is None:
+        return _output(input_ids, new, stats, generation_config)
+    found = [one for each in last for one in each.hypotheses]
+    repeated = input_ids.repeat_interleave(beams.num_return_sequences, 0)
+    texts, scores = [list(one.tokens) for one in found], [one.score for one in found]
+    return _output(repeated, texts, stats, generation_config, scores)
 
 
-def _refuse(config: Any) -> None:
+def _beams(config: Any) -> BeamPlan | None:
+    """Return the search that a configuration asks for."""
+    if (config.num_beams or 1) == 1:
+        return None
+    penalty = 1.0 if config.length_penalty is None else float(config.length_penalty)
+    return BeamPlan(config.num_beams, config.num_return_sequences or 1, penalty, config.early_stopping or False)
+
+
+def _refuse(config: Any, beams: BeamPlan | None) -> None:
     """Refuse a configuration with outputs or strategies that are not supported."""
-    wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    wanted = ["output_logits", "output_attentions", "output_hidden_states"]
+    if beams is None or not config.return_dict_in_generate:  # of a search these are the scores of whole texts
+        wanted.append("output_scores")
     asked = [name for name in wanted if getattr(config, name, False)]
-    if (config.num_beams or 1) > 1:
-        asked.append("num_beams")
+    if beams is not None:
+        asked += [name for name in ("do_sample", "constraints", "force_words_ids") if getattr(config, name, None)]
+        asked += [name for name in ("num_beam_groups",) if (getattr(config, name, None) or 1) > 1]
+        asked = [f"{name} with num_beams" for name in asked]
     if asked:
         raise UnsupportedError(f"vivace.custom_generate does not do {', '.join(asked)}; leave it out")
 
@@ -232,37 +260,43 @@ class _Criteria:
         return lambda new: bool(others(torch.cat((prompt, prompt.new_tensor(new)))[None], None).any())
 
 
-def _decode(
-    model: Decoder, requests: Sequence[Request], stream: Any = None
-) -> tuple[list[list[int]], list[DecodeStats]]:
-    """Decode the requests together, put new tokens into the stream, if any, and return them and the statistics of each
+def _decode(model: Decoder, requests: Sequence[Request], stream: Any = None) -> tuple[list[list[int]], list[Emitted]]:
+    """Decode the requests together, put new tokens into the stream, if any, and return them and the last event of each
     request.
     """
-    capacity = max(len(r.tokens) + r.max_new_tokens for r in requests)
+    capacity = max(r.num_entries for r in requests)
     session = Session(model, num_slots=len(requests), capacity=capacity)
     for request in requests:
         session.admit(request)
     new: list[list[int]] = [[] for _ in requests]
-    stats = [DecodeStats() for _ in requests]
+    last: dict[int, Emitted] = {}
     for emitted in session.drain():
         new[emitted.request_id] += emitted.tokens
         if stream is not None and emitted.tokens:
             stream.put(torch.tensor(emitted.tokens))
-        stats[emitted.request_id] = emitted.stats
-    return new, stats
+        last[emitted.request_id] = emitted
+    return new, [last[number] for number in range(len(requests))]
 
 
-def _output(input_ids: Tensor, new: list[list[int]], stats: list[DecodeStats], config: Any) -> Any:
+def _output(
+    input_ids: Tensor, new: list[list[int]], stats: list[DecodeStats], config: Any, scores: list[float] | None = None
+) -> Any:
     """Return the ids with the new tokens, in the form that the configuration asks for."""
     longest = max(map(len, new))
     pad = config._pad_token_tensor
     filler = 0 if pad is None else int(pad)
+    if scores is not None:  # as a beam search of transformers fills up
+        ends = config._eos_token_tensor
+        filler = -1 if ends is None else filler or int(ends[0])
     tails = torch.tensor([row + [filler] * (longest - len(row)) for row in new], device=input_ids.device)
     sequences = torch.cat((input_ids, tails), 1)
     if not config.return_dict_in_generate:
         return sequences
-    from transformers.generation import GenerateDecoderOnlyOutput
+    from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
-    result = GenerateDecoderOnlyOutput(sequences=sequences)
+    if scores is None:
+        result = GenerateDecoderOnlyOutput(sequences=sequences)
+    else:
+        result = GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=torch.tensor(scores))
     result["speculation"] = stats
     return result

@@ -18,7 +18,7 @@ def settings(folder: Path, **values: object) -> Path:
 
 def test_defaults_are_those_that_are_set(llama: Path) -> None:
     asked = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
-    harmless = {"num_beams": 1, "bos_token_id": 1, "pad_token_id": 0, "transformers_version": "5", "min_p": None}
+    harmless = {"num_beam_groups": 1, "bos_token_id": 1, "pad_token_id": 0, "transformers_version": "5", "min_p": None}
     assert load_generation_defaults(settings(llama, **asked, **harmless, max_new_tokens=77)) == asked | {
         "max_new_tokens": 77
     }
@@ -30,10 +30,19 @@ def test_what_transformers_saves_asks_for_nothing(llama: Path) -> None:
     assert load_generation_defaults(llama) == {}
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 4), ("penalty_alpha", 0.6), ("suppress_tokens", [3])])
+@pytest.mark.parametrize(("name", "value"), [("num_beam_groups", 4), ("penalty_alpha", 0.6), ("suppress_tokens", [3])])
 def test_what_we_do_not_do_is_refused(llama: Path, name: str, value: object) -> None:
     with pytest.raises(UnsupportedError, match=f"asks for {name} = "):
         load_generation_defaults(settings(llama, **{name: value}))
+
+
+def test_searches_are_set_up_by_the_checkpoint(llama: Path) -> None:
+    asked = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "min_length": 56, "num_return_sequences": 2}
+    assert load_generation_defaults(settings(llama, **asked, forced_eos_token_id=[2])) == asked | {
+        "forced_eos_token_id": 2
+    }
+    with pytest.raises(UnsupportedError, match=r"forced_eos_token_id = \[2, 3\]; name one token there"):
+        load_generation_defaults(settings(llama, forced_eos_token_id=[2, 3]))
 
 
 def test_half_a_file(llama: Path) -> None:

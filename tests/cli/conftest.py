@@ -48,6 +48,8 @@ class FakeResult:
     method: str = "auto"
     choice: str | None = "lookup pays"
     stats: FakeStats = field(default_factory=FakeStats)
+    score: float | None = None
+    alternatives: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

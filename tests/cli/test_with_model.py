@@ -52,6 +52,21 @@ def test_what_cannot_be_done_is_one_line(cli: Cli, folder: Path, words: list[str
     assert (outcome.status, outcome.out, outcome.err.count("\n")) == (status, "", 1)
 
 
+def test_beams_are_printed_with_their_scores(cli: Cli, folder: Path) -> None:
+    words = ["generate", "hello", "--model", folder, "--num-beams", "3", "--max-new-tokens", "8"]
+    one = cli(*words, "--early-stopping", "never", "--length-penalty", "2")
+    assert one.status == 0, one.err
+    assert "beam score -" in one.err
+    several = cli(*words, "--num-return-sequences", "2", "--min-new-tokens", "8")
+    scores = [float(line.split()[0]) for line in several.out.splitlines() if line.startswith("-")]
+    assert len(scores) == 2
+    assert scores[0] >= scores[1]
+    (result,) = cli(*words, "--num-return-sequences", "2", "--min-new-tokens", "8", "--json").json["results"]
+    assert result["score"] == pytest.approx(scores[0], abs=1e-4)
+    assert result["alternatives"][0]["score"] == pytest.approx(scores[1], abs=1e-4)
+    assert cli(*words, "--early-stopping", "soon").status == 2
+
+
 def test_a_truncated_model_is_one_line(cli: Cli, tmp_path: Path) -> None:
     broken = make_checkpoint(tmp_path / "broken")
     weights = broken / "model.safetensors"

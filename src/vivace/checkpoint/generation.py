@@ -11,7 +11,8 @@ from vivace.errors import UnsupportedError
 
 HONOURED = (
     *("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
-    *("max_new_tokens", "max_length", "stop_strings"),
+    *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "stop_strings", "forced_eos_token_id"),
+    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
 )
 """Settings that are used as defaults."""
 
@@ -28,13 +29,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (None,),
     "force_words_ids": (None,),
     "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
     "guidance_scale": (None, 1, 1.0),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
     "num_beam_groups": (None, 1),
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
     "penalty_alpha": (None, 0.0),
     "remove_invalid_values": (None, False),
     "sequence_bias": (None,),
@@ -64,6 +60,13 @@ def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
                 f"generation_config.json asks for {name} = {found[name]!r}, which is not supported; "
                 f"set it to {neutral[-1]!r} there"
             )
+    forced = found.get("forced_eos_token_id")
+    if isinstance(forced, list):
+        if len(forced) != 1:
+            raise UnsupportedError(
+                f"generation_config.json asks for forced_eos_token_id = {forced}; name one token there"
+            )
+        found["forced_eos_token_id"] = forced[0]
     return {name: found[name] for name in HONOURED if found.get(name) is not None}
 
 

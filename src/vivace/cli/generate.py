@@ -16,7 +16,7 @@ from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import Message, load_prompts
 
 if TYPE_CHECKING:
-    from vivace.answer import Chunk, Result
+    from vivace.answer import Alternative, Chunk, Result
     from vivace.engine import Engine
 
 Request = str | list[Message] | list[int]
@@ -44,6 +44,7 @@ def generate(
     raw: options.Raw = False,
     exact: options.Exact = False,
     sampling: options.SamplingFlags,
+    beams: options.BeamFlags,
     as_json: options.AsJson = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log p of every token.")] = False,
 ) -> None:
@@ -61,10 +62,11 @@ def generate(
         logprobs=logprobs or None,
         **vars(reading),
         **vars(sampling),
+        **beams.settings,
     )
     with console.progress("reading the prompt") as progress:
         settings["progress"] = progress
-        if len(requests) == 1 and not as_json and token_ids is None:
+        if len(requests) == 1 and not as_json and token_ids is None and (beams.num_return_sequences or 1) == 1:
             stream_answer(engine, requests[0], settings)
             return
         results = engine.generate(requests, **settings)
@@ -74,7 +76,10 @@ def generate(
         return
     for number, result in enumerate(results, 1):
         console.note(f"[{number}/{len(requests)}] {summary(result)}")
-        console.result(result.text if token_ids is None else ",".join(map(str, result.token_ids)))
+        found: tuple[Result | Alternative, ...] = (result, *result.alternatives)
+        for one in found:
+            score = f"{one.score:.4f}  " if result.alternatives else ""
+            console.result(score + (one.text if token_ids is None else ",".join(map(str, one.token_ids))))
 
 
 def read_requests(prompt: str | None, prompt_file: Path | None, token_ids: str | None = None) -> list[Request]:
@@ -123,6 +128,8 @@ def summary(result: Result) -> str:
     line = f"{stats.num_tokens} tokens"
     if stats.num_tokens > stats.num_first_tokens:  # there is no speed after the first block where there is nothing
         line += f", {stats.tokens_per_s:.1f} tokens/s"
+    if result.score is not None:
+        line += f", beam score {result.score:.4f}"
     line += f", method {stats.method}"
     if stats.num_draft_tokens:
         line += (
@@ -172,8 +179,11 @@ def _read_text(path: Path) -> str:
 
 def _result_json(result: Result) -> dict[str, Any]:
     """Return a result as it is written to JSON."""
+    found = [vars(one) | {"token_ids": list(one.token_ids)} for one in result.alternatives]
+    searched = {} if result.score is None else {"score": result.score, "alternatives": found}
     return {
         "text": result.text,
+        **searched,
         "token_ids": list(result.token_ids),
         "logprobs": None if result.logprobs is None else list(result.logprobs),
         "finish_reason": result.finish_reason,

@@ -17,6 +17,7 @@ from vivace.prefill.table import PREFILLS
 _SAMPLING = "Sampling"
 _MODEL = "Model"
 _PROMPT = "Prompt"
+_BEAMS = "Beam search"
 
 Model = Annotated[
     str | None,
@@ -154,6 +155,31 @@ StopStrings = Annotated[
     list[str] | None,
     typer.Option("--stop-strings", help="Text that ends the answer, repeatable.", rich_help_panel=_SAMPLING),
 ]
+MinNewTokens = Annotated[
+    int | None, typer.Option(help="Shortest answer, in tokens; left out: what the checkpoint says, or 0.")
+]
+NumBeams = Annotated[
+    int | None,
+    typer.Option(
+        help="Texts that are written at the same time to find the likeliest; left out: what the checkpoint says, or 1.",
+        rich_help_panel=_BEAMS,
+    ),
+]
+LengthPenalty = Annotated[
+    float | None, typer.Option(help="Above 0: longer texts score better; left out: 1.", rich_help_panel=_BEAMS)
+]
+EarlyStopping = Annotated[
+    str | None,
+    typer.Option(
+        help="Stop with as many finished texts as beams (true), when no beam seems to become better (false), or when "
+        "none can (never).",
+        metavar="true|false|never",
+        rich_help_panel=_BEAMS,
+    ),
+]
+NumReturnSequences = Annotated[
+    int | None, typer.Option(help="Number of texts that are returned; left out: 1.", rich_help_panel=_BEAMS)
+]
 Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
 
 
@@ -211,6 +237,29 @@ class SamplingFlags:
     no_repeat_ngram_size: NoRepeatNgramSize = None
     stop_strings: StopStrings = None
     seed: Seed = None
+
+
+@dataclass(frozen=True)
+class BeamFlags:
+    """Flags that choose how the likeliest text is searched for."""
+
+    min_new_tokens: MinNewTokens = None
+    num_beams: NumBeams = None
+    length_penalty: LengthPenalty = None
+    early_stopping: EarlyStopping = None
+    num_return_sequences: NumReturnSequences = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the options of generation by name.
+
+        Raises:
+            ConfigError: early stopping is neither true, false nor never.
+        """
+        kinds: dict[str | None, bool | str | None] = {None: None, "true": True, "false": False, "never": "never"}
+        if self.early_stopping not in kinds:
+            raise ConfigError(f"--early-stopping is {self.early_stopping!r}; write true, false or never")
+        return {**vars(self), "early_stopping": kinds[self.early_stopping]}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

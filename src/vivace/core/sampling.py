@@ -98,7 +98,7 @@ def distribution(
     logits = logits.clone()
     if sampling.reads_prefix:
         for row, prefix in enumerate(prefixes):
-            _penalise(logits[row], sampling, prefix)
+            penalise(logits[row], sampling, prefix)
     for row, tokens in enumerate(suppressed):
         if tokens:
             logits[row, list(tokens)] = -math.inf
@@ -124,7 +124,7 @@ def _tempered(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     return torch.where(is_in_range, scaled, below.float())
 
 
-def _penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None:
+def penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None:
     """Apply the repetition penalty and exclude forbidden n-grams on one row (V,), in place."""
     if sampling.repetition_penalty != 1.0 and prefix:
         seen = torch.tensor(sorted(set(prefix)), device=logits.device)

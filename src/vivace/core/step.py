@@ -80,7 +80,7 @@ class Step:
             chunks = None
             position, seen, tail = _tree(draft, [lengths[s] for s in slots])
         count = len(slots)
-        extent = _extent(slots, [lengths[s] for s in slots], position, memory)
+        extent = extent_of(slots, [lengths[s] for s in slots], position, memory)
         return Step(
             memory,
             draft.slot,
@@ -114,7 +114,7 @@ class Step:
         if holes is not None and any(holes.values()):
             seen, tail = _around(slots, positions, holes, memory.device)
         count = len(slots)
-        extent = _extent(slots, positions, position, memory)
+        extent = extent_of(slots, positions, position, memory)
         slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
         return Step(
             memory,
@@ -416,7 +416,7 @@ class Step:
         return {}
 
 
-def _extent(slots: list[int], firsts: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
+def extent_of(slots: list[int], firsts: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
     """Return the length of each row's text: its prompt's length, or its position + 1 where that is more; or None.
 
     ``firsts`` are positions that the rows' positions are not below.

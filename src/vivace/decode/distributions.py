@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vivace.core.sampling import distribution
+from vivace.core.sampling import distribution, penalise
 from vivace.core.seams import Draft
 from vivace.decode.isolation import STOPS, blaming
 from vivace.decode.request import Request
@@ -68,18 +68,54 @@ class Distributions:
                 if rows[place] in draft.last_rows:
                     raise
                 scores[place] = -math.inf
-        return distribution(scores, request.sampling, prefixes, [self._barred(request, prefix) for prefix in prefixes])
+        barred = [_barred(request, prefix) for prefix in prefixes]
+        for place, prefix in enumerate(prefixes):
+            if _is_forced(request, prefix):  # nothing else is asked of this token
+                scores[place], prefixes[place], barred[place] = _only(request, scores[place]), [], ()
+        return distribution(scores, request.sampling, prefixes, barred)
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:
         tokens = draft.lists.tokens
         committed = list(self._tokens[slot][: self._stored[slot]])
         return committed + [tokens[r] for r in draft.path(row)]
 
-    @staticmethod
-    def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:
-        """Return the end tokens while the text is shorter than its least length, else nothing."""
-        new = len(prefix) - len(request.tokens)
-        return tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
+
+def processed(request: Request, prefixes: Sequence[Sequence[int]], logprobs: Tensor) -> Tensor:
+    """Return log p of the next token as a request's processors change it, for beam search.
+
+    Args:
+        request: whose processors.
+        prefixes: prompt and new tokens of each of n rows.
+        logprobs: (n, V), which is overwritten.
+    """
+    for row, prefix in enumerate(prefixes):
+        if request.processors:
+            logprobs[row] = _processed(request, prefix, logprobs[row])
+        if request.sampling.reads_prefix:
+            penalise(logprobs[row], request.sampling, prefix)
+        if _is_forced(request, prefix):
+            logprobs[row] = _only(request, logprobs[row])
+        elif barred := _barred(request, prefix):
+            logprobs[row, list(barred)] = -math.inf
+    return logprobs
+
+
+def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:
+    """Return the end tokens while the text is shorter than its least length, else nothing."""
+    new = len(prefix) - len(request.tokens)
+    return tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
+
+
+def _is_forced(request: Request, prefix: Sequence[int]) -> bool:
+    """Return whether only the last token of the longest text may come next."""
+    return request.forced_last is not None and len(prefix) == len(request.tokens) + request.max_new_tokens - 1
+
+
+def _only(request: Request, scores: Tensor) -> Tensor:
+    """Return scores (V,) that exclude all but the forced last token, whose score is 0."""
+    forced = torch.full_like(scores, -math.inf)
+    forced[request.forced_last] = 0.0
+    return forced
 
 
 def _processed(request: Request, prefix: Sequence[int], scores: Tensor) -> Tensor:

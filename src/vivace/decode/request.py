@@ -12,6 +12,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.low_rank import Adapter
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
+from vivace.decode.beams import BeamPlan, Hypothesis
 from vivace.decode.prefill import FULL, Prefill
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
@@ -43,9 +44,18 @@ class StopRule:
             raise ConfigError("a stop string must not be empty")
         assert not self.stop_strings or self.detokenize is not None, "stop strings need a detokenizer"
 
+    @property
+    def reads_text(self) -> bool:
+        """Return whether it depends on more than the last token and the number of tokens."""
+        return self.criterion is not None or bool(self.stop_strings)
+
+    def ends_with(self, token: int, num_tokens: int) -> bool:
+        """Return whether a text of ``num_tokens`` new ones ends since ``token`` is the last of them."""
+        return token in self.end_tokens and num_tokens > self.min_new_tokens
+
     def stops_at(self, tokens: Sequence[int]) -> bool:
         """Return whether a text whose new tokens are ``tokens`` ends with the last of them."""
-        if tokens[-1] in self.end_tokens and len(tokens) > self.min_new_tokens:
+        if self.ends_with(tokens[-1], len(tokens)):
             return True
         if self.criterion is not None and self.criterion(tokens):
             return True
@@ -83,6 +93,10 @@ class Request:
     """How the prompt is read. Requests that share the object may be read in one pass."""
     prefill_reason: str | None = None
     """Why the prompt is read in full although something else was asked for."""
+    beams: BeamPlan | None = None
+    """How the likeliest text is searched for; None takes or draws one token after the other."""
+    forced_last: int | None = None
+    """Token that a text of ``max_new_tokens`` has to end with, if nothing else has ended it."""
     prefix: Prefix | None = None
     """A cache of prompts: asked for entries of this prompt before it is prefilled, and given its entries afterwards."""
 
@@ -93,14 +107,23 @@ class Request:
             raise ConfigError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
 
     @property
+    def num_entries(self) -> int:
+        """Return the largest number of entries that prompt and new tokens take in a slot: beams have their own each."""
+        return len(self.tokens) + self.max_new_tokens * (1 if self.beams is None else self.beams.num_beams)
+
+    @property
     def takes_argmax(self) -> bool:
         """Return whether the next token is always the argmax of the raw logits."""
-        return self.sampling.is_argmax and self.stop.min_new_tokens == 0 and not self.processors
+        return self.sampling.is_argmax and not self._changes_scores
 
     @property
     def reads_prefix(self) -> bool:
         """Return whether the distribution of the next token depends on earlier tokens beyond the logits."""
-        return self.sampling.reads_prefix or self.stop.min_new_tokens > 0 or bool(self.processors)
+        return self.sampling.reads_prefix or self._changes_scores
+
+    @property
+    def _changes_scores(self) -> bool:
+        return self.stop.min_new_tokens > 0 or bool(self.processors) or self.forced_last is not None
 
     def without_a_token(self, num_new: int) -> NoTokenError:
         """Return the error for a text after whose ``num_new`` new tokens none may follow: it names what
@@ -127,6 +150,18 @@ class Request:
             raise CapacityError(
                 f"the prompt has {len(self.tokens)} tokens and max_new_tokens is {self.max_new_tokens}, together "
                 f"{needed}; the context holds {capacity}; shorten one of them"
+            )
+
+    def check_entries(self, capacity: int) -> None:
+        """Raise an error if the beams of this request may need more than the ``capacity`` entries of a slot.
+
+        Raises:
+            CapacityError: they may.
+        """
+        if self.beams is not None and self.num_entries > capacity:
+            raise CapacityError(
+                f"{self.beams.num_beams} beams of {self.max_new_tokens} tokens behind a prompt of {len(self.tokens)} "
+                f"may need {self.num_entries} entries; there are {capacity}: ask for fewer beams or a shorter answer"
             )
 
     def check_rotation(self, config: ModelConfig) -> None:
@@ -160,5 +195,7 @@ class Emitted:
     """For the position of each token: the likeliest tokens and their log p."""
     guesses: tuple[tuple[int, ...], ...] | None = None
     """For the position of each token: the tokens drafted there. An accepted token is among them."""
+    hypotheses: tuple[Hypothesis, ...] = ()
+    """On the last event of a beam search: what it found, the best first, whose tokens the events have."""
     error: VivaceError | None = None
     """What went wrong, on the last event of a request that failed; that event has no tokens."""

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.decode.isolation import blaming
-from vivace.decode.memory import MemoryBudget, text_bytes
+from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
 from vivace.decode.request import Request
 from vivace.decode.sequence import Sequence
 from vivace.decode.stats import DecodeStats
+from vivace.errors import UnsupportedError
 
 
 class Waiting(NamedTuple):
@@ -55,9 +56,28 @@ class Room:
         self._model = model
         self._cache = cache
 
+    def check(self, request: Request, capacity: int) -> None:
+        """Raise an error for a request that no free slot could ever take.
+
+        Args:
+            request: what is asked for.
+            capacity: prompt and new tokens of a text at most.
+
+        Raises:
+            CapacityError: it is longer, it needs more memory than there is for texts, or the model's rotary embedding
+                changes before its end.
+            UnsupportedError: it is searched with beams, and a part of the model remembers one text only.
+        """
+        request.check_fits(capacity)
+        request.check_entries(self._cache.capacity - DRAFT_SLACK)
+        request.check_rotation(self._model.config)
+        if request.beams is not None and self._model.stateful:
+            raise UnsupportedError("a store of neurons cannot go on with one text in several ways; leave out num_beams")
+        self.memory.check_text(self.most_bytes(request), len(request.tokens) + request.max_new_tokens)
+
     def most_bytes(self, request: Request) -> int:
         """Return the largest number of bytes that keys and values of a request can take."""
-        return text_bytes(self._model, request.drafter, len(request.tokens) + request.max_new_tokens)
+        return text_bytes(self._model, request.drafter, request.num_entries)
 
     def first_bytes(self, request: Request, num_tokens: int | None = None) -> int:
         """Return the bytes of keys and values that a request needs to begin, or to go on with so many tokens."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
+from vivace.decode.beams import BeamSearch
 from vivace.decode.memory import DRAFT_SLACK
 from vivace.decode.prefill import PrefillState, PromptPiece
 from vivace.decode.request import Emitted, FinishReason, Request
@@ -42,6 +43,10 @@ class Sequence:
     """It keeps its slot until it ends: what it has stored could not be read again."""
     num_passes: int = 0
     """Number of passes it has taken part in, prefill and decoding."""
+    search: BeamSearch | None = None
+    """Its beams, which begin again where it lost its slot."""
+    num_certain: int = 0
+    """Number of new tokens that all beams have in common and that are emitted."""
 
     def forked(self, number: int, slot: int, seed: int | None) -> Sequence:
         """Return another sequence that begins with all that this one has so far.
@@ -70,7 +75,7 @@ class Sequence:
     @property
     def num_entries(self) -> int:
         """Return the number of entries that it may come to have, those of drafts included."""
-        return len(self.request.tokens) + self.request.max_new_tokens + DRAFT_SLACK
+        return self.request.num_entries + DRAFT_SLACK
 
     @property
     def shares(self) -> bool:
@@ -81,7 +86,8 @@ class Sequence:
     def keeps_answer(self) -> bool:
         """Return whether what it writes is kept for later prompts as well."""
         prefix = self.request.prefix
-        return self.shares and not self.is_pinned and prefix is not None and prefix.keeps_answers
+        is_one_text = not self.is_pinned and self.request.beams is None
+        return self.shares and is_one_text and prefix is not None and prefix.keeps_answers
 
     @property
     def num_new(self) -> int:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, SlotState
+from vivace.core.seams import Decided, Draft, Drafter, DraftState, SlotState
+from vivace.decode.beam_pass import advance_all, candidates_of, search_of
 from vivace.decode.checked import read_on, verified
-from vivace.decode.distributions import Distributions
+from vivace.decode.context import context_of
 from vivace.decode.forward import threads_of
 from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, request_error
 from vivace.decode.memory import DRAFT_SLACK, MemoryBudget
@@ -124,9 +125,7 @@ class Session:
             CapacityError: it is longer than a slot, its keys and values need more than the memory for texts, or the
                 model's rotary embedding changes before its end.
         """
-        request.check_fits(self.capacity)
-        request.check_rotation(self.model.config)
-        self.memory.check_text(self.room.most_bytes(request), len(request.tokens) + request.max_new_tokens)
+        self.room.check(request, self.capacity)
 
     def can_begin(self, request: Request) -> bool:
         """Return whether a request admitted now would be given a slot in the next step."""
@@ -159,8 +158,8 @@ class Session:
             UnsupportedError: a part of the model remembers texts and cannot be told.
         """
         source = next((s for s in self._live.values() if s.id == request_id), None)
-        if source is None or source.pieces:
-            raise UnsupportedError(f"request {request_id} is not in a slot, or its prompt is not read; fork it later")
+        if source is None or source.pieces or source.search is not None:
+            raise UnsupportedError(f"request {request_id} has beams, no slot, or a prompt to be read; fork it later")
         if self.model.stateful:
             raise UnsupportedError("a store of neurons cannot go on with one text in two ways; ask for each by itself")
         if not self._free:
@@ -223,11 +222,13 @@ class Session:
             if self.progress is not None:
                 self.progress(self._prompts.num_read, self._prompts.num_asked)
         decoding = [s for s in self._live.values() if not s.pieces]
-        ready, failed = self._make_room({s: len(s.tokens) - 1 + DRAFT_SLACK for s in decoding})
+        stops = {s: len(s.tokens) - 1 + DRAFT_SLACK if s.search is None else s.search.stop for s in decoding}
+        ready, failed = self._make_room(stops)
         emitted += failed
         with threads_of(self.model):
-            for sequences in by_drafting(ready):
+            for sequences in by_drafting([s for s in ready if s.search is None]):
                 emitted += self._apart(sequences, self._decode)
+            emitted += self._apart([s for s in ready if s.search is not None], self._search)
         return emitted
 
     def _make_room(self, stops: dict[Sequence, int]) -> tuple[list[Sequence], list[Emitted]]:
@@ -345,6 +346,7 @@ class Session:
             )
             sequence.is_pinned = self.room.is_pinned(request)
         self._free.remove(slot)
+        sequence.search = search_of(request, self.cache.device)
         self._live[slot] = sequence
         self.cache.set_aside(slot, sequence.num_entries)
         self.cache.prompts[slot] = len(request.tokens)
@@ -363,7 +365,7 @@ class Session:
         """
         drafting = sequences[0].drafting
         started = time.perf_counter()
-        context = self._context(sequences)
+        context = context_of(sequences, self.cache, self.steps_per_call)
         proposed = drafting.propose(context)
         if isinstance(proposed, Decided):
             draft_s = proposed.draft_s
@@ -391,22 +393,23 @@ class Session:
             sequence.stats.choice = drafting.reason
         return emitted
 
-    def _context(self, sequences: list[Sequence]) -> Context:
-        tokens = {s.slot: s.tokens for s in sequences}
-        requests = {s.slot: s.request for s in sequences}
-        reach = {s.slot: self.cache.reach(s.slot) - self.cache.lengths[s.slot] - 1 for s in sequences}
-        room = {s.slot: min(s.request.max_new_tokens - s.num_new - 1, reach[s.slot]) for s in sequences}
-        return Context(
-            slots=tuple(tokens),
-            tokens=tokens,
-            cache=self.cache,
-            distribution=Distributions(requests, tokens, self.cache.lengths),
-            max_nodes={slot: min(tokens, DRAFT_SLACK - 1) for slot, tokens in room.items()},
-            generators={s.slot: s.generator for s in sequences},
-            room={s.slot: 0 if s.request.shows_guesses else room[s.slot] for s in sequences},
-            steps_per_call=self.steps_per_call,
-            ends=tuple(set[int]().union(*(s.request.stop.end_tokens for s in sequences))),
-        )
+    def _search(self, sequences: list[Sequence]) -> list[Emitted]:
+        """Run the beams of these sequences in one pass, and emit what can no longer change."""
+        started = time.perf_counter()
+        candidates = candidates_of(self.model, self.cache, sequences)
+        self.num_target_passes += 1
+        begun = [s.slot for s in sequences if self.cache.lengths[s.slot] < len(s.request.tokens)]
+        for state in self._states(sequences):
+            state.commit(begun, [[0]] * len(begun))
+        emitted: list[Emitted] = []
+        for sequence, found in advance_all(sequences, candidates, time.perf_counter() - started):
+            if isinstance(found, RequestFailed):
+                emitted.append(self._fail(sequence, found.error))
+            elif found is not None:
+                emitted.append(found)
+                if found.finish_reason is not None:
+                    self._release(sequence)
+        return emitted
 
     def _emit_all(
         self, draft: Draft, logprobs: Tensor | None, sequences: list[Sequence], blocks: list[list[Block]]
