@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vivace.serve.bodies import ChatBody, CompletionBody, GenerationBody
+from vivace.serve.bodies import Body, ChatBody, CompletionBody, LoadLoraBody, UnloadLoraBody
 
 MEGABYTE = 1_000_000
 TEXT = "".join(random.Random(0).choices(string.ascii_lowercase + "  ,.\n", k=MEGABYTE))
@@ -154,17 +154,23 @@ COMPLETION: Mapping[str, tuple[Any, ...]] = {
     "logprobs": COUNTS,
     "echo": (True, False),
 }
-ROUTES: Mapping[str, tuple[type[GenerationBody], Mapping[str, tuple[Any, ...]], dict[str, Any]]] = {
+LORA: Mapping[str, tuple[Any, ...]] = {
+    "lora_name": ("sql", "nobody", "vivace", "", "..", "a/b", "/", "\u0000", "n" * 100, "n" * 101, "a\nb", "%2e%2e"),
+    "lora_path": ("sql", "nobody", "..", "../sql", "/etc", "sql/../sql", ".", "", "p" * 101, "a\\b", None),
+}
+ROUTES: Mapping[str, tuple[type[Body], Mapping[str, tuple[Any, ...]], dict[str, Any]]] = {
     "/v1/chat/completions": (
         ChatBody,
         {**SHARED, **CHAT},
         {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 6},
     ),
     "/v1/completions": (CompletionBody, {**SHARED, **COMPLETION}, {"prompt": "abc", "max_tokens": 6}),
+    "/v1/load_lora_adapter": (LoadLoraBody, LORA, {"lora_name": "sql"}),
+    "/v1/unload_lora_adapter": (UnloadLoraBody, {"lora_name": LORA["lora_name"]}, {"lora_name": "sql"}),
 }
 
 
-def fits(kind: type[GenerationBody], body: Mapping[str, Any]) -> bool:
+def fits(kind: type[Body], body: Mapping[str, Any]) -> bool:
     """Return whether a body is valid by itself."""
     try:
         kind.model_validate(body)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vivace.adapters.registry import Registry
 from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.codes import note_on
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
+from vivace.checkpoint.peft import is_lora
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
@@ -67,6 +69,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     adapters: str | Path | Mapping[str, str | Path] | None = None,
+    adapter_memory: str | int | None = None,
     draft_model: str | Path | None = None,
     kernels: str = "auto",
     weights: str = "bf16",
@@ -86,8 +89,11 @@ def load(
         path: directory or Hub id; None is the model that ships with the package.
         device: "auto" (the CPU), "cpu" or "cuda", which runs and has not been measured.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-        adapters: a folder, or folders by name; each is used by the method named in its ``config.json``. A method
-            without one uses ``<model>/adapters/<method>``.
+        adapters: a folder, or folders by name. A LoRA of PEFT is worn by the calls that name it (``adapter="NAME"``;
+            the name of a folder given alone is its own). Draft weights are used by the method named in their
+            ``config.json``; a method without any uses ``<model>/adapters/<method>``.
+        adapter_memory: most memory for LoRAs, such as "64MiB": those that nobody uses leave and are read again when
+            they are named. None keeps all.
         draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it exists.
         kernels: "auto" (the fastest that run here and fit the weights), "torch", "avx2", "avx512" or "amx".
         weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4",
@@ -127,11 +133,13 @@ def load(
     budget, storage, second = MemoryBudget(limit), None, None
     own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
     smaller = own if draft_model is None else draft_model
-    folders = adapters.values() if isinstance(adapters, Mapping) else [] if adapters is None else [adapters]
+    loras, folders = _by_kind(adapters)
+    if adapter_memory is not None and not loras:
+        raise ConfigError("adapter_memory has no effect without a LoRA among adapters; leave it out")
     if is_store(folder):
         refusals.check_weights(kept, device)
         refusals.check_screen(screened_head)
-        beside = 0 if limit is None else bytes_beside(folder, smaller, folders)
+        beside = 0 if limit is None else bytes_beside(folder, smaller, [*folders, *loras.values()])
         model, storage = load_stored(folder, limit, reader=reader, beside_bytes=beside, body=choice.body)
         refusals.check_dtype(dtype, model.dtype)
     elif reader != "auto":
@@ -177,6 +185,9 @@ def load(
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
     engine.ignored_config_keys = ignored
+    engine.adapters.max_bytes = None if adapter_memory is None else parse_bytes(adapter_memory)
+    for name, lora in loras.items():
+        engine.adapters.add(name, lora)
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
     if prompt_cache is not None:
         engine.open_prompt_cache(prompt_cache, is_read_only=prompt_cache_ro, max_bytes=prompt_cache_bytes)
@@ -213,6 +224,8 @@ class Engine:
         """Largest number of steps that a session takes in one native call (``Session``)."""
         self.memory = methods.memory
         """Counts the memory of weights and drafters, and what is promised to texts."""
+        self.adapters = Registry(model, methods.folder, methods.memory)
+        """LoRAs that calls may name."""
         self.prefills = Prefills(model)
         """Ways to read prompts, by their settings."""
         self.prefix_cache: PrefixCache | None = None
@@ -302,8 +315,8 @@ class Engine:
             ConfigError: an option is unknown or out of range, or a prompt is empty.
             CapacityError: a prompt and its answer do not fit the model's context.
         """
-        chosen = Options.of(options)
-        requests = [self.request(prompt, chosen) for prompt in _as_list(prompts)]
+        chosen, asked = Options.of(options), _as_list(prompts)
+        requests = [self.request(prompt, each) for prompt, each in zip(asked, chosen.apart(len(asked)), strict=True)]
         if not requests:
             return []
         session = self.session(requests, chosen)
@@ -330,12 +343,20 @@ class Engine:
             yield Chunk(text, emitted.tokens, done)
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Return the next-token logits at every position, (B, T) -> (B, T, V) float32, without a cache."""
+    def logits(self, token_ids: Sequence[Sequence[int]] | Tensor, *, adapter: str | None = None) -> Tensor:
+        """Return the next-token logits at every position, (B, T) -> (B, T, V) float32, without a cache.
+
+        Args:
+            token_ids: texts of one length.
+            adapter: name of a LoRA that all of them wear; None is the model as it is.
+        """
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.model.device)
         if ids.dim() != 2:
             raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
         step = Step.dense(*ids.shape, device=ids.device)
+        if adapter is not None:
+            worn = self.adapters.source(adapter).bank.deltas(torch.zeros_like(step.slot))
+            step = dataclasses.replace(step, deltas=(worn,))
         flat = self.model.head(self.model.run(self.model.embed(ids.reshape(-1), step), step))
         return flat.view(*ids.shape, -1)
 
@@ -384,6 +405,7 @@ class Engine:
             prefill_reason=reason,
             beams=beams,
             forced_last=self.defaults.get("forced_eos_token_id"),
+            adapter=None if options.adapter is None else self.adapters.source(options.one_adapter),
             prefix=self.prefix(self.prefix_cache),
         )
         request.check_fits(context)
@@ -453,6 +475,18 @@ class Engine:
         elif options.beams(self.defaults) is not None:
             values["do_sample"] = False
         return Sampling(**values)
+
+
+def _by_kind(
+    adapters: str | Path | Mapping[str, str | Path] | None,
+) -> tuple[dict[str, Path], list[Path]]:
+    """Return LoRAs by name, and the folders of draft weights: the files say which is which."""
+    if adapters is None:
+        return {}, []
+    named = adapters if isinstance(adapters, Mapping) else {Path(adapters).name: adapters}
+    folders = {name: Path(folder).expanduser() for name, folder in named.items()}
+    loras = {name: folder for name, folder in folders.items() if is_lora(folder)}
+    return loras, [folder for name, folder in folders.items() if name not in loras]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -50,6 +50,8 @@ class Options:
     ignore_eos: bool = False
     seed: int = 0
     method: str = "auto"
+    adapter: str | Sequence[str | None] | None = None
+    """Name of the LoRA that the model wears for this call, or one for each prompt, with None for the model as it is."""
     raw: bool = False
     """Whether to use the prompt as it is, without the chat template."""
     logprobs: bool = False
@@ -135,6 +137,29 @@ class Options:
             raise UnsupportedError("logprobs of single tokens are not kept with beams; leave them out, or num_beams")
         chosen = {name: defaults[name] for name in _SEARCHES_ONLY if name in defaults}
         return BeamPlan(count, **chosen | {name: getattr(self, name) for name in self.asked(_SEARCHES_ONLY)})
+
+    @property
+    def one_adapter(self) -> str:
+        """Return the name of the adapter of a single prompt.
+
+        Raises:
+            ConfigError: there are several, or it is no name.
+        """
+        if not isinstance(self.adapter, str):
+            raise ConfigError(f"adapter must be one name here, found {self.adapter!r}")
+        return self.adapter
+
+    def apart(self, count: int) -> list[Options]:
+        """Return the options of each of ``count`` prompts, which differ in their adapters.
+
+        Raises:
+            ConfigError: there are adapters for another number of prompts.
+        """
+        if self.adapter is None or isinstance(self.adapter, str):
+            return [self] * count
+        if len(self.adapter) != count:
+            raise ConfigError(f"adapter has {len(self.adapter)} names for {count} prompts; give one for each, or one")
+        return [dataclasses.replace(self, adapter=name) for name in self.adapter]
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Options:

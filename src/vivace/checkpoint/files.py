@@ -310,9 +310,17 @@ def staged(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file that transformers can read; call it inside ``staged``."""
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of one safetensors file; raises like ``open_tensors``."""
+    if not path.is_file():
+        raise NotFoundError(f"{path.parent} has no {path.name}")
+    return dict(_open(path).metadata() or {})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file that transformers can read, with further metadata; call it inside ``staged``."""
+    facts = {"format": "pt", **(metadata or {})}
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata=facts)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

@@ -24,6 +24,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message the conversation starts with.")] = None,
     method: options.Method = "auto",
     load: options.LoadFlags,
+    use: options.Use = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
     reading: options.PrefillFlags,
@@ -33,8 +34,10 @@ def chat(
     """Talk with a model; every turn sees the whole conversation, and reads what is new of it."""
     from vivace.conversation import Conversation
 
-    engine = open_engine(model, [method], load, store, cache)
-    settings = options.given(max_new_tokens=max_new_tokens, method=method, **vars(reading), **vars(sampling))
+    engine = open_engine(model, [method], load, store, cache, use=use)
+    settings = options.given(
+        max_new_tokens=max_new_tokens, method=method, adapter=use, **vars(reading), **vars(sampling)
+    )
     conversation = Conversation(engine, system=system or None, **settings)
     console.note(HELP)
     while (line := _read_line()) is not None:

@@ -37,6 +37,7 @@ def generate(
     method: options.Method = "auto",
     quality: options.Quality = None,
     load: options.LoadFlags,
+    use: options.Use = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
     reading: options.PrefillFlags,
@@ -52,10 +53,11 @@ def generate(
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file, token_ids)
-    engine = open_engine(model, [method], load, store, cache)
+    engine = open_engine(model, [method], load, store, cache, use=use)
     settings = options.given(
         max_new_tokens=max_new_tokens,
         method=method,
+        adapter=use,
         quality=quality,
         raw=raw,
         exact=exact or None,

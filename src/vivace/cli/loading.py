@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import vivace
 from vivace.cli.console import console
 from vivace.cli.options import LoadFlags, PromptCacheFlags, StoreFlags, parse_adapters
-from vivace.errors import ConfigError, NotFoundError
+from vivace.errors import ConfigError, NotFoundError, nearest
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import find_method
 from vivace.units import format_bytes
@@ -30,6 +30,8 @@ def open_engine(
     load: LoadFlags = NO_FLAGS,
     store: StoreFlags = NO_STORE_FLAGS,
     cache: PromptCacheFlags = NO_CACHE_FLAGS,
+    *,
+    use: str | None = None,
 ) -> Engine:
     """Load a model and say so on stderr.
 
@@ -40,19 +42,23 @@ def open_engine(
         load: flags that say how it is loaded.
         store: flags for models larger than memory.
         cache: flags that say where texts are kept on disk.
+        use: name of the LoRA that answers wear; None for none.
 
     Raises:
-        UsageError: a method is unknown, or a flag has no effect on any of the methods.
+        UsageError: a method is unknown, a flag has no effect on any of the methods, or a LoRA is used that is not given
+            or given and not used.
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
     """
+    adapters = parse_adapters(load.adapter)
+    drafting = _check_loras(adapters, use)
     if methods:
-        _check_use(load, [find_method(name) for name in methods])
+        _check_use(load, drafting, [find_method(name) for name in methods])
     console.note(f"loading {model or 'the model that ships'}")
     engine = vivace.load(
         model,
         device=load.device,
         dtype=load.dtype,
-        adapters=parse_adapters(load.adapter),
+        adapters=adapters,
         draft_model=load.draft_model,
         kernels=load.kernels,
         weights=load.weights,
@@ -74,10 +80,29 @@ def open_engine(
     return engine
 
 
-def _check_use(load: LoadFlags, methods: Sequence[MethodSpec]) -> None:
-    """Refuse flags that have no effect on any of the methods."""
+def _check_loras(adapters: str | dict[str, str] | None, use: str | None) -> bool:
+    """Refuse LoRAs that nobody uses, and the use of one that is not given; return whether draft weights are given."""
+    if adapters is None and use is None:
+        return False
+    from vivace.checkpoint.peft import is_lora
+
+    named = {Path(adapters).name: adapters} if isinstance(adapters, str) else adapters or {}
+    loras = [name for name, folder in named.items() if is_lora(folder)]
+    if use is not None and use not in loras:
+        hint = nearest(use, loras) if loras else f"; give --adapter {use}=DIR with a LoRA in DIR"
+        raise ConfigError(f"--use {use!r}: no LoRA of this name is given{hint}")
+    if idle := [name for name in loras if name != use]:
+        raise ConfigError(
+            f"--adapter {idle[0]} is a LoRA, and this command does not use it; give --use {idle[0]} to "
+            "generate or chat, or leave it out"
+        )
+    return len(named) > len(loras)
+
+
+def _check_use(load: LoadFlags, drafting: bool, methods: Sequence[MethodSpec]) -> None:
+    """Refuse flags that have no effect on any of the methods; ``drafting`` says whether draft weights are given."""
     names = ", ".join(method.name for method in methods)
-    if load.adapter and not any(method.adapter or method.name == "auto" for method in methods):
+    if drafting and not any(method.adapter or method.name == "auto" for method in methods):
         raise ConfigError(f"--adapter has no effect on {names}; leave it out, or choose a method that has one")
     if load.draft_model and not any(method.name in ("draft", "auto") for method in methods):
         raise ConfigError(f"--draft-model has no effect on {names}; leave it out, or choose method draft")

@@ -29,7 +29,16 @@ Model = Annotated[
 ]
 Adapter = Annotated[
     list[str] | None,
-    typer.Option("--adapter", help="Adapter folder, repeatable.", metavar="[NAME=]DIR", rich_help_panel=_MODEL),
+    typer.Option(
+        "--adapter",
+        help="Folder of draft weights, or of a LoRA (PEFT), repeatable.",
+        metavar="[NAME=]DIR",
+        rich_help_panel=_MODEL,
+    ),
+]
+Use = Annotated[
+    str | None,
+    typer.Option("--use", help="The LoRA that answers wear, by its name.", metavar="NAME", rich_help_panel=_MODEL),
 ]
 DraftModel = Annotated[
     Path | None, typer.Option("--draft-model", help="Small model that drafts (method draft).", rich_help_panel=_MODEL)

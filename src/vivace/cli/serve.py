@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,6 +68,14 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the base model; left out: its folder's.", rich_help_panel=_SERVER)
     ] = None,
+    adapter_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of LoRAs that callers may load and unload by name; needs a key.",
+            metavar="DIR",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     metrics_compat: Annotated[
         str | None, typer.Option(help="vllm: metrics also under vLLM's names.", rich_help_panel=_SERVER)
     ] = None,
@@ -96,6 +105,14 @@ def serve(
     read_timeout: Annotated[
         float, typer.Option(help="Seconds a client may leave a ready answer unread.", rich_help_panel=_LIMITS)
     ] = 60.0,
+    adapter_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Most memory for LoRAs, such as 64MiB; those that no request runs leave when others are asked for.",
+            metavar="SIZE",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     prefill_budget: Annotated[
         int, typer.Option(help="Prompt tokens read between two steps.", min=1, rich_help_panel=_LIMITS)
     ] = 256,
@@ -128,6 +145,8 @@ def serve(
         max_queue=max_queue,
         max_model_len=max_model_len,
         default_max_tokens=default_max_tokens,
+        adapter_bytes=None if adapter_memory is None else parse_bytes(adapter_memory),
+        adapter_folder=adapter_folder,
         max_body_bytes=max_body_bytes,
         max_connections=max_connections,
         head_timeout_s=head_timeout,
@@ -140,6 +159,8 @@ def serve(
         stall_timeout_s=stall_timeout,
         metrics_compat=metrics_compat is not None,
     )
+    if adapter_memory is not None and not load.adapter and adapter_folder is None:
+        raise ConfigError("--adapter-memory has no effect without --adapter or --adapter-folder; leave it out")
     found = options.parse_adapters(load.adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
     engine = open_engine(model, (), replace(load, adapter=None), store, cache)

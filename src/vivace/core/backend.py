@@ -17,6 +17,7 @@ from vivace.core.layers import Linear
 from vivace.core.seams import Span
 
 if TYPE_CHECKING:
+    from vivace.core.low_rank import FixedFactors
     from vivace.core.model import Decoder
     from vivace.kernels.low_bit import Weights
 
@@ -56,6 +57,12 @@ class Backend(Protocol):
         """
         ...
 
+    def lay_out(self, factors: FixedFactors) -> int:
+        """Lay out an adapter's factors now, so that its first call takes no longer than the next; return the bytes
+        that this takes beside the factors themselves.
+        """
+        ...
+
     def sibling(self) -> Backend:
         """Make a backend of the same kind for another decoder, such as the one layer of a feature drafter."""
         ...
@@ -81,6 +88,10 @@ class TorchBackend:
     def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         """Make a linear layer that shares the matrix (out, in) and the bias."""
         return Linear.of(weight, bias)
+
+    def lay_out(self, factors: FixedFactors) -> int:
+        """Lay nothing out: PyTorch takes factors as they are."""
+        return 0
 
     def sibling(self) -> Backend:
         """Make a PyTorch backend for another decoder."""

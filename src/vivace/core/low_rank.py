@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,8 @@ class LowRankDeltas:
     """Site -> (A, rank, in), A adapters; PyTorch takes them in any precision, native spans in the rows' own."""
     up: Mapping[Site, Tensor]
     """Site -> (A, out, rank), scale folded in."""
+    kept: dict[object, Any] | None = None
+    """Where a backend keeps the factors as it lays them out, for all calls; None where they may change in place."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, slice | Tensor], ...]:
@@ -73,7 +75,7 @@ class LowRankDeltas:
             return
         up = self.up[site]
         whole = len(x) == len(self.which)
-        for adapter, rows in (self if whole else LowRankDeltas(self.which[: len(x)], self.down, self.up)).spans:
+        for adapter, rows in (self if whole else replace(self, which=self.which[: len(x)])).spans:
             inner = kernels.linear(x[rows].to(down.dtype), down[adapter])
             if site[1] == "mlp":
                 inner = kernels.pointwise(F.silu, inner)
@@ -85,11 +87,11 @@ class LowRankDeltas:
 
     def take(self, rows: Tensor) -> LowRankDeltas:
         """Return the same deltas for some rows of the call."""
-        return LowRankDeltas(self.which[rows], self.down, self.up)
+        return replace(self, which=self.which[rows])
 
     def extended(self, num_rows: int) -> LowRankDeltas:
         """Return the same deltas for a call with ``num_rows`` further rows, which get none."""
-        return LowRankDeltas(F.pad(self.which, (0, num_rows), value=-1), self.down, self.up)
+        return replace(self, which=F.pad(self.which, (0, num_rows), value=-1))
 
 
 def add_low_rank(y: Tensor, x: Tensor, carried: Sequence[LowRankDeltas], layer: int, widths: Mapping[str, int]) -> None:
@@ -120,11 +122,65 @@ class DeltaBank(Protocol):
         ...
 
 
+class AdapterSource(Protocol):
+    """The adapter of a request, which need not be in memory before the request runs."""
+
+    @property
+    def bank(self) -> DeltaBank:
+        """Return what holds its factors; they stay in memory as long as somebody has it.
+
+        Raises:
+            BusyError: those of running requests leave no room for it.
+        """
+        ...
+
+    @property
+    def number(self) -> int:
+        """Return its number in the bank."""
+        ...
+
+    @property
+    def version(self) -> str | None:
+        """Return what its factors are known by; entries of prompts that were read with them may then be kept, apart
+        from all others. None keeps nothing.
+        """
+        ...
+
+    def is_ready(self) -> bool:
+        """Return whether it is in memory, or could be brought there now."""
+        ...
+
+
 class Adapter(NamedTuple):
     """One adapter of a bank, as the rows of a sequence carry it."""
 
     bank: DeltaBank
     number: int = 0
+    version: str | None = None
+
+    def is_ready(self) -> bool:
+        """Return True: its factors are in memory."""
+        return True
+
+
+class FixedFactors:
+    """Fills ``DeltaBank``: one adapter whose factors never change, so that a backend lays them out once."""
+
+    def __init__(self, factors: Mapping[Site, tuple[Tensor, Tensor]]) -> None:
+        """Hold factors: down (rank, in) and up (out, rank), the scale folded in, of every site."""
+        self.down = {site: down[None].contiguous() for site, (down, _) in factors.items()}
+        self.up = {site: up[None].contiguous() for site, (_, up) in factors.items()}
+        self._kept: dict[object, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the factors; a down factor that several sites share counts once."""
+        tensors = (*self.down.values(), *self.up.values())
+        return sum({each.data_ptr(): each.nbytes for each in tensors}.values())
+
+    def deltas(self, which: Tensor) -> LowRankDeltas:
+        """Return the factors as data for a call; ``which`` (T,) is 0 on rows that carry them and -1 elsewhere."""
+        return LowRankDeltas(which, self.down, self.up, self._kept)
 
 
 class SlotAdapters:
@@ -140,13 +196,22 @@ class SlotAdapters:
         self._made: dict[tuple[int, ...], tuple[LowRankDeltas, ...]] = {}
         """By slots of a call's rows: calls of one shape get the same objects, which native spans lay out once."""
 
-    def give(self, slot: int, adapter: Adapter | None) -> None:
-        """Let the rows of a slot carry an adapter from now on, or none."""
+    def give(self, slot: int, adapter: AdapterSource | None) -> None:
+        """Let the rows of a slot carry an adapter from now on, or none.
+
+        Raises:
+            BusyError: there is no room for its factors.
+        """
         if adapter is not None:
-            self._of_slot[slot] = adapter
+            self._of_slot[slot] = Adapter(adapter.bank, adapter.number, adapter.version)
         elif self._of_slot.pop(slot, None) is None:
             return
         self._made.clear()
+
+    def version(self, slot: int) -> str:
+        """Return what the adapter of a slot is known by, which tells its entries from others; empty for none."""
+        adapter = self._of_slot.get(slot)
+        return "" if adapter is None or adapter.version is None else adapter.version
 
     def any_of(self, slots: Iterable[int]) -> bool:
         """Tell whether one of these slots carries an adapter."""
@@ -160,16 +225,16 @@ class SlotAdapters:
         if slots not in self._made:
             if len(self._made) >= MAX_SHAPES:
                 self._made.clear()
-            self._made[slots] = self._make(slots)
+            self._made[slots] = self._make(slots, slot.device)
         return self._made[slots]
 
-    def _make(self, slots: tuple[int, ...]) -> tuple[LowRankDeltas, ...]:
+    def _make(self, slots: tuple[int, ...], device: torch.device) -> tuple[LowRankDeltas, ...]:
         carried = [self._of_slot.get(slot) for slot in slots]
         banks = {id(adapter.bank): adapter.bank for adapter in carried if adapter is not None}
         made = []
         for bank in banks.values():
             which = [-1 if adapter is None or adapter.bank is not bank else adapter.number for adapter in carried]
-            made.append(bank.deltas(torch.tensor(which)))
+            made.append(bank.deltas(torch.tensor(which, device=device)))
         return tuple(made)
 
 

@@ -58,6 +58,8 @@ class Root(NamedTuple):
     """Class of the whole prompt's length in each rotary embedding that depends on it, else 0."""
     row_count: int
     """What the rows of a call were padded to: in ``exact`` mode bits may be others."""
+    adapter: str
+    """Version of the adapter that the rows carry; empty for none."""
 
 
 class Place(NamedTuple):
@@ -315,7 +317,7 @@ class PrefixCache:
 
     def _root(self, slot: int, cache: KVCache, owner: bytes, salt: str) -> Root:
         lengths = tuple(rope.length_class(cache.prompts[slot]) for rope in self._ropes)  # not of what is stored of it
-        return Root(owner, salt, lengths, cache.row_count)
+        return Root(owner, salt, lengths, cache.row_count, cache.adapters.version(slot))
 
     def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Return (start, stop) of every stretch of a text."""

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from vivace.core.config import ModelConfig
-from vivace.core.low_rank import Adapter
+from vivace.core.low_rank import AdapterSource
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.beams import BeamPlan, Hypothesis
@@ -87,7 +87,7 @@ class Request:
     """Number of likeliest tokens returned with their log p for every position; needs ``logprobs``."""
     shows_guesses: bool = False
     """Whether the tokens drafted for every position are returned."""
-    adapter: Adapter | None = None
+    adapter: AdapterSource | None = None
     """Low-rank deltas added to the model for this request; drafts are verified against the model with them."""
     prefill: Prefill = FULL
     """How the prompt is read. Requests that share the object may be read in one pass."""

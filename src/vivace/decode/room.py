@@ -7,7 +7,7 @@ memory ends, the youngest gives back what it has, keeps its tokens, and is read 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from vivace.core.cache import KVCache
@@ -90,8 +90,12 @@ class Room:
         can_read_again = request.prefill.is_exact and not self._model.stateful
         return not (can_read_again and request.drafter.leaves_all_entries)
 
-    def has_for(self, waiting: Iterable[Waiting], live: Iterable[Sequence]) -> bool:
-        """Return whether there is memory for all these requests to begin, and a block for each that runs."""
+    def has_for(self, waiting: Collection[Waiting], live: Iterable[Sequence]) -> bool:
+        """Return whether all these requests can begin: their adapters are in memory, and there is memory for their
+        texts and a block for each that runs.
+        """
+        if not all(each.request.adapter is None or each.request.adapter.is_ready() for each in waiting):
+            return False
         needed = sum(self.first_bytes(each.request, each.num_tokens) for each in waiting)
         return self.memory.has_room(needed + self._spare_bytes(live))
 

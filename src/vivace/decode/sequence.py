@@ -80,7 +80,9 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Return whether its prompt uses the prefix cache: only where its entries are exactly the model's own."""
-        return self.request.prefix is not None and self.request.prefill.is_exact and self.request.adapter is None
+        adapter = self.request.adapter
+        has_name = adapter is None or adapter.version is not None
+        return self.request.prefix is not None and self.request.prefill.is_exact and has_name
 
     @property
     def keeps_answer(self) -> bool:

@@ -335,6 +335,7 @@ class Session:
         """Put a request into the slot that is free next, or one back that has lost its own."""
         request = waiting.request
         drafting, prefilling = self.drafting(request.drafter), self._prompts.state_of(request.prefill)
+        self.cache.adapters.give(slot, request.adapter)
         if waiting.paused is not None:
             sequence = waiting.paused
             sequence.slot, sequence.drafting, sequence.prefilling = slot, drafting, prefilling
@@ -350,7 +351,6 @@ class Session:
         self._live[slot] = sequence
         self.cache.set_aside(slot, sequence.num_entries)
         self.cache.prompts[slot] = len(request.tokens)
-        self.cache.adapters.give(slot, request.adapter)
         return sequence
 
     def _prefill(self, batch: list[Sequence]) -> list[Emitted]:
@@ -485,6 +485,7 @@ class Session:
             except BaseException:  # the next request of this drafter opens a new state
                 log.exception("slot %d could not be forgotten", sequence.slot)
                 self._drafting = {key: pair for key, pair in self._drafting.items() if pair[1] is not state}
+        self.cache.adapters.give(sequence.slot, None)
         del self._live[sequence.slot]
         self._free.append(sequence.slot)
         requests = [s.request for s in self._live.values()] + [w.request for w in self._waiting]

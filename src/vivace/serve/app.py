@@ -21,7 +21,15 @@ from vivace.engine import Engine, Options
 from vivace.errors import VivaceError
 from vivace.serve.answering import Echo, EventStream, Reply, cancel_on_disconnect, head
 from vivace.serve.api_error import APIError, api_error_of, error_body
-from vivace.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from vivace.serve.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    LoadLoraBody,
+    TokenizeBody,
+    UnloadLoraBody,
+)
 from vivace.serve.call import Call, Calls
 from vivace.serve.catalog import Catalog
 from vivace.serve.config import LONGEST_DEFAULT, ServeConfig
@@ -31,6 +39,7 @@ from vivace.serve.encoding import encoded
 from vivace.serve.health import check_live, check_ready
 from vivace.serve.lanes import Lane
 from vivace.serve.long_text import LONG
+from vivace.serve.loras import LoraRoutes
 from vivace.serve.metrics import Metrics
 from vivace.serve.middleware import Middleware
 from vivace.serve.parsing import ParsedRequest, RequestParser
@@ -59,7 +68,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in (
         (400, "A field is unknown, out of range or cannot be followed."),
         (401, "The API key is missing or wrong."),
+        (403, "This server does not do that."),
         (404, "No such model."),
+        (409, "The adapter is there already, or in use."),
         (413, "The body is too large."),
         (429, "The queue is full, or memory is."),
         (503, "The server is stopping."),
@@ -88,7 +99,10 @@ class Server:
         self.engine = engine
         self.config = config
         self.version = version
+        if config.adapter_bytes is not None:
+            engine.adapters.max_bytes = config.adapter_bytes
         self.catalog = Catalog(engine, config.served_model_name, config.method, adapters or {})
+        self.loras = LoraRoutes(self.catalog, config.adapter_folder)
         context = engine.model.config.max_positions
         asked = min(context, LONGEST_DEFAULT) if config.max_model_len is None else config.max_model_len
         if asked > context:
@@ -226,6 +240,14 @@ class Server:
             )
         )
 
+    async def load_lora(self, request: Request) -> Response:
+        """Answer a request to ``/v1/load_lora_adapter``."""
+        return Response(await self.texts.run(self.loras.load, await request.body()), media_type="text/plain")
+
+    async def unload_lora(self, request: Request) -> Response:
+        """Answer a request to ``/v1/unload_lora_adapter``."""
+        return Response(await self.texts.run(self.loras.unload, await request.body()), media_type="text/plain")
+
     def _lane(self, text: str | list[int]) -> Lane:
         """Return the threads that turn this text into tokens, or these tokens into a text."""
         return self.heavy if len(text) > LONG else self.texts
@@ -278,7 +300,8 @@ def build(server: Server) -> FastAPI:
     _answer_errors(app)
     _generation_routes(app, server)
     _other_routes(app, server)
-    describe(app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody))
+    _adapter_routes(app, server)
+    describe(app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, LoadLoraBody, UnloadLoraBody))
     return app
 
 
@@ -307,6 +330,18 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         return await server.detokenize(request)
+
+
+def _adapter_routes(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/load_lora_adapter", responses=_ERRORS, openapi_extra=takes(LoadLoraBody))
+    async def load_lora_adapter(request: Request) -> Response:
+        """Serve a LoRA of the server's folder from now on (vLLM's route)."""
+        return await server.load_lora(request)
+
+    @app.post("/v1/unload_lora_adapter", responses=_ERRORS, openapi_extra=takes(UnloadLoraBody))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Serve a LoRA no more; one that a request runs or waits with stays (vLLM's route)."""
+        return await server.unload_lora(request)
 
 
 def _other_routes(app: FastAPI, server: Server) -> None:

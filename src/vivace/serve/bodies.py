@@ -417,3 +417,21 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[Token] = Field(max_length=1 << 20, fail_fast=True)
+
+
+class LoadLoraBody(Body):
+    """Body of ``POST /v1/load_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=100, description="What `model` shall be to wear it.")
+    lora_path: str | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="Name of the adapter inside the server's folder; left out: `lora_name`.",
+    )
+
+
+class UnloadLoraBody(Body):
+    """Body of ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=100, description="An adapter that is served.")

@@ -1,4 +1,4 @@
-"""The models that a server offers: the base, and the base with each adapter with which it was started."""
+"""The models that a server offers: the base, the base with other draft weights, and the base with each LoRA."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vivace.checkpoint.peft import is_lora
+from vivace.core.low_rank import AdapterSource
 from vivace.core.seams import Drafter
 from vivace.engine import Engine
-from vivace.errors import ConfigError, nearest
+from vivace.errors import ConfigError, NotFoundError, nearest
 from vivace.methods.composition import Methods, adapters_by_method
 from vivace.methods.table import METHODS
 from vivace.serve.api_error import APIError
@@ -20,7 +22,7 @@ depend on when the server chose to draft."""
 
 
 class Catalog:
-    """Maps names of models and methods to drafters. Everything is loaded when the server starts."""
+    """Maps names of models and methods to drafters. Only LoRAs may come and go while the server runs."""
 
     def __init__(self, engine: Engine, base: str, method: str, adapters: Mapping[str, str | Path]) -> None:
         """Load every adapter.
@@ -39,22 +41,69 @@ class Catalog:
         self.base = base
         self.created = int(time.time())
         self.num_layers = engine.model.config.num_layers
+        self._loras = engine.adapters
         self._methods: dict[str, Methods] = {base: engine.methods}
         self._defaults: dict[str, str] = {base: method}
         for name, folder in adapters.items():
             if name in self._methods:
                 raise ConfigError(f"two models are called {name!r}; give the adapter another name")
+            if is_lora(folder):
+                self._loras.add(name, folder)
+                continue
             found = adapters_by_method([folder], engine.folder)
             methods = Methods(engine.model, engine.folder, found, engine.methods.second, memory=engine.memory)
             self._methods[name] = methods
             kind = next(iter(found))
             self._defaults[name] = method if method == "auto" or METHODS[method].adapter == kind else kind
+        for name in self._loras.names:
+            if name in self._methods:
+                raise ConfigError(f"two models are called {name!r}; give the adapter another name")
         for name, default in self._defaults.items():
             self._methods[name].drafter(default)
 
     def names(self) -> list[str]:
         """Return the names of all models that are served, the base first."""
-        return list(self._methods)
+        return [*self._methods, *self._loras.names]
+
+    def add(self, name: str, folder: Path) -> None:
+        """Serve a LoRA from now on.
+
+        Raises:
+            ConfigError: the name is taken, or cannot be one.
+            VivaceError: it cannot be read, or there is no room for it.
+        """
+        if name in self._methods:
+            raise ConfigError(f"the name {name!r} is taken by a model of this server; give another name")
+        self._loras.add(name, folder)
+
+    def remove(self, name: str) -> None:
+        """Serve a LoRA no more.
+
+        Raises:
+            APIError: there is none of this name (404).
+            BusyError: a request runs or waits with it.
+        """
+        try:
+            self._loras.remove(name)
+        except NotFoundError as exc:
+            raise APIError(404, str(exc), param="lora_name", code="model_not_found") from None
+
+    def source(self, model: str) -> AdapterSource | None:
+        """Return the LoRA of a model, as a request carries it; None for a model that is none.
+
+        Raises:
+            APIError: it has gone since it was found (404).
+        """
+        if model in self._methods:
+            return None
+        try:
+            return self._loras.source(model)
+        except NotFoundError as exc:
+            raise APIError(404, str(exc), param="model", code="model_not_found") from None
+
+    def _of(self, model: str) -> str:
+        """Return the name under which methods of a model are kept: those of a LoRA are the base's."""
+        return model if model in self._methods else self.base
 
     def find(self, name: str | None) -> str:
         """Return the model that a request names; the base where it names none.
@@ -64,10 +113,10 @@ class Catalog:
         """
         if name is None:
             return self.base
-        if name not in self._methods:
+        if name not in self._methods and name not in self._loras:
             raise APIError(
                 404,
-                f"there is no model {name[:200]!r}{nearest(name, self._methods)}",
+                f"there is no model {name[:200]!r}{nearest(name, self.names())}",
                 param="model",
                 code="model_not_found",
             )
@@ -75,7 +124,7 @@ class Catalog:
 
     def methods(self, model: str) -> list[str]:
         """Return the methods that can run with this model."""
-        return ["auto", *self._methods[model].runnable()]
+        return ["auto", *self._methods[self._of(model)].runnable()]
 
     def method(self, model: str, asked: str | None, *, is_seeded: bool) -> str:
         """The method a request is decoded with.
@@ -88,7 +137,7 @@ class Catalog:
         Raises:
             APIError: an unknown method, or one that is not ready here.
         """
-        chosen = asked or self._defaults[model]
+        chosen = asked or self._defaults[self._of(model)]
         if chosen not in self.methods(model):
             raise APIError(
                 400,
@@ -104,7 +153,7 @@ class Catalog:
             APIError: a number of guesses, or a quality, is given for a method that does not take one.
         """
         try:
-            return self._methods[model].drafter(method, num_draft_tokens, quality)
+            return self._methods[self._of(model)].drafter(method, num_draft_tokens, quality)
         except ConfigError as exc:
             raise APIError(400, str(exc), param="num_draft_tokens" if quality is None else "quality") from None
 
@@ -121,7 +170,7 @@ class Catalog:
                 "max_model_len": max_model_len,
                 "num_layers": self.num_layers,
                 "methods": self.methods(name),
-                "default_method": self._defaults[name],
+                "default_method": self._defaults[self._of(name)],
             }
             for name in self.names()
         ]

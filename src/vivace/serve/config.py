@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 
 from vivace.errors import ConfigError
 from vivace.serve.hosts import LOOPBACK, checked_host, checked_origin
@@ -40,6 +41,10 @@ class ServeConfig:
     """How many of their tokens go on; None is what `prefill` has."""
     min_prompt: int | None = None
     """Shortest prompt of which tokens are left out; None is 512."""
+    adapter_bytes: int | None = None
+    """Largest memory for LoRAs; those that no request runs leave when others are asked for. None keeps all."""
+    adapter_folder: Path | None = None
+    """Folder whose LoRAs callers may load and unload by name; None lets them do neither."""
     num_slots: int = 16
     """Number of sequences decoded at once."""
     max_queue: int = 64
@@ -86,6 +91,13 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be a time above 0, found {getattr(self, name)}")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise ConfigError(f"default_max_tokens must be at least 1, found {self.default_max_tokens}")
+        if self.adapter_bytes is not None and self.adapter_bytes < 1:
+            raise ConfigError(f"adapter_bytes must be at least 1, found {self.adapter_bytes}")
+        if self.adapter_folder is not None:
+            if not self.adapter_folder.is_dir():
+                raise ConfigError(f"adapter_folder: there is no directory {self.adapter_folder}")
+            if not self.api_keys:
+                raise ConfigError("adapter_folder lets callers load adapters; give --api-key-file FILE beside it")
         check_keys(self.api_keys)
         object.__setattr__(self, "allowed_hosts", tuple(map(checked_host, self.allowed_hosts)))
         object.__setattr__(self, "cors", tuple(map(checked_origin, self.cors)))

@@ -29,6 +29,8 @@ KNOWN_PATHS = OPEN_PATHS | {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/models",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/tokenize",
     "/detokenize",
     "/metrics",

@@ -230,14 +230,15 @@ class RequestParser:
             check_method(method, options.prefill)
         with self._drafters:  # they are made when they are first asked for
             drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
-        seed = random.getrandbits(62) if body.seed is None else body.seed
+        seed, adapter = random.getrandbits(62) if body.seed is None else body.seed, self.catalog.source(model)
         prefix = self.engine.prefix(self._prefix, body.cache_salt, owner)
         bias = (LogitBias(self._bias(body)),) if body.logit_bias else ()
         requests = []
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)
             first = self._request(body, tokens, options, drafter, prefix)
-            first = replace(first, num_top_logprobs=num_top or 0, processors=self._processors(body, len(tokens), bias))
+            processors = self._processors(body, len(tokens), bias)
+            first = replace(first, num_top_logprobs=num_top or 0, processors=processors, adapter=adapter)
             requests += [replace(first, seed=seed + choice) for choice in range(body.n)]
         return ParsedRequest(
             model,

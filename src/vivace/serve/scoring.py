@@ -9,11 +9,12 @@ logits of all positions are never in memory together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.core.low_rank import AdapterSource
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.serve.choice import TokenInfo
@@ -34,7 +35,9 @@ class Scored:
     top_logprobs: list[list[float]]
 
 
-def scoring(model: Decoder, tokens: Sequence[int], num_top: int, *, chunk: int) -> Iterator[Scored | None]:
+def scoring(
+    model: Decoder, tokens: Sequence[int], num_top: int, *, chunk: int, adapter: AdapterSource | None = None
+) -> Iterator[Scored | None]:
     """Score a text, a turn whenever the next value is asked for: None until the last turn, which gives the scores.
 
     Args:
@@ -42,7 +45,9 @@ def scoring(model: Decoder, tokens: Sequence[int], num_top: int, *, chunk: int) 
         tokens: of the text, T of them.
         num_top: likeliest tokens to name for every place.
         chunk: rows; a turn costs what so many of them cost on the whole way up, or one layer's pass over the text.
+        adapter: what the model wears; None is the model as it is.
     """
+    bank = None if adapter is None else adapter.bank
     ids, num_layers, num_rows = torch.tensor(tokens, device=model.device), model.config.num_layers, len(tokens)
     step = Step.dense(1, num_rows, device=ids.device)
     with torch.inference_mode():
@@ -50,6 +55,8 @@ def scoring(model: Decoder, tokens: Sequence[int], num_top: int, *, chunk: int) 
     per_turn = max(1, chunk * num_layers // num_rows)
     for start in range(0, num_layers, per_turn):
         step = Step.dense(1, num_rows, device=ids.device)  # a new one forgets the keys and values of the layers below
+        if bank is not None:
+            step = replace(step, deltas=(bank.deltas(torch.zeros_like(step.slot)),))
         with torch.inference_mode():
             h = model.run(h, step, start, min(start + per_turn, num_layers))
         yield None

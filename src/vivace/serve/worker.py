@@ -291,7 +291,11 @@ class Worker:
         if self._scoring is None:
             self._waiting.remove(job)
             job.started_at = time.perf_counter()
-            turns = scoring(self.session.model, job.request.tokens, num_top, chunk=self.session.chunk)
+            turns = scoring(
+                *(self.session.model, job.request.tokens, num_top),
+                chunk=self.session.chunk,
+                adapter=job.request.adapter,
+            )
             self._scoring = job, turns
 
     def _score(self) -> None:

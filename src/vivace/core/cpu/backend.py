@@ -28,6 +28,7 @@ from vivace.core.cpu.packed import (
 from vivace.core.cpu.span import NativeSpan
 from vivace.core.draft_rows import Chain
 from vivace.core.layers import FeedForward, LayerNorm, Linear, RMSNorm
+from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Span
@@ -175,6 +176,10 @@ class CpuBackend:
     def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         """Make a module that multiplies by a matrix (out, in) of a method, in bfloat16."""
         return Linear.of(weight, bias) if self.body is None else PackedLinear(self.body, weight, bias)
+
+    def lay_out(self, factors: FixedFactors) -> int:
+        """Pack an adapter's factors for spans, if layers run so; return the bytes that this takes."""
+        return self.span.lay_out(factors) if isinstance(self.span, NativeSpan) else 0
 
     def sibling(self) -> Backend:
         """Make a backend with the same kernels for another decoder, whose weights stay in bfloat16."""

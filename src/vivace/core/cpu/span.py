@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.packed import NativeNorm, PackedFeedForward, PackedMixture
-from vivace.core.low_rank import LowRankDeltas
+from vivace.core.low_rank import FixedFactors, LowRankDeltas
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
@@ -131,8 +131,14 @@ class NativeSpan:
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
         fresh = (deltas for deltas in step.low_rank if deltas not in self._native_deltas)
-        weights = (w for deltas in fresh for w in (*deltas.down.values(), *deltas.up.values()))
-        return all(w.dtype == self.body.dtype and w.is_contiguous() for w in weights)
+        return all(self._can_take(deltas) for deltas in fresh)
+
+    def _can_take(self, deltas: LowRankDeltas) -> bool:
+        """Return whether factors are contiguous and of the body's dtype; asked once for those that never change."""
+        if deltas.kept is not None and (type(self), self.body.dtype) in deltas.kept:
+            return True
+        weights = (*deltas.down.values(), *deltas.up.values())
+        return all(weight.dtype == self.body.dtype and weight.is_contiguous() for weight in weights)
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows through layers start..stop-1, (T, E) -> (T, E)."""
@@ -197,10 +203,10 @@ class NativeSpan:
 
     def native_deltas(
         self, applied: Sequence[LowRankDeltas], start: int, stop: int, version: int | None = None
-    ) -> tuple[ctypes.Array[CDelta], list[Tensor]]:
-        """Return the low-rank deltas of layers start..stop-1 as structs, and the tensors that the structs point into.
+    ) -> tuple[ctypes.Array[CDelta], list[object]]:
+        """Return the low-rank deltas of layers start..stop-1 as structs, and what the structs point into.
 
-        The result is kept for the next call with the same deltas, until their weights change.
+        What is made for one of ``applied`` is kept for the next call with it, until its weights change.
 
         Args:
             applied: deltas of the call.
@@ -208,34 +214,64 @@ class NativeSpan:
             stop: one past the last layer.
             version: number of in-place changes of the weights, where it is known already.
         """
-        if len(applied) != 1:
-            return self._listed(applied, start, stop)
+        if not applied:
+            return (CDelta * 0)(), []
         version = _version_of(applied) if version is None else version
-        kept = self._native_deltas.setdefault(applied[0], {})
-        if kept.get((start, stop), (None,))[0] != version:
-            kept[start, stop] = (version, self._listed(applied, start, stop))
-        listed: tuple[ctypes.Array[CDelta], list[Tensor]] = kept[start, stop][1]
-        return listed
+        found = [self._terms(deltas, start, stop, version) for deltas in applied]
+        terms = found[0][0]
+        if len(found) > 1:
+            terms = torch.cat([part for part, _ in found])
+            terms = terms[terms[:, 0].argsort(stable=True)]
+        structs = (CDelta * len(terms)).from_address(terms.data_ptr()) if len(terms) else (CDelta * 0)()
+        return structs, [terms, *(kept for _, kept in found)]
 
-    def _listed(
-        self, applied: Sequence[LowRankDeltas], start: int, stop: int
-    ) -> tuple[ctypes.Array[CDelta], list[Tensor]]:
-        kept: list[Tensor] = []
-        native_deltas: list[CDelta] = []
-        for deltas in applied:
+    def _terms(self, deltas: LowRankDeltas, start: int, stop: int, version: int) -> tuple[Tensor, object]:
+        """Return the structs of some layers' deltas as numbers, (n, 8) by layer, and what they point into."""
+        kept = self._native_deltas.setdefault(deltas, {})
+        if kept.get((start, stop), (None,))[0] != version:
+            terms, tensors = self._factors(deltas)
             which = deltas.which.contiguous()
-            kept.append(which)
-            for (layer, site), down in deltas.down.items():
-                if not start <= layer < stop or site not in SITES:
-                    continue
-                up = deltas.up[layer, site]
-                packed = self._pack_up(up)
-                kept.append(packed)
-                widths = (down.shape[1], down.shape[2], up.shape[1])
-                addresses = (down.data_ptr(), packed.data_ptr(), which.data_ptr())
-                native_deltas.append(CDelta(layer, SITES[site], *widths, *addresses))
-        native_deltas.sort(key=lambda delta: int(delta.layer))
-        return (CDelta * len(native_deltas))(*native_deltas), kept
+            layers = terms[:, 0].contiguous()
+            first, last = torch.searchsorted(layers, torch.tensor([start, stop])).tolist()
+            own = terms[first:last].clone()
+            own[:, -1] = which.data_ptr()
+            kept[start, stop] = (version, own, (which, tensors))
+        found: tuple[int, Tensor, object] = kept[start, stop]
+        return found[1:]
+
+    def lay_out(self, factors: FixedFactors) -> int:
+        """Pack an adapter's factors before its first call; return the bytes that this takes."""
+        deltas = factors.deltas(torch.zeros(0, dtype=torch.int64))
+        if not self._can_take(deltas):
+            return 0
+        _, packed = self._factors(deltas)
+        assert isinstance(packed, list)
+        return sum(each.nbytes for each in packed[1::2])
+
+    def _factors(self, deltas: LowRankDeltas) -> tuple[Tensor, object]:
+        """Return the structs of all layers' factors as numbers without ``which``, (n, 8), and what they point into.
+
+        Those that never change are laid out once, whatever the rows that carry them.
+        """
+        key = (type(self), self.body.dtype)
+        if deltas.kept is not None and key in deltas.kept:
+            known: tuple[Tensor, object] = deltas.kept[key]
+            return known
+        kept: list[Tensor] = []
+        rows: list[tuple[int, ...]] = []
+        for (layer, site), down in deltas.down.items():
+            if site not in SITES:
+                continue
+            up = deltas.up[layer, site]
+            packed = self._pack_up(up)
+            kept += [down, packed]
+            addresses = (down.data_ptr(), packed.data_ptr(), 0)
+            rows.append((layer, SITES[site], down.shape[1], down.shape[2], up.shape[1], *addresses))
+        rows.sort(key=lambda row: row[0])
+        terms = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(CDelta._fields_))
+        if deltas.kept is not None:
+            deltas.kept[key] = terms, kept
+        return terms, kept
 
     def _pack_up(self, up: Tensor) -> Tensor:
         """Pack up factors (A, out, rank) adapter by adapter, once until the weights change or are freed."""
@@ -282,7 +318,7 @@ def _is_behind(deltas: LowRankDeltas, num_feed: int) -> bool:
 
 def _version_of(applied: Sequence[LowRankDeltas]) -> int:
     """Return how often the up factors of deltas were changed in place."""
-    return sum(_version(up) for deltas in applied for up in deltas.up.values())
+    return sum(_version(up) for deltas in applied if deltas.kept is None for up in deltas.up.values())
 
 
 def _version(weight: Tensor) -> int:

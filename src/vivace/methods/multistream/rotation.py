@@ -80,5 +80,5 @@ class ValueRotation(nn.Module):
             own = values.expand(self.streams, -1, -1)
             down[site] = torch.cat((down[site], own.to(down[site].dtype)), 1) if site in down else own
             up[site] = torch.cat((up[site], turns.to(up[site].dtype)), 2) if site in up else turns
-        held = ({site: part.contiguous() for site, part in parts.items()} for parts in (down, up))
-        return LowRankDeltas(which, *held)
+        down, up = ({site: part.contiguous() for site, part in parts.items()} for parts in (down, up))
+        return LowRankDeltas(which, down, up)

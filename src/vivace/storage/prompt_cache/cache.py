@@ -334,7 +334,8 @@ class PromptCache:
     def root(self, slot: int, cache: KVCache, owner: bytes, salt: str) -> str:
         """Return what the first stretch of a request's text is behind."""
         lengths = [rope.length_class(cache.prompts[slot]) for rope in self._ropes]
-        shared = json.dumps([owner.hex(), salt, lengths, cache.row_count])
+        adapter = cache.adapters.version(slot)
+        shared = json.dumps([owner.hex(), salt, lengths, cache.row_count, *([adapter] if adapter else ())])
         return sha256(self._root + shared.encode()).hexdigest()
 
 

@@ -1,0 +1,67 @@
+"""One LoRA (Hu et al. 2021, arXiv:2106.09685) in memory: read from PEFT's files, cast and laid out for a model."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from vivace.checkpoint.families import family_of
+from vivace.checkpoint.load import read_config
+from vivace.checkpoint.peft import CONFIG, TENSORS, ModuleTable, load_lora
+from vivace.core.low_rank import FixedFactors
+from vivace.core.model import Decoder
+from vivace.errors import NotFoundError, UnsupportedError
+
+
+def table_of(base: Path, model: Decoder) -> ModuleTable:
+    """Return the matrices of a model by the names that its checkpoint's family gives them."""
+    return ModuleTable(family_of(read_config(base)).names, model.config)
+
+
+def why_no_lora(model: Decoder) -> str | None:
+    """Return why a model's rows cannot carry low-rank deltas, or None where they can."""
+    if model.stateful:
+        return "it reads only the neurons that it predicts to be active, and a LoRA changes which these are"
+    return None
+
+
+def lora_factors(folder: Path, table: ModuleTable, model: Decoder, base: str) -> tuple[FixedFactors, str | None]:
+    """Read a LoRA for a model.
+
+    Args:
+        folder: PEFT's folder.
+        table: the model's matrices.
+        model: for whose rows it is.
+        base: ``base_hash`` of the model's checkpoint.
+
+    Returns:
+        The factors in the model's precision, and the base's hash as the file has it; None where it has none.
+
+    Raises:
+        CheckpointError: it is missing, broken or of another base.
+        UnsupportedError: it is more than a LoRA, or the model's rows cannot carry one.
+    """
+    if (reason := why_no_lora(model)) is not None:
+        raise UnsupportedError(f"this model takes no LoRA: {reason}")
+    read = load_lora(folder, table, base)
+    cast = {
+        site: (down.to(model.device, model.dtype), up.to(model.device, model.dtype))
+        for site, (down, up) in read.factors.items()
+    }
+    return FixedFactors(cast), read.base
+
+
+def version_of(folder: Path) -> str:
+    """Return the SHA-256 of a LoRA's two files, 64 hexadecimal digits.
+
+    Raises:
+        NotFoundError: one is missing.
+    """
+    digest = hashlib.sha256()
+    for name in (CONFIG, TENSORS):
+        path = folder / name
+        if not path.is_file():
+            raise NotFoundError(f"{folder} has no {name}")
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

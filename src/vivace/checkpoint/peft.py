@@ -1,0 +1,485 @@
+"""LoRA adapters in the files of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``, read and written.
+
+A LoRA (Hu et al. 2021, arXiv:2106.09685) adds ``scale B A`` to some matrices of a model: A (rank, in), B (out, rank),
+``scale = alpha / rank``, or ``alpha / sqrt(rank)`` with ``use_rslora`` (Kalajdzievski 2023, arXiv:2312.03732). PEFT
+names factors by the modules of transformers; the tables of ``names.py`` say which of our sites these are. A module that
+transformers fuses (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) has one A for several sites, each of which takes its rows
+of B.
+
+What cannot be added row by row is refused by name: DoRA, trained biases, embeddings, heads and ``modules_to_save``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.files import read_json, read_metadata, read_tensors, staged, summary, write_tensors
+from vivace.checkpoint.names import Names, layout
+from vivace.core.config import ModelConfig
+from vivace.core.low_rank import Site
+from vivace.errors import CheckpointError, CorruptError, MismatchError, NotFoundError, UnsupportedError
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+BASE = "vivace_base"
+"""Key of the base's hash in the metadata of the safetensors file, which PEFT ignores."""
+_PREFIX = "base_model.model."
+_ALL_LINEAR = "all-linear"
+MERGE = "merge it into the model with PEFT (merge_and_unload) first"
+
+Factors = Mapping[Site, tuple[Tensor, Tensor]]
+"""Site -> down (rank, in) and up (out, rank)."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What ``adapter_config.json`` says, as far as the mathematics depends on it."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | str | None
+    """Endings of module names, a regular expression, or "all-linear"; None leaves it to the tensors."""
+    excluded: tuple[str, ...] | str = ()
+    layers: frozenset[int] | None = None
+    """Layers that are adapted; None is all."""
+    layers_pattern: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    extras: tuple[str, ...] = ()
+    """Settings that change the mathematics beyond a LoRA, as ``key = value``."""
+    base_name: str | None = None
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module, by its full name."""
+        return self.rank_pattern.get(_pattern(self.rank_pattern, module), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor on B A of a module, by its full name."""
+        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, module), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def aims_at(self, module: str) -> bool:
+        """Return whether a module is adapted, by its full name; ``all-linear`` takes every one."""
+        if _is_named(self.excluded, module):
+            return False
+        if isinstance(self.targets, str) or self.targets is None:
+            return self.targets is None or self.targets.lower() == _ALL_LINEAR or _is_named(self.targets, module)
+        if module in self.targets:
+            return True
+        return _is_named(self.targets, module) and self._takes_layer(module)
+
+    def _takes_layer(self, module: str) -> bool:
+        if self.layers is None:
+            return True
+        found = None
+        for pattern in self.layers_pattern or (r"[^.]*",):
+            before = r".*?\." if not self.layers_pattern else r"(?:^|.*?\.)"
+            found = found or re.match(rf"{before}{pattern}\.(\d+)\.", module)
+        return found is not None and int(found[1]) in self.layers
+
+
+def _is_named(names: tuple[str, ...] | str, module: str) -> bool:
+    """Return whether a list of endings, or a regular expression, names a module."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _pattern(patterns: Iterable[str], module: str) -> str:
+    """Return the first pattern that matches a module from some dot on to its end, or the module's name."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+
+
+def is_lora(folder: str | Path) -> bool:
+    """Return whether a folder holds a PEFT adapter."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def read_settings(folder: str | Path) -> LoraSettings:
+    """Read ``adapter_config.json``.
+
+    Raises:
+        NotFoundError: there is no such folder or file.
+        CorruptError: the file is not JSON, or a key has a value that PEFT does not write.
+        UnsupportedError: the folder holds another kind of adapter than LoRA.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise NotFoundError(f"there is no adapter directory {place}")
+    raw = read_json(place / CONFIG)
+    kind = str(raw.get("peft_type"))
+    if kind.upper() != "LORA":
+        raise UnsupportedError(f"{place} is an adapter of the kind {kind}; only LORA is read")
+    try:
+        settings = _settings(raw)
+    except (TypeError, ValueError, AttributeError, re.error) as exc:
+        raise CorruptError(f"{place / CONFIG} is not a LoRA's configuration: {exc}") from exc
+    smallest = min([settings.rank, *settings.rank_pattern.values()])
+    if smallest < 1:
+        raise CorruptError(f"{place / CONFIG} has rank {smallest}; a LoRA has rank 1 at least")
+    return settings
+
+
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    "use_qalora": (False,),
+    "use_bdlora": (False, {}),
+    "megatron_config": ({},),
+    "arrow_config": ({},),
+    "velora_config": ({},),
+    "kasa_config": ({},),
+    "monteclora_config": ({},),
+}
+"""Settings that a plain LoRA leaves at these values, or at None."""
+
+
+def _settings(raw: Mapping[str, Any]) -> LoraSettings:
+    layers = raw.get("layers_to_transform")
+    extras = [f"{key} = {json.dumps(raw[key])}" for key, plain in _PLAIN.items() if raw.get(key) not in (None, *plain)]
+    found = LoraSettings(
+        rank=int(raw.get("r", 8)),
+        alpha=float(raw.get("lora_alpha", 8)),
+        targets=_names(raw.get("target_modules")),
+        excluded=_names(raw.get("exclude_modules")) or (),
+        layers=None if layers in (None, []) else frozenset([layers] if isinstance(layers, int) else map(int, layers)),
+        layers_pattern=_listed(raw.get("layers_pattern")),
+        rank_pattern={str(key): int(value) for key, value in (raw.get("rank_pattern") or {}).items()},
+        alpha_pattern={str(key): float(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+        use_rslora=bool(raw.get("use_rslora")),
+        use_dora=bool(raw.get("use_dora")),
+        extras=tuple(extras),
+        base_name=raw.get("base_model_name_or_path"),
+    )
+    expressions = [key for names in (found.targets, found.excluded) if isinstance(names, str) for key in (names,)]
+    for expression in (*expressions, *found.rank_pattern, *found.alpha_pattern, *found.layers_pattern):
+        re.compile(expression)
+    return found
+
+
+def _names(value: object) -> tuple[str, ...] | str | None:
+    """Return a list of names, or an expression, as ``adapter_config.json`` has either."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise TypeError(f"expected names, found {value!r}")
+    return tuple(map(str, value))
+
+
+def _listed(value: object) -> tuple[str, ...]:
+    found = _names(value)
+    return (found,) if isinstance(found, str) and found else tuple(found or ())
+
+
+@dataclass(frozen=True)
+class Module:
+    """A matrix of transformers, and which of our sites its outputs are."""
+
+    stem: str
+    """Name without the root, such as ``layers.0.self_attn.q_proj``."""
+    in_width: int
+    out_width: int
+    sites: tuple[tuple[Site, int, int], ...]
+    """Each site with its first row of the matrix and the row after its last."""
+
+
+class ModuleTable:
+    """The matrices of a model that LoRA may adapt, by the names that transformers gives them."""
+
+    def __init__(self, names: Names, config: ModelConfig) -> None:
+        """List the matrices of all layers; experts are left out."""
+        self.names = names
+        self.config = config
+        self.modules = {module.stem: module for module in _modules(names, config)}
+
+    def full_name(self, stem: str) -> str:
+        """Return the name of a module in the model of transformers that PEFT wraps."""
+        return self.names.roots[0] + stem
+
+    def stem(self, name: str) -> str:
+        """Return the name of a module without its root, whichever of the family's roots it has."""
+        roots = sorted(self.names.roots, key=len, reverse=True)
+        return next((name.removeprefix(root) for root in roots if root and name.startswith(root)), name)
+
+    def what_is(self, name: str) -> str | None:
+        """Return what a module is that LoRA does not adapt here, or None for a module that the model has not."""
+        stem, names = self.stem(name), self.names
+        if stem in (names.embedding, names.positions):
+            return "the embedding"
+        if name in names.heads or stem in names.heads:
+            return "the head"
+        if "experts" in stem.split(".") or (names.router and stem.endswith(f".{names.router}")):
+            return "experts of a mixture, or their router"
+        norms = (names.final_norm, names.attention_norm, names.ffn_norm)
+        return "a norm" if stem.rpartition(".")[2] in norms or stem in norms else None
+
+
+def _modules(names: Names, config: ModelConfig) -> Iterable[Module]:
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    halves = ("gate", "up") if config.gated else ("up",)
+    table = layout(names, config, "", names.heads[0])
+    for layer in range(config.num_layers):
+        parts = {
+            "qkv": (("q", heads), ("k", keys), ("v", keys)),
+            "o": (("o", config.width),),
+            "feed_forward.up": tuple((half, config.ffn_width) for half in halves),
+            "feed_forward.down": (("down", config.width),),
+        }
+        for part, sites in parts.items():
+            target = table.get(f"layers.{layer}.{part}.weight")
+            for piece in () if target is None else target.pieces:
+                stem, width = piece.name.removesuffix(".weight"), target.shape[1] if target else 0
+                own, first = [], 0
+                for site, size in sites:
+                    if piece.start <= first and first + size <= piece.stop:
+                        own.append(((layer, site), first - piece.start, first - piece.start + size))
+                    first += size
+                yield Module(stem, width, piece.stop - piece.start, tuple(own))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA that was read."""
+
+    factors: Factors
+    """In float32, the scale in the up factors."""
+    base: str | None
+    """``base_hash`` of the model it was trained on, where its file says so."""
+    settings: LoraSettings
+
+
+def load_lora(folder: str | Path, table: ModuleTable, expected_base: str | None = None) -> Lora:
+    """Read a LoRA.
+
+    Args:
+        folder: a folder as PEFT's ``save_pretrained`` writes it.
+        table: the matrices of the model that it is for.
+        expected_base: ``base_hash`` of that model; a file that names another is refused, one that names none is checked
+            by names and shapes alone.
+
+    Raises:
+        NotFoundError: there is no such folder or file.
+        CorruptError: a file is truncated or has numbers that are not finite.
+        MismatchError: it is of another base: a module or a shape does not fit, or the base's hash is another.
+        UnsupportedError: it has parts that are no LoRA on the matrices of layers.
+    """
+    settings, place = read_settings(folder), Path(folder)
+    _refuse_extras(settings, place)
+    base = _base(place, expected_base)
+    pairs = _pairs(read_tensors(place / TENSORS), table, place)
+    _check_targets(settings, set(pairs), table, place)
+    factors: dict[Site, tuple[Tensor, Tensor]] = {}
+    for stem, found in pairs.items():
+        module, name = table.modules[stem], table.full_name(stem)
+        down, up = checked(found, module, settings.rank_of(name), place)
+        up = up * settings.scale_of(name)
+        factors.update({site: (down, up[first:stop]) for site, first, stop in module.sites})
+    if not factors:
+        raise CorruptError(f"{place / TENSORS} has no factors")
+    return Lora(factors, base, settings)
+
+
+def _refuse_extras(settings: LoraSettings, place: Path) -> None:
+    """Refuse settings that change more than a LoRA does."""
+    if settings.use_dora:
+        raise UnsupportedError(f"{place} is a DoRA (use_dora), which scales whole columns; {MERGE}")
+    if settings.extras:
+        raise UnsupportedError(f"{place} has {', '.join(settings.extras)}, which is more than a LoRA; {MERGE}")
+
+
+def _base(place: Path, expected: str | None) -> str | None:
+    base = read_metadata(place / TENSORS).get(BASE)
+    if base is not None and expected is not None and base != expected:
+        raise MismatchError(
+            f"the adapter {place} was trained on base {base[:12]}, this model is {expected[:12]}; train it on this "
+            "model, or load the one it belongs to"
+        )
+    return base
+
+
+def _pairs(tensors: Mapping[str, Tensor], table: ModuleTable, place: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the two factors of every module, by its stem."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        module, _, leaf = name.removeprefix(_PREFIX).rpartition(".lora_")
+        if leaf not in ("A.weight", "B.weight"):
+            owner = "the embedding" if "lora_embedding" in name else table.what_is(_module(name))
+            raise UnsupportedError(f"{place} has {name}, which belongs to {owner or 'no matrix of a layer'}; {MERGE}")
+        stem = table.stem(module)
+        if stem not in table.modules:
+            if what := table.what_is(module):
+                raise UnsupportedError(f"{place} adapts {module}, {what}, which a request cannot bring; {MERGE}")
+            raise MismatchError(f"{place} adapts {module}, which this model does not have; it is of another base")
+        found.setdefault(stem, {})[leaf[0]] = value
+    return found
+
+
+def _module(name: str) -> str:
+    """Return the module that a stored tensor belongs to."""
+    return name.removeprefix(_PREFIX).rpartition(".")[0]
+
+
+def _check_targets(settings: LoraSettings, found: set[str], table: ModuleTable, place: Path) -> None:
+    """Refuse a file that lacks modules at which its configuration aims, or has others."""
+    if settings.targets is None:
+        return
+    aimed = {
+        stem
+        for stem in table.modules
+        if any(settings.aims_at(name) for name in (stem, *(root + stem for root in table.names.roots)))
+    }
+    if not aimed:
+        raise MismatchError(
+            f"{place} adapts {_spelt(settings.targets)}, and this model has no such modules; it is of another base"
+        )
+    if missing := sorted(aimed - found):
+        raise CorruptError(f"{place / TENSORS} lacks the factors of {summary(missing)}, which {CONFIG} names")
+    if extra := sorted(found - aimed):
+        raise CorruptError(f"{place / TENSORS} has factors of {summary(extra)}, which {CONFIG} does not name")
+
+
+def _spelt(targets: Sequence[str] | str) -> str:
+    return targets if isinstance(targets, str) else summary(list(targets))
+
+
+def checked(pair: Mapping[str, Tensor], module: Module, rank: int, place: Path) -> tuple[Tensor, Tensor]:
+    """Return the two factors of a module in float32.
+
+    Raises:
+        CorruptError: one is missing or has numbers that are not finite.
+        MismatchError: a shape does not fit the model, or the rank is not that of the configuration.
+    """
+    if missing := sorted({"A", "B"} - set(pair)):
+        raise CorruptError(f"{place / TENSORS} lacks lora_{missing[0]} of {module.stem}")
+    for name, shape in (("A", (rank, module.in_width)), ("B", (module.out_width, rank))):
+        if tuple(pair[name].shape) != shape:
+            raise MismatchError(
+                f"{place}: lora_{name} of {module.stem} is {list(pair[name].shape)}, expected {list(shape)} for this "
+                "model; it is of another base, or its rank is not the one its configuration says"
+            )
+    down, up = (pair[name].float() for name in ("A", "B"))
+    for name, factor in (("A", down), ("B", up)):
+        if not bool(torch.isfinite(factor).all()):
+            raise CorruptError(f"{place}: lora_{name} of {module.stem} has numbers that are not finite")
+    return down, up
+
+
+def save_lora(
+    folder: str | Path,
+    factors: Factors,
+    table: ModuleTable,
+    *,
+    scale: float = 1.0,
+    base: str | None = None,
+    base_name: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a LoRA as PEFT reads it, completely or not at all.
+
+    Args:
+        folder: directory to write; it is created if it does not exist.
+        factors: at our sites; sites of one module of transformers are written as one.
+        table: the matrices of the model.
+        scale: factor on every product of an up factor with its down factor.
+        base: ``base_hash`` of the model.
+        base_name: name or folder of the model, for PEFT.
+        dtype: of the file; None is the factors' own.
+
+    Raises:
+        CheckpointError: the disk is full; the folder is left as it was.
+    """
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for module in table.modules.values():
+        pair = _joined(module, factors)
+        if pair is None:
+            continue
+        ranks[module.stem] = len(pair[0])
+        for name, factor in zip("AB", pair, strict=True):
+            tensors[f"{_PREFIX}{table.full_name(module.stem)}.lora_{name}.weight"] = factor.detach().to(
+                "cpu", dtype or factor.dtype, copy=True
+            )
+    if not tensors:
+        raise CheckpointError(f"there are no factors to write to {folder}")
+    config = _written(table, ranks, scale, base_name)
+    with staged(folder) as staging:
+        write_tensors(staging / TENSORS, tensors, {} if base is None else {BASE: base})
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (staging / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _joined(module: Module, factors: Factors) -> tuple[Tensor, Tensor] | None:
+    """Return the factors of a module of transformers: one down factor, or those of its sites one below the other."""
+    own = [(factors[site], first, stop) for site, first, stop in module.sites if site in factors]
+    if not own:
+        return None
+    downs = [down for (down, _), _, _ in own]
+    is_shared = all(down is downs[0] or torch.equal(down, downs[0]) for down in downs)
+    down = downs[0] if is_shared else torch.cat(downs)
+    up = down.new_zeros(module.out_width, len(down))
+    column = 0
+    for (factor, part), first, stop in own:
+        up[first:stop, column : column + len(factor)] = part
+        column += 0 if is_shared else len(factor)
+    return down, up
+
+
+def _written(table: ModuleTable, ranks: Mapping[str, int], scale: float, base_name: str | None) -> dict[str, Any]:
+    """Return ``adapter_config.json``: endings of names where all layers are alike, else every module by itself."""
+    common = max(set(ranks.values()), key=list(ranks.values()).count)
+    endings = _endings(table, ranks)
+    ending_ranks = {ending: {ranks[stem] for stem in stems} for ending, stems in endings.items()}
+    unlike = {ending: next(iter(found)) for ending, found in ending_ranks.items() if found != {common}}
+    if any(len(found) > 1 for found in ending_ranks.values()):
+        unlike = {stem: rank for stem, rank in ranks.items() if rank != common}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": common,
+        "lora_alpha": scale * common,
+        "target_modules": sorted(endings),
+        "rank_pattern": {re.escape(name): rank for name, rank in unlike.items()},
+        "alpha_pattern": {re.escape(name): scale * rank for name, rank in unlike.items()},
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": table.names.transposed,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _endings(table: ModuleTable, ranks: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return what names the adapted modules and no others: their names within a layer if every layer has them."""
+    before = re.compile(re.escape(table.names.layer).replace(r"\{\}", r"\d+"))
+
+    def within(stem: str) -> str:
+        return before.sub("", stem, count=1)
+
+    every: dict[str, list[str]] = {}
+    for stem in table.modules:
+        every.setdefault(within(stem), []).append(stem)
+    adapted = {within(stem) for stem in ranks}
+    if {stem for name in adapted for stem in every[name]} == set(ranks):
+        return {name: every[name] for name in adapted}
+    return {stem: [stem] for stem in ranks}

@@ -1,0 +1,159 @@
+"""The registry of adapters: its limit, who leaves first, what running requests pin, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import vivace
+from tests.adapters.loras import make_lora
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.adapters.registry import Registry
+from vivace.decode.request import Request
+from vivace.decode.session import Session
+from vivace.engine import Engine
+from vivace.errors import BusyError, CapacityError, ConfigError, MismatchError, NotFoundError
+
+PLAIN: dict[str, Any] = {"max_new_tokens": 4, "method": "plain"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("registry"))
+
+
+@pytest.fixture
+def loras(base: Path, tmp_path: Path) -> dict[str, Path]:
+    return {name: make_lora(tmp_path / name, base, seed=seed) for seed, name in enumerate("abcd")}
+
+
+def open_registry(base: Path, loras: dict[str, Path], room: float) -> Engine:
+    """An engine with room for so many of these adapters, which are all of one size."""
+    size = vivace.load(base, dtype="bfloat16", adapters={"a": loras["a"]}).adapters.num_bytes
+    return vivace.load(base, dtype="bfloat16", adapters=loras, adapter_memory=int(size * room))
+
+
+def test_the_least_recently_used_leaves(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=2.5)
+    registry = engine.adapters
+    assert registry.resident == ["c", "d"]
+    first = engine.generate("x", adapter="a", **PLAIN)[0].token_ids
+    assert registry.resident == ["d", "a"]
+    engine.generate("x", adapter="d", **PLAIN)
+    engine.generate("x", adapter="b", **PLAIN)
+    assert registry.resident == ["d", "b"]
+    assert engine.generate("x", adapter="a", **PLAIN)[0].token_ids == first
+    assert registry.num_bytes <= (registry.max_bytes or 0)
+    assert (registry.num_loads, registry.num_evicted) == (7, 5)
+
+
+def session_of(engine: Engine, *names: str | None) -> tuple[Session, list[Request]]:
+    requests = [engine.request("abc", vivace.engine.Options(adapter=name, **PLAIN)) for name in names]
+    return Session(engine.model, num_slots=4, capacity=64, memory=engine.memory), requests
+
+
+def test_who_runs_stays_and_who_finds_no_room_waits(base: Path, loras: dict[str, Path]) -> None:
+    """Of four adapters two have room: the others' requests wait, and everybody gets what it gets alone."""
+    engine = open_registry(base, loras, room=2.5)
+    alone = {name: engine.generate("abc", adapter=name, **PLAIN)[0].token_ids for name in loras}
+    session, requests = session_of(engine, *loras, None)
+    numbers = {session.admit(request): name for request, name in zip(requests, [*loras, None], strict=True)}
+    found: dict[str | None, tuple[int, ...]] = {}
+    most = 0
+    while not session.is_idle:
+        for emitted in session.step():
+            assert emitted.error is None
+            name = numbers[emitted.request_id]
+            found[name] = found.get(name, ()) + emitted.tokens
+        most = max(most, engine.adapters.num_bytes)
+    assert {name: found[name] for name in loras} == alone
+    assert most <= (engine.adapters.max_bytes or 0)
+
+
+def test_an_adapter_in_use_is_not_removed(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=4.5)
+    session, [running] = session_of(engine, "a")
+    with pytest.raises(BusyError, match="adapter 'a' is in use"):
+        engine.adapters.remove("a")  # it waits
+    session.admit(running)
+    session.step()
+    with pytest.raises(BusyError, match="adapter 'a' is in use"):
+        engine.adapters.remove("a")
+    engine.adapters.remove("b")
+    session.close()
+    engine.adapters.remove("a")
+    assert engine.adapters.names == ["c", "d"]
+    with pytest.raises(NotFoundError, match="there is no adapter 'a'"):
+        engine.generate("x", adapter="a", **PLAIN)
+
+
+def test_a_cancelled_request_lets_go(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=1.5)
+    session, requests = session_of(engine, "a", "b")
+    session.admit(requests[0])
+    session.step()
+    with pytest.raises(BusyError, match="running requests carry"):
+        _ = requests[1].adapter.bank  # type: ignore[union-attr]
+    session.cancel(0)
+    assert requests[1].adapter is not None
+    assert requests[1].adapter.bank is not None
+    assert requests[1].adapter.is_ready()
+
+
+def test_memory_comes_back(base: Path, loras: dict[str, Path]) -> None:
+    """The engine's limit counts adapters while they are in memory and no longer."""
+    engine = vivace.load(base, dtype="bfloat16", adapters=loras, memory="4MiB")
+    held = engine.memory.held_bytes
+    each = engine.adapters.num_bytes // len(loras)
+    engine.adapters.remove("d")
+    gc.collect()
+    assert engine.memory.held_bytes == held - each
+    assert "adapter a" in engine.memory.report
+
+
+def test_what_is_refused(base: Path, loras: dict[str, Path]) -> None:
+    with pytest.raises(CapacityError, match=r"adapter 'a' takes .*, more than the 100 B for all adapters"):
+        vivace.load(base, adapters=loras, adapter_memory=100)
+    registry = open_registry(base, loras, room=4.5).adapters
+    with pytest.raises(ConfigError, match="the name 'a' is taken by"):
+        registry.add("a", loras["b"])
+    for name in ("", "..", "a/b", "/a", "a b", "x" * 101, "a\n"):
+        with pytest.raises(ConfigError, match="cannot name an adapter"):
+            registry.add(name, loras["b"])
+
+
+def test_files_that_change_are_noticed(base: Path, loras: dict[str, Path]) -> None:
+    """A request keeps the version it began with, or fails; it never gets another one."""
+    engine = open_registry(base, loras, room=1.5)
+    shutil.copytree(loras["b"], loras["a"], dirs_exist_ok=True)
+    with pytest.raises(MismatchError, match="was changed while it was in use; unload it and load it again"):
+        engine.generate("x", adapter="a", **PLAIN)
+    assert engine.generate("x", adapter="c", **PLAIN)
+    engine.adapters.remove("a")
+    engine.adapters.add("a", loras["a"])
+    assert engine.generate("x", adapter="a", **PLAIN)[0].token_ids == (
+        engine.generate("x", adapter="b", **PLAIN)[0].token_ids
+    )
+
+
+def test_a_model_in_memory_has_no_registry(base: Path, loras: dict[str, Path]) -> None:
+    engine = vivace.load(base)
+    with pytest.raises(NotFoundError, match="this model has none"):
+        Registry(engine.model, None, engine.memory).add("a", loras["a"])
+
+
+def test_a_broken_one_leaves_the_others(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=2.5)
+    weights = loras["a"] / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values()))[0, 0] = float("inf")
+    save_file(tensors, weights)
+    before = engine.adapters.resident
+    with pytest.raises(vivace.errors.CheckpointError):
+        engine.adapters.add("e", loras["a"])
+    assert engine.adapters.resident == before
