@@ -56,6 +56,7 @@ CHANGES: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "prefill": (PLAIN | {"prefill": "lexical", "min_prompt": 2}, "random"),
     "keep": (PLAIN | {"prefill": "random", "min_prompt": 2}, "0:0.2"),
     "min_prompt": (PLAIN | {"prefill": "random"}, 2),
+    "decode_keep": (PLAIN | {"prefill": "lazy", "min_prompt": 2, "keep": "1:0.3"}, 0.3),
     "progress": (PLAIN, "recorded"),
 }
 """Field -> what it is added to, and its value."""

@@ -390,13 +390,15 @@ class Engine:
             min_new_tokens=least,
         )
         method = options.method if beams is None else "plain"
-        prefill, reason = self.prefills.of(options.prefill, options.keep, options.min_prompt, len(tokens))
+        prefill, reason = self.prefills.of(options.reading, len(tokens))
         if options.prefill != "full":
-            check_method(options.method, options.prefill)
+            check_method(options.method, options.prefill, is_alone=prefill.drafter is not None)
+        if not prefill.is_exact and self.prompt_cache is not None:
+            self.prompt_cache.tell_pruned(prefill.name)
         request = Request(
             tokens=tokens,
             max_new_tokens=limit,
-            drafter=self.methods.drafter(method, options.num_draft_tokens, options.quality),
+            drafter=prefill.drafter or self.methods.drafter(method, options.num_draft_tokens, options.quality),
             sampling=self.sampling(options),
             stop=stop,
             seed=options.seed,

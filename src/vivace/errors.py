@@ -38,6 +38,11 @@ class UsageError(VivaceError):
 
     exit_code = 2
 
+    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+        """Say what is wrong, and which field or setting is at fault where it is one."""
+        super().__init__(message)
+        self.field = field
+
 
 class ConfigError(UsageError):
     """A field, key or value is unknown or out of range."""

@@ -10,6 +10,7 @@ from typing import Any
 from vivace.decode.beams import BeamPlan, EarlyStopping
 from vivace.decode.session import Progress
 from vivace.errors import ConfigError, UnsupportedError, nearest
+from vivace.prefill.table import Reading
 
 _SEARCHES_ONLY = ("length_penalty", "early_stopping", "num_return_sequences")
 """Options that have no effect without beams."""
@@ -78,6 +79,11 @@ class Options:
     """
     min_prompt: int | None = None
     """Length of the shortest prompt of which tokens are left out; None is 512."""
+    decode_keep: str | float | None = None
+    """Share of the tokens that each new token reads behind every layer where tokens are left out, or "same" for the
+    shares of ``keep``. They are chosen anew for each token, and what was left out of the prompt may come back; only
+    method "plain" decodes so. None, like 1, stays with the tokens that the prompt kept.
+    """
     progress: Progress | None = None
     """Called with the number of prompt tokens read and their total while prompts are read."""
 
@@ -133,6 +139,8 @@ class Options:
             raise UnsupportedError(
                 f"method {self.method} drafts for one text, and num_beams is {count}; leave out one of them"
             )
+        if self.decode_keep is not None and self.decode_keep not in (1, "1"):
+            raise UnsupportedError("decode_keep prunes for one text, and there are beams; leave out one of them")
         if self.logprobs:
             raise UnsupportedError("logprobs of single tokens are not kept with beams; leave them out, or num_beams")
         chosen = {name: defaults[name] for name in _SEARCHES_ONLY if name in defaults}
@@ -160,6 +168,11 @@ class Options:
         if len(self.adapter) != count:
             raise ConfigError(f"adapter has {len(self.adapter)} names for {count} prompts; give one for each, or one")
         return [dataclasses.replace(self, adapter=name) for name in self.adapter]
+
+    @property
+    def reading(self) -> Reading:
+        """Return how prompts are read."""
+        return Reading(self.prefill, self.keep, self.min_prompt, self.decode_keep)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Options:

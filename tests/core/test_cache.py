@@ -11,7 +11,7 @@ import torch
 from tests.core.decoders import VOCAB, build, tokens
 from tests.core.entries import spoil, write_entries
 from vivace.core.blocks import LayerSpec
-from vivace.core.cache import KVCache, PendingKV
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
@@ -168,17 +168,18 @@ def test_more_than_the_memory_holds() -> None:
 
 def test_what_was_saved_comes_back_whatever_was_stored_and_filled_since() -> None:
     cache = KVCache([LayerSpec(2, 2, 2)] * 2, SLOTS, CAPACITY)
-    held, late = cache.lengths, PendingKV(2, 1, torch.zeros(2))
+    held, late = cache.lengths, (1, torch.tensor([2]), torch.zeros(1, 2))
     write(cache, Draft.committed_only({1: [3, 4, 5], 4: [6]}))
     cache.commit([1, 4], [range(3), range(1)])
-    cache.pending[1].append(late)
+    cache.pending[1].add(*late)
     saved = cache.saved()
     write(cache, Draft.committed_only({1: [7, 8], 4: [9]}))
     cache.commit([1, 4], [[1], range(1)])
-    cache.pending[1].remove(late)
-    cache.pending[4].append(late)
+    cache.pending[1].take(1)
+    cache.pending[4].add(*late)
     cache.restore(saved)
     assert cache.lengths is held, "others look at the same list"
     assert held == [0, 3, 0, 0, 1]
-    assert cache.pending == [[], [late], [], [], []]
+    assert [len(pending) for pending in cache.pending] == [0, 1, 0, 0, 0]
+    assert cache.pending[1].at(1).tolist() == [2]
     assert torch.equal(cache.span(0, 1, 0, 3)[0], contents([3, 4, 5]))

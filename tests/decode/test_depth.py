@@ -13,7 +13,7 @@ from tests.core.entries import write_entries
 from tests.decode.oracles import plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
-from vivace.core.cache import KVCache, PendingKV
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder, Layer
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Draft
@@ -128,12 +128,13 @@ def test_deferred_rows_are_exact(model, dtype, slots) -> None:
 
 def fill(model: Decoder, cache: KVCache, slot: int) -> None:
     """What is owed of a slot, each row alone from where it left to the top, oldest first."""
-    owed, cache.pending[slot] = sorted(cache.pending[slot], key=lambda late: late.position), []
+    owed: dict[int, tuple[int, Tensor]] = {}
+    for layer in cache.pending[slot].layers:
+        owed |= {int(p): (layer, hidden) for p, hidden in zip(*cache.pending[slot].take(layer), strict=True)}
     for low, high in pairwise((*GATES, LAYERS)):
-        for late in [late for late in owed if late.layer <= low]:
-            step = Step.at(cache, [slot], [late.position])
-            hidden = model.run(late.hidden[None], step, low, high)[0]
-            owed[owed.index(late)] = PendingKV(late.position, high, hidden)
+        for position in sorted(p for p, (layer, _) in owed.items() if layer <= low):
+            step = Step.at(cache, [slot], [position])
+            owed[position] = high, model.run(owed[position][1][None], step, low, high)[0]
 
 
 @torch.inference_mode()
@@ -237,9 +238,9 @@ def test_masking_equals_an_attention_that_skips(model) -> None:
             for emitted in session.step():
                 found[emitted.request_id] += emitted.tokens
             for slot, late in enumerate(session.cache.pending):
-                for gone in late:
-                    for layer in range(gone.layer, LAYERS):
-                        write_entries(session.cache, layer, slot, gone.position, gone.position + 1, poison)
+                for layer in range(LAYERS):
+                    for gone in late.missing(layer).tolist():
+                        write_entries(session.cache, layer, slot, gone, gone + 1, poison)
         texts.append(found)
     assert texts[0] == texts[1]
 
@@ -287,9 +288,9 @@ def test_what_is_cut_is_owed_no_more(model) -> None:
         session.step()
     cache = session.cache
     owing = next(slot for slot in range(2) if cache.pending[slot])
-    assert [late.position for late in cache.pending[owing]] == [1, 2, 3, 4]
+    assert cache.pending[owing].missing(LAYERS).tolist() == [1, 2, 3, 4]
     cache.truncate([owing], [3])
-    assert [late.position for late in cache.pending[owing]] == [1, 2]
+    assert cache.pending[owing].missing(LAYERS).tolist() == [1, 2]
 
 
 def test_what_depth_is_told_is_checked() -> None:

@@ -264,7 +264,11 @@ class Halves(NoMemory):
             return PrefillPass(Draft.committed_only({}), TargetPass(h[:0], torch.arange(0)), {})
         going = [(slot, at) for slot, at in places if self.prefill.keeps(at)]
         gone = {slot: {at for other, at in places if other == slot and not self.prefill.keeps(at)} for slot in pieces}
-        step = Step.at(self.cache, [slot for slot, _ in going], [at for _, at in going], holes=gone)
+        readable = {
+            slot: torch.tensor([at for at in range(piece.stop) if at not in gone[slot]])
+            for slot, piece in pieces.items()
+        }
+        step = Step.at(self.cache, [slot for slot, _ in going], [at for _, at in going], readable=readable)
         step = replace(step, is_prompt=True)
         h = self.model.run(torch.stack([self.waiting[slot][at] for slot, at in going]), step, self.middle)
         out = Draft.committed_only(

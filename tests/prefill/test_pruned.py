@@ -311,13 +311,15 @@ def test_short_prompts_are_read_in_full_and_say_so(engine: Engine) -> None:
     assert engine.generate([5], method="plain", prefill="lazy", min_prompt=1, **GREEDY)[0].token_ids
 
 
-def test_pruned_prompts_are_not_shared(folder: Path, tmp_path: Path) -> None:
+def test_pruned_prompts_are_not_shared(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = vivace.load(folder, prefix_cache="16MiB", prompt_cache=tmp_path / "prompts")
     wanted = engine.generate(PROMPT, **GREEDY | LAZY | {"method": "plain"})[0]
     full = engine.generate(PROMPT, **GREEDY | {"method": "plain"})[0]
     again = engine.generate(PROMPT, **GREEDY | LAZY | {"method": "plain"})[0]
     assert [r.stats.num_cached_tokens for r in (wanted, full, again)] == [0, 0, 0]
     assert again.token_ids == wanted.token_ids
+    told = [record.getMessage() for record in caplog.records if "prompt cache" in record.getMessage()]
+    assert told == ["prefill lazy prunes prompts, which the prompt cache neither keeps nor gives"]
 
 
 def test_over_http_ids_are_those_of_python(folder: Path) -> None:
@@ -328,7 +330,8 @@ def test_over_http_ids_are_those_of_python(folder: Path) -> None:
         ask = server.http()
         reply = ask.post("/v1/completions", json={**body, **LAZY}).json()
         assert tuple(reply["choices"][0]["token_ids"]) == wanted
-        assert reply["metrics"]["prefill"] == {"name": "lazy", "reason": None, "kept": [[2, 151], [4, 61]]}
+        kept = [[2, 151], [4, 61]]
+        assert reply["metrics"]["prefill"] == {"name": "lazy", "reason": None, "kept": kept, "computed": kept}
         wrong = ask.post("/v1/completions", json={**body, "prefill": "lasy"})
         assert (wrong.status_code, "did you mean 'lazy'" in wrong.text) == (400, True)
     with local(vivace.load(folder), ServeConfig(method="plain", **LAZY)) as server:

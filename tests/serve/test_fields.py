@@ -53,6 +53,10 @@ SHARED: dict[str, Case] = {
     "prefill": ({}, {"prefill": "random", "min_prompt": 2, "keep": "0:0.1"}),
     "keep": ({"prefill": "random", "min_prompt": 2}, {"prefill": "random", "min_prompt": 2, "keep": "0:0.2"}),
     "min_prompt": ({"prefill": "random"}, {"prefill": "random", "min_prompt": 2}),
+    "decode_keep": (
+        {"prefill": "lazy", "min_prompt": 2, "keep": "1:0.3"},
+        {"prefill": "lazy", "min_prompt": 2, "keep": "1:0.3", "decode_keep": 0.3},
+    ),
     "num_draft_tokens": (
         {"model": "alpha", "method": "multirate", "max_tokens": 30},
         {"model": "alpha", "method": "multirate", "max_tokens": 30, "num_draft_tokens": 9},

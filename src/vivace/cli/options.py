@@ -140,6 +140,14 @@ MinPrompt = Annotated[
     int | None,
     typer.Option(help="Shortest prompt of which tokens are left out; left out: 512.", rich_help_panel=_PROMPT),
 ]
+DecodeKeep = Annotated[
+    str | None,
+    typer.Option(
+        help="What each new token reads: a share, or same for the shares of --keep; tokens left out may come back.",
+        metavar="SHARE",
+        rich_help_panel=_PROMPT,
+    ),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", help="Longest answer, in tokens; left out: what the checkpoint says, or 256."),
@@ -231,6 +239,7 @@ class PrefillFlags:
     prefill: Prefill = None
     keep: Keep = None
     min_prompt: MinPrompt = None
+    decode_keep: DecodeKeep = None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Attention:
         return out
 
     def _rows(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
+        if step.index is not None:
+            return self._indexed(q, step)
         if step.single_slot is not None and step.order is None:
             keys, values = (part[None] for part in cache.entries(self.layer, step.single_slot, step.num_visible))
         else:  # each row's entries in the order in which it reads them, (T, K, S, D)
@@ -70,3 +72,14 @@ class Attention:
             keys, values = (part.transpose(0, 1) for part in cache.at(self.layer, address))
         visible = step.visible(self.window, q.dtype)
         return kernels.attend_rows(q, keys, values, visible, scale=self.scale, softcap=self.softcap)
+
+    def _indexed(self, q: Tensor, step: Step) -> Tensor:
+        """Attend slot by slot, so that what rows of a slot read is gathered once."""
+        visible, out = step.visible(self.window, q.dtype), torch.empty_like(q)
+        for slot in dict.fromkeys(step.slot.tolist()):
+            rows = (step.slot == slot).nonzero()[:, 0]
+            keys, values = (part[None] for part in step.readable(self.layer, slot, step.num_visible))
+            out[rows] = kernels.attend_rows(
+                q[rows], keys, values, visible[rows], scale=self.scale, softcap=self.softcap
+            )
+        return out

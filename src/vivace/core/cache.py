@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from vivace.core.block_table import BlockTable
 from vivace.core.blocks import SCALE, Account, BlockStore, LayerSpec, Unlimited, block_size
 from vivace.core.low_rank import SlotAdapters
+from vivace.core.pending import PendingKV
 from vivace.errors import CapacityError
 from vivace.units import format_bytes
 
@@ -34,17 +34,6 @@ if TYPE_CHECKING:
 
 Blocks = tuple[tuple[int, ...], ...]
 """Numbers of blocks, pool by pool."""
-
-
-@dataclass(frozen=True, eq=False)
-class PendingKV:
-    """A committed token that exited early: its keys and values from ``layer`` on are pending (``decode/depth.py``)."""
-
-    position: int
-    """Position of the token in its text."""
-    layer: int
-    hidden: Tensor
-    """(E,) residual that enters ``layer``."""
 
 
 def specs_of(config: ModelConfig, *, is_int8: bool = False) -> list[LayerSpec]:
@@ -120,7 +109,7 @@ class KVCache:
         """Number of committed tokens of each slot."""
         self.prompts = [0] * num_slots
         """Prompt length of each slot; dynamic rotary embeddings rotate a prompt by its whole length."""
-        self.pending: list[list[PendingKV]] = [[] for _ in range(num_slots)]
+        self.pending = [PendingKV() for _ in range(num_slots)]
         """Per slot, tokens with missing entries; all others are complete in every layer."""
         with torch.inference_mode(False):
             self.pruned = torch.zeros((len(specs), num_slots), dtype=torch.int64)
@@ -272,6 +261,20 @@ class KVCache:
         self.pruned[:, slot] = torch.tensor(pruned)
         self.has_pruned = bool(self.pruned.any())
 
+    def spread(self, slot: int, layer: int, positions: Tensor) -> None:
+        """Move the first entries of a slot in a layer, which lie one behind the other, to positions of its text.
+
+        Args:
+            slot: whose entries they are.
+            layer: where.
+            positions: (n,) of the first n entries, in rising order.
+        """
+        at, pool = torch.tensor(slot, device=self.device), self.store.place_of_layer[layer][0]
+        source = self.addresses(pool, at, torch.arange(len(positions), device=self.device))
+        target = self.addresses(pool, at, positions)
+        for stored in self.store.stored(layer):
+            stored.index_copy_(1, target, stored.index_select(1, source))
+
     # Memory
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:
@@ -357,7 +360,7 @@ class KVCache:
             assert length <= self.lengths[slot], "truncate cannot grow a slot"
             self.lengths[slot] = length
             self._writable[slot] = 0, 0
-            self.pending[slot] = [late for late in self.pending[slot] if late.position < length]
+            self.pending[slot].truncate(length)
 
     def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Let each target, which must be empty, begin with all that its source has; nothing is copied."""
@@ -371,7 +374,7 @@ class KVCache:
                 self.adopt(target, 0, length, tuple(tuple(table.blocks[source][:count]) for table in self.tables))
             self._writable[source] = 0, 0
             self.lengths[target], self.prompts[target] = length, self.prompts[source]
-            self.pending[target] = list(self.pending[source])
+            self.pending[target] = self.pending[source].copy()
 
     def _copy(self, source: int, target: int, length: int) -> None:
         """Give an empty slot copies of all entries of another one."""
@@ -387,7 +390,7 @@ class KVCache:
                 table.clear(slot)
             self.lengths[slot] = self.prompts[slot] = 0
             self._writable[slot] = 0, 0
-            self.pending[slot] = []
+            self.pending[slot] = PendingKV()
             self.adapters.give(slot, None)
             if self.has_pruned:
                 self.prune(slot, [0] * len(self.pruned))

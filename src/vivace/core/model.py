@@ -73,6 +73,17 @@ class Layer(nn.Module):
         Returns:
             Queries (T, H, D).
         """
+        num_heads, written = self.config.num_heads, slice(step.num_write)
+        rotated, values = self._heads(h, step)
+        step.memory.put(self.index, step.in_layer(self.index), rotated[written, num_heads:], values[written])
+        return rotated[:, :num_heads]
+
+    def query(self, h: Tensor, step: Step) -> Tensor:
+        """Return the queries (T, H, D) of rows (T, E) that enter the layer, and store nothing."""
+        return self._heads(h, step)[0][:, : self.config.num_heads]
+
+    def _heads(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Return queries and keys (T, H + K, D), rotated, and values (T, K, D)."""
         c = self.config
         x = h if self.attention_norm is None else self.attention_norm(h)
         qkv: Tensor = self.qkv(x)
@@ -86,9 +97,7 @@ class Layer(nn.Module):
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.rotary is not None:
             rotated = kernels.rotate(rotated, *self.rotation(step, qkv.dtype))
-        written = slice(step.num_write)
-        step.memory.put(self.index, step.in_layer(self.index), rotated[written, c.num_heads :], values[written])
-        return rotated[:, : c.num_heads]
+        return rotated, values
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         c = self.config
@@ -127,7 +136,7 @@ class Layer(nn.Module):
         weights = []
         for row, (slot, seen) in enumerate(zip(step.slot.tolist(), step.seen.tolist(), strict=True)):
             assert step.tail is None, "weights are of entries that follow one another"
-            keys = step.memory.entries(self.index, slot, seen)[0].float()
+            keys = step.readable(self.index, slot, seen)[0].float()
             grouped = q[row].float().view(c.num_kv_heads, -1, c.head_dim)
             scores = torch.einsum("kgd,ksd->kgs", grouped, keys).flatten(0, 1) * c.scale
             if c.attention_softcap is not None:

@@ -215,6 +215,9 @@ class TargetPass:
     work: Tensor | None = None
     """(n,) layer passes spent on each row, with those of draft rows and later fills counted at their slot's root; None
     where they are not counted."""
+    came_back: Mapping[int, tuple[int, ...]] | None = None
+    """By slot, for each layer behind which tokens are pruned: how many prompt tokens are computed there in this
+    pass, as they came back; None where none can."""
 
 
 class VerifiedStep(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -56,6 +56,9 @@ class Step:
     """The call is padded to a multiple of this many rows, unless it is of prompt chunks. Kernels that give a row other
     bits in calls of other sizes (GPUs) give the same bits in calls of one size. A session sets it with its cache, so
     that it holds for all calls of its sequences and for no others."""
+    index: Tensor | None = None
+    """(slots, S) entries of each slot that its rows may read, in the order of their positions, and further ones that
+    fill up whole key blocks. ``seen`` then counts in it, and there is no ``tail``. None where they may read all."""
     is_prompt: bool = False
     """Whether the rows are of prompts or whole texts, on whichever path, so that few of them decide a token."""
 
@@ -98,7 +101,7 @@ class Step:
 
     @staticmethod
     def at(
-        memory: KVCache, slots: list[int], positions: list[int], *, holes: Mapping[int, Collection[int]] | None = None
+        memory: KVCache, slots: list[int], positions: list[int], *, readable: Mapping[int, Tensor] | None = None
     ) -> Step:
         """Make a call for rows at any positions of their texts, each stored at its position.
 
@@ -106,27 +109,29 @@ class Step:
             memory: the cache of the slots.
             slots: (T,) slot of each row.
             positions: (T,) position of each row, stored before or new.
-            holes: positions of a slot that no row may read; None for none.
+            readable: by slot the positions that its rows may read up to their own, in rising order, their own among
+                them; None for all.
         """
         memory.reserve(slots, positions)
         position = torch.tensor(positions, dtype=torch.int64, device=memory.device)
-        seen, tail = position + 1, None
-        if holes is not None and any(holes.values()):
-            seen, tail = _around(slots, positions, holes, memory.device)
+        slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
+        seen, index = position + 1, None
+        if readable is not None:
+            seen, index = _indexed(slot, position, readable, memory.num_slots)
         count = len(slots)
         extent = extent_of(slots, positions, position, memory)
-        slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
         return Step(
             memory,
             slot,
             position,
             position,
             seen,
-            tail,
+            None,
             count,
             count,
             extent=extent,
             row_count=memory.row_count,
+            index=index,
         )
 
     @staticmethod
@@ -277,6 +282,7 @@ class Step:
         """
         assert self.num_write == self.num_rows, "branch before readers are added"
         assert isinstance(self.memory, KVCache), "branches are stored in a cache"
+        assert self.index is None, "the rows of a branch read all entries in front of it"
         slots, seen, entries = self.slot.tolist(), self.seen.tolist(), self.entry.tolist()
         tails = [[]] * len(slots) if self.tail is None else [[e for e in row if e >= 0] for row in self.tail.tolist()]
         free = {slot: entry + 1 for entry, slot in sorted(zip(entries, slots, strict=True))}
@@ -333,6 +339,15 @@ class Step:
     def _addresses(self) -> dict[tuple[str, int], Tensor]:
         return {}
 
+    def readable(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the first entries that rows of a slot may read, each (K, count, D)."""
+        assert isinstance(self.memory, KVCache)
+        if self.index is None:
+            return self.memory.entries(layer, slot, count)
+        at = torch.tensor(slot, device=self.device)
+        pool = self.memory.store.place_of_layer[layer][0]
+        return self.memory.at(layer, self.memory.addresses(pool, at, self.index[slot, :count]))
+
     @cached_property
     def num_visible(self) -> int:
         """Largest number of entries that a row reads, rounded up to whole key blocks."""
@@ -352,6 +367,8 @@ class Step:
         A tree node reads its ancestors in the order in which a chain would have stored them, so that its sums have the
         same bits as in plain decoding.
         """
+        if self.index is not None:
+            return self.index[self.slot, : self.num_visible]
         if self.tail is None:
             return None
         ordinals = torch.arange(self.num_visible, device=self.device).repeat(self.num_rows, 1)
@@ -432,18 +449,22 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
-def _around(
-    slots: list[int], positions: list[int], holes: Mapping[int, Collection[int]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return ``seen`` and ``tail`` of rows that read around holes: entries before the first hole, then the others."""
-    seen, paths = [], []
-    for slot, position in zip(slots, positions, strict=True):
-        first = min(holes[slot], default=position)
-        seen.append(min(first, position))
-        paths.append([at for at in range(seen[-1], position + 1) if at not in holes[slot] or at == position])
-    longest = max(map(len, paths))
-    tail = torch.tensor([path + [-1] * (longest - len(path)) for path in paths], device=device)
-    return torch.tensor(seen, device=device), tail
+def _indexed(slot: Tensor, position: Tensor, readable: Mapping[int, Tensor], num_slots: int) -> tuple[Tensor, Tensor]:
+    """Return ``seen`` and ``index`` of rows (T,) that read only some positions of their slots.
+
+    Rows of ``index`` are filled up with their first entry, so that what nobody reads is never looked at.
+    """
+    longest = max(map(len, readable.values()))
+    width = -(-longest // KEY_BLOCK) * KEY_BLOCK
+    index = torch.zeros((num_slots, width), dtype=torch.int64, device=slot.device)
+    seen = torch.empty_like(position)
+    for each, given in readable.items():
+        positions = given.to(slot.device)
+        index[each] = positions[0]
+        index[each, : len(positions)] = positions
+        rows = (slot == each).nonzero()[:, 0]
+        seen[rows] = torch.searchsorted(positions, position[rows]) + 1
+    return seen, index
 
 
 def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from vivace.core.cache import KVCache, PendingKV
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
@@ -226,12 +226,12 @@ class _GatedForward:
         w = self.active
         rows, slots, positions, hidden = list(w.row), list(w.slot), list(w.position), [w.h]
         for slot in dict.fromkeys(w.slot):
-            for pending in [pending for pending in self.cache.pending[slot] if pending.layer == low]:
-                self.cache.pending[slot].remove(pending)
-                rows.append(-1)
-                slots.append(slot)
-                positions.append(pending.position)
-                hidden.append(pending.hidden[None])
+            if low in self.cache.pending[slot].layers:
+                found, residuals = self.cache.pending[slot].take(low)
+                rows += [-1] * len(found)
+                slots += [slot] * len(found)
+                positions += found.tolist()
+                hidden.append(residuals)
         if len(rows) > len(w.row):
             self.active, self.step = ActiveRows(rows, slots, positions, torch.cat(hidden)), None
 
@@ -239,13 +239,25 @@ class _GatedForward:
         """Return the call of the active rows in the interval that begins at layer ``low``."""
         w = self.active
         if self.traversal.missing == "mask":
-            holes = {
-                s: {pending.position for pending in self.cache.pending[s] if pending.layer <= low} for s in set(w.slot)
-            }
-            return Step.at(self.cache, w.slot, w.position, holes=holes)
+            missing = {slot: self.cache.pending[slot].missing(low) for slot in set(w.slot)}
+            if any(map(len, missing.values())):
+                return Step.at(self.cache, w.slot, w.position, readable=self._readable(missing))
         if self.step is None:
             self.step = Step.at(self.cache, w.slot, w.position)
         return self.step
+
+    def _readable(self, missing: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the positions that rows of each slot may read: all up to its last one, without those that are
+        missing.
+        """
+        found = {}
+        for slot, positions in missing.items():
+            ends = [
+                position for own, position in zip(self.active.slot, self.active.position, strict=True) if own == slot
+            ]
+            everything = torch.arange(max(ends) + 1)
+            found[slot] = everything[~torch.isin(everything, positions)].to(self.active.h.device)
+        return found
 
     def _exit(self, exit_layer: int, left: Sequence[tuple[int, Tensor]]) -> None:
         """Remove the rows that exit, and rows with pending entries whose sequence does not continue."""
@@ -259,8 +271,10 @@ class _GatedForward:
             exit_hidden = torch.stack([hidden for _, hidden in sorted(left, key=_place)])
             self._propagate(exit_layer, w.take(sorted(exiting)), exit_hidden)
         else:
-            for p in sorted(stays, key=lambda p: w.position[p]):
-                self.cache.pending[w.slot[p]].append(PendingKV(w.position[p], exit_layer, w.h[p]))
+            for slot in dict.fromkeys(w.slot[p] for p in stays):
+                own = [p for p in stays if w.slot[p] == slot]
+                positions = torch.tensor([w.position[p] for p in own])
+                self.cache.pending[slot].add(exit_layer, positions, w.h[torch.tensor(own, device=w.h.device)])
         gone = set(stays)
         self.active, self.step = w.take([p for p in range(len(w.row)) if p not in gone]), None
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft, SlotState, TargetPass
+from vivace.core.seams import Draft, Drafter, SlotState, TargetPass
 from vivace.decode.forward import ForwardPass, threads_of
 from vivace.decode.plain import NoMemory
 
@@ -62,6 +62,9 @@ class Prefill(Protocol):
     is_exact: bool
     """Whether it stores, bit for bit, the keys and values that every token has in every layer. Only then are entries
     taken from a prefix cache for its prompts and given to one."""
+
+    drafter: Drafter | None
+    """The only one that can decode after such a prompt; None where any may."""
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
         """Return an empty state for one session.
@@ -107,6 +110,7 @@ class FullPrefill:
 
     name = "full"
     is_exact = True
+    drafter: Drafter | None = None
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
         """Return the state of a session; since chunks are read completely, it remembers nothing."""

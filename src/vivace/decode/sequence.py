@@ -161,8 +161,14 @@ def by_drafting(sequences: list[Sequence]) -> list[list[Sequence]]:
 
 
 def count_exits(passed: TargetPass, verdict: Verdict, sequences: list[Sequence], num_layers: int) -> None:
-    """Record, for each sequence, the layers that its new tokens passed and the layer passes of all its rows."""
-    assert passed.depth is not None
+    """Record, for each sequence, the layers that its new tokens passed and the layer passes of all its rows, where
+    these differ, and prompt tokens that came back.
+    """
+    for sequence in sequences if passed.came_back is not None else ():
+        assert passed.came_back is not None
+        sequence.stats.came_back.append(list(passed.came_back[sequence.slot]))
+    if passed.depth is None:
+        return
     assert passed.work is not None
     depth, work = passed.depth.tolist(), passed.work.tolist()
     for sequence, path, accepted in zip(sequences, verdict.paths, verdict.accepted, strict=True):

@@ -382,8 +382,7 @@ class Session:
         for sequence, path in zip(sequences, verdict.paths, strict=True):
             if sequence.keeps_answer:
                 sequence.shown.append(passed.hidden[list(path)])
-        if passed.depth is not None:
-            count_exits(passed, verdict, sequences, self.model.config.num_layers)
+        count_exits(passed, verdict, sequences, self.model.config.num_layers)
         emitted = self._emit_all(draft, logprobs, sequences, blocks)
         elapsed = time.perf_counter() - started
         for sequence in sequences:

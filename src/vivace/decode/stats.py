@@ -23,6 +23,9 @@ class DecodeStats:
     """Sum over layers of the rows that passed them while the prompt was read."""
     prompt_kept: list[list[int]] = field(default_factory=list)
     """For each layer behind which prompt tokens were pruned: the layer, and how many tokens went on."""
+    came_back: list[list[int]] = field(default_factory=list)
+    """For each step, and in it for each of these layers: how many prompt tokens came back and were computed behind it;
+    empty where what is pruned stays away."""
     num_tokens: int = 0
     """New tokens returned."""
     num_preemptions: int = 0
@@ -69,6 +72,12 @@ class DecodeStats:
         self.exit_layers += layers
         self.num_early_exits += sum(layer < num_layers for layer in layers)
         self.num_layer_passes += layer_passes
+
+    @property
+    def prompt_computed(self) -> list[list[int]]:
+        """Return, for each layer behind which prompt tokens were pruned, the layer and how many passed it so far."""
+        back = [sum(counts) for counts in zip(*self.came_back, strict=True)] or [0] * len(self.prompt_kept)
+        return [[layer, kept + more] for (layer, kept), more in zip(self.prompt_kept, back, strict=True)]
 
     @property
     def early_exit_share(self) -> float | None:

@@ -141,8 +141,8 @@ class CAttention(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "keys", "values")),
         ("places", CPlaces),
-        *((name, c_void_p) for name in ("slot", "seen", "tail", "out", "sums")),
-        *((name, c_int64) for name in ("rows", "q_stride", "heads", "kv_heads", "width", "tail_width")),
+        *((name, c_void_p) for name in ("slot", "seen", "tail", "index", "out", "sums")),
+        *((name, c_int64) for name in ("rows", "q_stride", "heads", "kv_heads", "width", "tail_width", "index_width")),
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
@@ -203,12 +203,13 @@ class CCall(Structure):
     """Mirrors ``Call``: the rows that go through a span of layers."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("h", "out", "slot", "seen", "tail", "entry")),
+        *((name, c_void_p) for name in ("h", "out", "slot", "seen", "tail", "index", "entry")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("places", POINTER(CPlaces)),
         ("deltas", POINTER(CDelta)),
         ("space", c_void_p),
-        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed", "tail_width", "num_deltas")),
+        *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed")),
+        *((name, c_int64) for name in ("tail_width", "index_width", "num_deltas")),
     ]
 
 

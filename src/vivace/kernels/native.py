@@ -346,6 +346,7 @@ class NativeBody:
         slot: Tensor,
         seen: Tensor,
         tail: Tensor | None,
+        index: Tensor | None = None,
         *,
         window: int | None,
         scale: float,
@@ -361,6 +362,8 @@ class NativeBody:
             slot: (T,) slot whose entries a row reads.
             seen: (T,) number of entries from the beginning of the slot that a row reads first.
             tail: (T, A) entries that a row reads after those, padded with -1; None for none.
+            index: (slots, S) entries of each slot that its rows read, in this order, in which ``seen`` counts; None
+                for all.
             window: a row reads only the last this many of its entries; None for all.
             scale: factor on q.k.
             softcap: scores become ``c * tanh(score / c)`` when set.
@@ -373,16 +376,17 @@ class NativeBody:
         rows, heads, width = q.shape
         if q.stride()[1:] != (width, 1):
             q = q.contiguous()
-        assert all(t.is_contiguous() for t in (keys, values, table, slot, seen))
+        assert all(t.is_contiguous() for t in (keys, values, table, slot, seen, index) if t is not None)
         out = q.new_empty(rows, heads, width)
         sums = q.new_empty(rows, heads, width, dtype=torch.float32)
         tail = None if tail is None else tail.contiguous()
         call = CAttention(
             *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
             CPlaces(table.data_ptr(), table.shape[1], size, keys.shape[1], *scales),
-            *(slot.data_ptr(), seen.data_ptr(), _address(tail), out.data_ptr(), sums.data_ptr()),
+            *(slot.data_ptr(), seen.data_ptr(), _address(tail), _address(index), out.data_ptr(), sums.data_ptr()),
             *(rows, q.stride(0), heads, keys.shape[0], width),
-            *(0 if tail is None else tail.shape[1], window or 0, scale, softcap or 0.0),
+            *(0 if tail is None else tail.shape[1], 0 if index is None else index.shape[1]),
+            *(window or 0, scale, softcap or 0.0),
         )
         self._library.vivace_attention(self._index, num_threads(), byref(call))
         return out

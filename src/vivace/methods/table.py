@@ -56,16 +56,28 @@ METHODS: Mapping[str, MethodSpec] = {
 """By name, in the order in which methods are listed."""
 
 
-def check_method(name: str, prefill: str) -> None:
+def check_method(name: str, prefill: str, *, is_alone: bool = False) -> None:
     """Refuse a method that leaves out work of its own, where prompts are read with tokens left out.
 
+    Args:
+        name: of the method.
+        prefill: of the way in which prompts are read.
+        is_alone: whether tokens are left out of decoding too, which no method can draft for.
+
     Raises:
-        UnsupportedError: the method is lossy; the message names both.
+        UnsupportedError: the method is lossy, or cannot decode so; the message names both.
     """
+    if is_alone and name not in (PLAIN.name, AUTO.name):
+        raise UnsupportedError(
+            f"method {name} cannot draft where prefill {prefill} prunes in decoding too; "
+            "choose plain, or decode_keep 1",
+            field="method",
+        )
     if not find_method(name).lossless:
         raise UnsupportedError(
             f"method {name} skips layers of its own and cannot ride along with prefill {prefill}; "
-            "choose a lossless method, or prefill full"
+            "choose a lossless method, or prefill full",
+            field="method",
         )
 
 

@@ -8,8 +8,8 @@ from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError
 from vivace.prefill.pruned import PrunedPrefill, check_model
-from vivace.prefill.schedule import Schedule, parse_keep, scaled
-from vivace.prefill.table import MIN_PROMPT, PrefillSpec, find_prefill
+from vivace.prefill.schedule import Schedule, parse_decode_keep, parse_keep, scaled
+from vivace.prefill.table import MIN_PROMPT, PREFILLS, PrefillSpec, Reading, find_prefill
 
 MOST_KEPT = 64
 """Schedules that are kept, so that requests with the same one share passes."""
@@ -20,36 +20,47 @@ class Prefills:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
-        self._made: OrderedDict[tuple[str, Schedule], PrunedPrefill] = OrderedDict()
+        self._made: OrderedDict[tuple[object, ...], PrunedPrefill] = OrderedDict()
 
-    def of(self, name: str, keep: str | None, min_prompt: int | None, length: int) -> tuple[Prefill, str | None]:
+    def of(self, asked: Reading, length: int) -> tuple[Prefill, str | None]:
         """Return how a prompt is read, and why in full where something else was asked for.
 
         Args:
-            name: of the way, as in ``table.py``.
-            keep: a preset or a schedule; None is the way's own.
-            min_prompt: shortest prompt that is pruned; None is 512.
+            asked: the way and its settings; None stands for the way's own.
             length: tokens of the prompt.
 
         Raises:
             ConfigError: there is no such way, or a setting is out of range or has no effect.
             UnsupportedError: prompts of this model cannot be pruned.
         """
+        name, keep, min_prompt, decode_keep = asked
         spec = find_prefill(name)
         if spec.keep is None:
-            for what, value in (("keep", keep), ("min_prompt", min_prompt)):
+            for what, value in (("keep", keep), ("min_prompt", min_prompt), ("decode_keep", decode_keep)):
                 if value is not None:
-                    raise ConfigError(f"{what} has no effect on prefill {name}; leave it out, or choose another")
+                    raise ConfigError(
+                        f"{what} has no effect on prefill {name}; leave it out, or choose another", field=what
+                    )
             return FULL, None
+        if decode_keep is not None and not spec.can_return:
+            able = " or ".join(other.name for other in PREFILLS.values() if other.can_return)
+            raise ConfigError(
+                f"decode_keep has no effect on prefill {name}; leave it out, or choose {able}", field="decode_keep"
+            )
         shortest = MIN_PROMPT if min_prompt is None else min_prompt
         if shortest < 1:
-            raise ConfigError(f"min_prompt must be at least 1, found {shortest}")
+            raise ConfigError(f"min_prompt must be at least 1, found {shortest}", field="min_prompt")
         check_model(self._model, name)
         schedule = self.schedule(spec, keep)
+        shares = None if decode_keep is None else parse_decode_keep(decode_keep, schedule)
         if length < shortest:
             return FULL, f"the prompt has {length} tokens; prefill {name} begins at {shortest}"
-        found = self._made.setdefault((name, schedule), PrunedPrefill(spec, schedule))
-        self._made.move_to_end((name, schedule))
+        key = name, schedule, shares
+        if key not in self._made:
+            row_bytes = self._model.config.width * self._model.dtype.itemsize
+            self._made[key] = PrunedPrefill(spec, schedule, shares, row_bytes)
+        found = self._made[key]
+        self._made.move_to_end(key)
         while len(self._made) > MOST_KEPT:
             self._made.popitem(last=False)
         return found, None

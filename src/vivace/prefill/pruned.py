@@ -8,12 +8,14 @@ first point every entry has the bits of a full reading. Tokens keep their positi
 In a layer, entries of the tokens that reached it lie one behind the other (``KVCache.prune``), so decoding reads fewer
 entries there, without a gap and without a list of them, on all kernels. Every method drafts on top as usual.
 
+Where tokens may come back (``returning.py``), the entries of a layer move to their positions in the text when the
+prompt is read, and the residuals of what was pruned are kept where it was.
+
 Where we differ from the paper:
 
-* Tokens are pruned while the prompt is read, and what is pruned does not come back while the answer is written. (The
-  paper chooses anew in every decoding step, and takes tokens up again from where they were pruned.)
-* The last token is scored by a row of its own. The first decoding step computes it again, as it does after a full
-  reading, so that drafts begin with it.
+* What is pruned does not come back while the answer is written unless that is asked for (``decode_keep``).
+* The last token is scored by a row of its own. Where nothing comes back, the first decoding step computes it again, as
+  it does after a full reading, so that drafts begin with it.
 * A token that is pruned is shown to drafters with the residual that it had there.
 """
 
@@ -28,13 +30,14 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder, Layer
-from vivace.core.seams import Draft, TargetPass
+from vivace.core.seams import Draft, Drafter, TargetPass
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.decode.plain import NoMemory
 from vivace.decode.prefill import PrefillPass, PrefillState, PromptPiece
 from vivace.errors import UnsupportedError
-from vivace.prefill.schedule import Schedule
+from vivace.prefill.returning import ReturningDrafter, ReturningPass
+from vivace.prefill.schedule import PrunePoint, Schedule
 from vivace.prefill.scores import at_random, by_attention, by_words
 from vivace.prefill.table import PrefillSpec
 
@@ -55,7 +58,7 @@ def check_model(model: Decoder, name: str) -> None:
     elif model.config.num_layers < 2:
         reason = "it has one layer"
     if reason is not None:
-        raise UnsupportedError(f"prefill {name} is not for this model: {reason}; use prefill full")
+        raise UnsupportedError(f"prefill {name} is not for this model: {reason}; use prefill full", field="prefill")
 
 
 class PrunedPrefill:
@@ -63,11 +66,29 @@ class PrunedPrefill:
 
     is_exact = False
 
-    def __init__(self, spec: PrefillSpec, schedule: Schedule) -> None:
-        """Prune by ``schedule`` in the way of ``spec``."""
+    def __init__(
+        self, spec: PrefillSpec, schedule: Schedule, decode_keep: Sequence[float] | None = None, width_bytes: int = 0
+    ) -> None:
+        """Prune by ``schedule`` in the way of ``spec``.
+
+        Args:
+            spec: says which tokens go on.
+            schedule: where tokens are pruned, and how many go on.
+            decode_keep: shares that go on in every decoding step, point by point, while what was pruned may come back;
+                None keeps what the prompt has kept.
+            width_bytes: of a residual.
+        """
         self.name = spec.name
         self.spec = spec
-        self.schedule = Schedule(tuple(point for point in schedule.points if point.keep < 1))
+        self.drafter: Drafter | None = None
+        """The only one that may decode after such a prompt; None where any may."""
+        if decode_keep is None:
+            self.schedule = Schedule(tuple(point for point in schedule.points if point.keep < 1))
+        else:
+            self.schedule = schedule
+            pairs = zip(schedule.points, decode_keep, strict=True)
+            points = [PrunePoint(point.layer, keep) for point, keep in pairs]
+            self.drafter = ReturningDrafter(width_bytes, ReturningPass(points))
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
         """Return the state of a session."""
@@ -88,6 +109,8 @@ class _PartlyRead:
     out: tuple[Tensor, ...] = ()
     """What left the present part so far, chunk by chunk."""
     kept: tuple[tuple[int, int], ...] = ()
+    parts: tuple[Tensor, ...] = ()
+    """``positions`` of the parts below the present one."""
 
 
 class _Pruning(NoMemory):
@@ -96,6 +119,7 @@ class _Pruning(NoMemory):
     def __init__(self, prefill: PrunedPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
         self._model, self._cache, self._chunk = model, cache, chunk
         self._spec, self._schedule = prefill.spec, prefill.schedule
+        self._comes_back = prefill.drafter is not None
         points = self._schedule.points
         self._begins_pruned = bool(points) and points[0].layer == 0
         spans = self._schedule.spans(model.config.num_layers)
@@ -231,13 +255,32 @@ class _Pruning(NoMemory):
             hidden=torch.cat((reading.out[0], h))[kept],
             out=(),
             kept=(*reading.kept, (stop, count)),
+            parts=(*reading.parts, reading.positions),
         )
 
     def _finish(self, slot: int) -> None:
-        """Say which layers lack how many tokens."""
+        """Say which layers lack how many tokens, or lay out what they have so that the others can come back."""
+        if self._comes_back:
+            self._lay_out(slot)
+            return
         length = len(self._readings[slot].prompt)
         spans = zip(self._counts(length), self._spans, strict=True)
         self._cache.prune(slot, [length - count for count, (start, stop) in spans for _ in range(start, stop)])
+
+    def _lay_out(self, slot: int) -> None:
+        """Move entries to their positions, and keep the residuals of what was pruned in front of the next layer."""
+        reading, pending = self._readings[slot], self._cache.pending[slot]
+        parts = (*reading.parts, reading.positions[:-1])
+        for part, ((start, stop), positions) in enumerate(zip(self._spans, parts, strict=True)):
+            for layer in range(start, stop) if part else ():
+                self._cache.spread(slot, layer, positions)
+            if part + 1 < len(parts):
+                pruned = positions[
+                    ~torch.isin(positions, reading.positions if part + 2 == len(parts) else parts[part + 1])
+                ]
+                pending.add(stop, pruned.cpu(), reading.top[pruned])
+        assert reading.hidden is not None, "there is a point"
+        pending.add(self._spans[-1][0], reading.positions[-1:].cpu(), reading.hidden[-1:])
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget prompts."""

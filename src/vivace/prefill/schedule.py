@@ -21,6 +21,8 @@ PRESETS: Mapping[str, tuple[float, ...]] = {
     "fast": (0.3, 0.5, 0.5),
 }
 """By name, the share of tokens that go on behind each of these depths."""
+SAME = "same"
+"""As ``decode_keep``: the shares with which the prompt was pruned."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,32 @@ class Schedule:
         return sum((count - 1) * (stop - start) for count, (start, stop) in spans) / ((length - 1) * num_layers)
 
 
+def parse_decode_keep(text: str | float, schedule: Schedule) -> tuple[float, ...] | None:
+    """Read which share of the tokens goes on behind each point while the answer is written.
+
+    Args:
+        text: "same" for the shares of the prompt, or one share for all points; 1 prunes nothing more.
+        schedule: of the prompt.
+
+    Returns:
+        The shares, or None for 1: what the prompt has kept stays, and nothing comes back.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text == SAME:
+        return tuple(point.keep for point in schedule.points)
+    try:
+        share = float(text)
+    except ValueError:
+        raise ConfigError(
+            f"decode_keep is {text!r}; give {SAME!r}, or a share such as 0.5", field="decode_keep"
+        ) from None
+    if not 0 < share <= 1:
+        raise ConfigError(f"decode_keep is {text}; it must be in (0, 1], or {SAME!r}", field="decode_keep")
+    return None if share == 1 else (share,) * len(schedule.points)
+
+
 def scaled(preset: str, num_layers: int) -> Schedule:
     """Return a preset for a model of so many layers."""
     points: dict[int, PrunePoint] = {}
@@ -90,18 +118,22 @@ def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None =
             point = PrunePoint(int(layer), float(keep))
         except ValueError:
             hint = nearest(text, PRESETS) if not colon and most is None else ""
-            raise ConfigError(f"keep has {word.strip()!r}; write LAYER:SHARE, such as 9:0.5{hint}") from None
+            raise ConfigError(
+                f"keep has {word.strip()!r}; write LAYER:SHARE, such as 9:0.5{hint}", field="keep"
+            ) from None
         if not 0 < point.keep <= 1:
-            raise ConfigError(f"keep has the share {keep} behind layer {layer}; it must be in (0, 1]")
+            raise ConfigError(f"keep has the share {keep} behind layer {layer}; it must be in (0, 1]", field="keep")
         if not first <= point.layer < num_layers:
             last = num_layers - 1
             where = f"this model can prune behind {first} to {last}"
             if first == last:
                 where = f"this way of reading prunes behind layer {first} only, as in {first}:0.5"
-            raise ConfigError(f"keep has layer {layer}; {where}")
+            raise ConfigError(f"keep has layer {layer}; {where}", field="keep")
         if points and point.layer <= points[-1].layer:
-            raise ConfigError(f"keep has layer {layer} behind layer {points[-1].layer}; write them in rising order")
+            raise ConfigError(
+                f"keep has layer {layer} behind layer {points[-1].layer}; write them in rising order", field="keep"
+            )
         points.append(point)
     if most is not None and len(points) > most:
-        raise ConfigError(f"keep names {len(points)} layers; this way of reading prunes once, behind one")
+        raise ConfigError(f"keep names {len(points)} layers; this way of reading prunes once, behind one", field="keep")
     return Schedule(tuple(points))

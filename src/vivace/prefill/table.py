@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vivace.errors import ConfigError, nearest
 
 MIN_PROMPT = 512
 """Shortest prompt that is pruned where nothing else is asked for: on shorter ones nothing is gained."""
+
+
+class Reading(NamedTuple):
+    """How a caller wants a prompt to be read; None stands for what is usual."""
+
+    name: str = "full"
+    """Of the way, as in the table."""
+    keep: str | None = None
+    """A preset or a schedule."""
+    min_prompt: int | None = None
+    """Tokens of the shortest prompt that is pruned."""
+    decode_keep: str | float | None = None
+    """Share of the tokens that goes on in each decoding step, while what was pruned may come back; or "same"."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,8 @@ class PrefillSpec:
     """Whether tokens are pruned before the first layer, and nowhere else."""
     prunes_once: bool = False
     """Whether there is one layer behind which tokens are pruned."""
+    can_return: bool = False
+    """Whether what is pruned may come back while the answer is written."""
 
 
 PREFILLS: Mapping[str, PrefillSpec] = {
@@ -34,7 +50,10 @@ PREFILLS: Mapping[str, PrefillSpec] = {
     for spec in (
         PrefillSpec("full", "every token passes every layer", is_lossy=False),
         PrefillSpec(
-            "lazy", "on the way up, tokens that the last one hardly reads are pruned, layer by layer", keep="balanced"
+            "lazy",
+            "on the way up, tokens that the last one hardly reads are pruned, layer by layer",
+            keep="balanced",
+            can_return=True,
         ),
         PrefillSpec(
             "static", "the same, once, by what the last token reads in a low layer", keep="4:0.5", prunes_once=True
@@ -55,5 +74,5 @@ def find_prefill(name: str) -> PrefillSpec:
         ConfigError: there is none of this name; the message names the nearest.
     """
     if name not in PREFILLS:
-        raise ConfigError(f"prefill is {name!r}{nearest(name, PREFILLS)}")
+        raise ConfigError(f"prefill is {name!r}{nearest(name, PREFILLS)}", field="prefill")
     return PREFILLS[name]

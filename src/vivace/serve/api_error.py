@@ -85,7 +85,7 @@ def api_error_of(error: VivaceError) -> APIError:
     if isinstance(error, NoTokenError):
         return APIError(400, str(error), code="no_token_allowed")
     if isinstance(error, UsageError):
-        return APIError(400, str(error))
+        return APIError(400, str(error), param=error.field)
     if isinstance(error, DecodingError):
         return APIError(500, "decoding this request failed; the server's log says why", code="decoding_failed")
     return APIError(500, "the server could not do this; its log says why", code="internal_error")

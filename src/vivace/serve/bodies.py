@@ -239,6 +239,10 @@ class GenerationBody(Body):
     )
     keep: str | None = Field(None, max_length=200, description="How many prompt tokens go on, for such a `prefill`.")
     min_prompt: int | None = Field(None, ge=1, description="Shortest prompt of which tokens are left out.")
+    decode_keep: float | Annotated[str, Field(max_length=200)] | None = Field(
+        None,
+        description='Share of the tokens that each new token reads, while those left out may come back; or "same".',
+    )
     priority: int = Field(0, ge=-1000, le=1000, description="Requests with lower values leave the queue first.")
     cache_salt: str | None = Field(
         None,

@@ -45,6 +45,8 @@ class ServeConfig:
     """Largest memory for LoRAs; those that no request runs leave when others are asked for. None keeps all."""
     adapter_folder: Path | None = None
     """Folder whose LoRAs callers may load and unload by name; None lets them do neither."""
+    decode_keep: str | float | None = None
+    """Share of the tokens that each new one reads, while those left out may come back, or "same"; None is none."""
     num_slots: int = 16
     """Number of sequences decoded at once."""
     max_queue: int = 64

@@ -280,8 +280,12 @@ class RequestParser:
             logprobs=wants_logprobs,
             method="plain",
             prefill=default.prefill if body.prefill is None else body.prefill,
-            keep=default.keep if body.prefill is None and body.keep is None else body.keep,
-            min_prompt=default.min_prompt if body.prefill is None and body.min_prompt is None else body.min_prompt,
+            **{
+                name: getattr(default, name)
+                if body.prefill is None and getattr(body, name) is None
+                else getattr(body, name)
+                for name in ("keep", "min_prompt", "decode_keep")
+            },
         )
 
     def _request(
@@ -299,9 +303,11 @@ class RequestParser:
         if is_open:
             request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
         request.check_fits(self.max_model_len)
+        if request.prefill.drafter is not None and body.method is not None:  # a server's own method gives way
+            check_method(body.method, options.prefill, is_alone=True)
         return replace(
             request,
-            drafter=drafter,
+            drafter=request.prefill.drafter or drafter,
             stop=replace(request.stop, end_tokens=request.stop.end_tokens | set(body.stop_token_ids)),
             shows_guesses=body.return_trace,
             prefix=prefix,

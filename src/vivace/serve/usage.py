@@ -74,7 +74,13 @@ def reading(choices: Sequence[Choice]) -> dict[str, Any] | None:
     done = [choice.stats for choice in choices if choice.stats is not None]
     if not done:
         return None
-    return {"name": done[0].prefill, "reason": done[0].prefill_reason, "kept": done[0].prompt_kept}
+    first = done[0]
+    return {
+        "name": first.prefill,
+        "reason": first.prefill_reason,
+        "kept": first.prompt_kept,
+        "computed": first.prompt_computed,
+    }
 
 
 def speculation(choices: Sequence[Choice]) -> dict[str, Any]:

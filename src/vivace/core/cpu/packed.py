@@ -219,7 +219,7 @@ class NativeAttention(Attention):
     def _rows(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
         table = cache.tables[cache.store.place_of_layer[self.layer][0]].first
         return self.body.attend_rows(
-            *(q, cache.stored(self.layer), (table, cache.store.size), step.slot, step.seen, step.tail),
+            *(q, cache.stored(self.layer), (table, cache.store.size), step.slot, step.seen, step.tail, step.index),
             scales=cache.scales(self.layer),
             window=self.window,
             scale=self.scale,

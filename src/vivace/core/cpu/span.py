@@ -165,13 +165,15 @@ class NativeSpan:
         """Return the struct of a call without its range of layers, and its deltas' version; made once per call."""
         if self not in step.laid_out:
             assert isinstance(step.memory, KVCache)
-            assert all(t.is_contiguous() for t in (step.slot, step.seen, step.entry, step.tail) if t is not None)
+            given = (step.slot, step.seen, step.entry, step.tail, step.index)
+            assert all(t.is_contiguous() for t in given if t is not None)
             stored = self.addresses(step.memory)
             rotations = [layer.rotation(step, dtype) for layer in self.rotating]
             call = CCall(
                 slot=step.slot.data_ptr(),
                 seen=step.seen.data_ptr(),
                 tail=None if step.tail is None else step.tail.data_ptr(),
+                index=None if step.index is None else step.index.data_ptr(),
                 entry=step.entry.data_ptr(),
                 keys=stored.keys,
                 values=stored.values,
@@ -181,6 +183,7 @@ class NativeSpan:
                 rows=step.num_rows,
                 num_write=step.num_write,
                 tail_width=0 if step.tail is None else step.tail.shape[1],
+                index_width=0 if step.index is None else step.index.shape[1],
             )
             step.laid_out[self] = call, _version_of(step.low_rank)
         laid_out: tuple[CCall, int] = step.laid_out[self]

@@ -181,6 +181,7 @@ struct Places {
 };
 
 // Attention of single rows to the entries that each of them reads: the first `seen` of its slot, then those of `tail`.
+// Where there is an index, the first `seen` that it names of the slot.
 struct Attention {
     const bf16* q;  // (rows, H, D), rows `q_stride` apart
     const bf16* keys;    // (K, capacity, D)
@@ -188,15 +189,21 @@ struct Attention {
     Places places;
     const int64_t* slot;
     const int64_t* seen;
-    const int64_t* tail;  // (rows, tail_width), -1 padded, or null
-    bf16* out;            // (rows, H, D)
-    float* sums;          // (rows, H, D) working space
-    int64_t rows, q_stride, heads, kv_heads, width, tail_width;
+    const int64_t* tail;   // (rows, tail_width), -1 padded, or null
+    const int64_t* index;  // (slots, index_width) entries of a slot that its rows read, in this order; null: all
+    bf16* out;             // (rows, H, D)
+    float* sums;           // (rows, H, D) working space
+    int64_t rows, q_stride, heads, kv_heads, width, tail_width, index_width;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
 
     int64_t num_seen(int64_t row) const { return seen[row] - places.shift(slot[row]); }
     int64_t tail_entry(int64_t row, int64_t i) const { return tail[row * tail_width + i] - places.shift(slot[row]); }
+    // The entry that a row reads at an ordinal; ordinals from `seen` on are in the tail.
+    int64_t entry(int64_t row, int64_t ordinal, int64_t seen) const {
+        if (ordinal >= seen) return tail_entry(row, ordinal - seen);
+        return index == nullptr ? ordinal : index[slot[row] * index_width + ordinal];
+    }
 };
 
 // The gated feed-forward of an expert.
@@ -246,7 +253,7 @@ struct Delta {
 struct Call {
     const bf16* h;  // (rows, E) entering layer `start`
     bf16* out;      // (rows, E) leaving layer `stop - 1`
-    const int64_t *slot, *seen, *tail, *entry;
+    const int64_t *slot, *seen, *tail, *index, *entry;
     const bf16* const* keys;    // one pointer per layer of the plan
     const bf16* const* values;
     const bf16* const* cosines;  // one (rows, rotated) table per rope
@@ -254,7 +261,7 @@ struct Call {
     const Places* places;  // one per layer of the plan
     const Delta* deltas;  // by layer, then in the order in which they are added
     uint8_t* space;     // vivace_span_bytes
-    int64_t start, stop, rows, num_write, num_feed, tail_width, num_deltas;
+    int64_t start, stop, rows, num_write, num_feed, tail_width, index_width, num_deltas;
 };
 
 // The attention of a draft row to the entries that a deep layer stored for verified positions.

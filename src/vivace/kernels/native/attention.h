@@ -32,25 +32,26 @@ struct Block {
     // Fills the block with ordinals from..from+count-1 of a row, for key/value head kv.
     void hold(const Attention& a, int64_t row, int64_t kv, int64_t from, int64_t count) {
         const int64_t seen = a.num_seen(row), here = seen - from < count ? seen - from : count;
+        const bool is_straight = a.index == nullptr && here == count && a.places.within(from) + count <= a.places.block;
         const bf16* const keys = a.keys + kv * a.places.capacity * a.width;
         const bf16* const values = a.values + kv * a.places.capacity * a.width;
         slot = a.slot[row], first = from, stored = here, place = -1;
         if (a.places.key_scales != nullptr) {
-            if (here == count && a.places.within(from) + count <= a.places.block) place = a.places.of(slot, from);
+            if (is_straight) place = a.places.of(slot, from);
             for (int64_t j = 0; j < count; ++j) {
-                const int64_t entry = from + j < seen ? from + j : a.tail_entry(row, from + j - seen);
+                const int64_t entry = a.entry(row, from + j, seen);
                 const int64_t at = kv * a.places.capacity + (place >= 0 ? place + j : a.places.of(slot, entry));
                 bf16 *key = wide[0] + j * a.width, *value = wide[1] + j * a.width;
                 widen_entry((const int8_t*)a.keys + at * a.width, a.places.key_scales[at], key, a.width);
                 widen_entry((const int8_t*)a.values + at * a.width, a.places.value_scales[at], value, a.width);
                 k[j] = key, v[j] = value;
             }
-        } else if (here == count && a.places.within(from) + count <= a.places.block) {
+        } else if (is_straight) {
             place = a.places.of(slot, from);
             for (int64_t j = 0; j < count; ++j) k[j] = keys + (place + j) * a.width, v[j] = values + (place + j) * a.width;
         } else {
             for (int64_t j = 0; j < count; ++j) {
-                const int64_t entry = from + j < seen ? from + j : a.tail_entry(row, from + j - seen);
+                const int64_t entry = a.entry(row, from + j, seen);
                 const int64_t at = a.places.of(slot, entry) * a.width;
                 k[j] = keys + at, v[j] = values + at;
             }

@@ -93,9 +93,9 @@ private:
             verified_[row] = chain_.length[sequence_[growing[row]]];
         }
         const Attention attention{q_.get(), chain_.keys[read.layer], chain_.values[read.layer], chain_.places[read.layer],
-                                  rows_.slot.data() + first, verified_.data(), nullptr, a_.get(), sums_.get(), count,
-                                  queries, plan_.heads, plan_.kv_heads, plan_.head_width, 0, layer.window, plan_.scale,
-                                  plan_.softcap};
+                                  rows_.slot.data() + first, verified_.data(), nullptr, nullptr, a_.get(), sums_.get(),
+                                  count, queries, plan_.heads, plan_.kv_heads, plan_.head_width, 0, 0, layer.window,
+                                  plan_.scale, plan_.softcap};
         vivace_attention(worker_.index, worker_.threads, &attention);
         for (int64_t row = 0; row < count; ++row)
             if (verified_[row] == 0) memset(a_.get() + row * queries, 0, queries * sizeof(bf16));

@@ -131,8 +131,9 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
     const Call& c = *s.call;
     const int64_t at = c.start + layer;
     const Attention a{s.qkv,  c.keys[at],     c.values[at], c.places[at], c.slot,       c.seen,
-                      c.tail, s.a,            s.sums,       c.rows,       s.qkv_width(), p.heads,
-                      p.kv_heads, p.head_width, c.tail_width, s.layer(layer).window, p.scale, p.softcap};
+                      c.tail, c.index,        s.a,          s.sums,       c.rows,       s.qkv_width(),
+                      p.heads, p.kv_heads,    p.head_width, c.tail_width, c.index_width, s.layer(layer).window,
+                      p.scale, p.softcap};
     attend_some(a, item);
 }
 

@@ -130,7 +130,13 @@ class PromptCache:
         self._pending: set[Future[None]] = set()
         self._held: Counter[tuple[BlockPool, int]] = Counter()
         self._lock = threading.RLock()
-        self._has_told_limit = False
+        self._has_told_limit = self._has_told_pruned = False
+
+    def tell_pruned(self, prefill: str) -> None:
+        """Say once that prompts which are read so have no use of the cache."""
+        if not self._has_told_pruned:
+            log.warning("prefill %s prunes prompts, which the prompt cache neither keeps nor gives", prefill)
+        self._has_told_pruned = True
 
     def behind(self, memory: Prefix | None, salt: str | None = None, owner: bytes = b"") -> CachedOnDisk:
         """Return what requests of an owner with a salt see of the disk, behind what they see of the memory."""
