@@ -10,8 +10,8 @@ In four lines:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from vivace.checkpoint.codes import note_on
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
-from vivace.checkpoint.peft import is_lora
+from vivace.checkpoint.peft import by_kind
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
@@ -43,6 +43,8 @@ from vivace.kernels.low_bit import check_weights
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
 from vivace.methods.table import check_method
 from vivace.options import Options as Options
+from vivace.parallel.loading import SharedLoading, on_all_ranks
+from vivace.parallel.world import World
 from vivace.prefill.choice import Prefills
 from vivace.storage import refusals
 from vivace.storage.loading import Storage, bytes_beside, load_stored
@@ -63,6 +65,7 @@ EXACT_ROWS = 64
 """Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
 
 
+@on_all_ranks
 def load(
     path: str | Path | None = None,
     *,
@@ -82,6 +85,9 @@ def load(
     reader: str = "auto",
     screened_head: bool | None = None,
     ignore_config_keys: Sequence[str] = (),
+    parallel: str | SharedLoading | None = None,
+    link_interface: str | None = None,
+    timeout: float | None = None,
 ) -> Engine:
     """Load a checkpoint.
 
@@ -114,13 +120,20 @@ def load(
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
         ignore_config_keys: keys of ``config.json`` that are unknown and that you take to change nothing, also of the
             draft model's where it has them. ``Engine.notes`` says that they were ignored.
+        parallel: under torchrun, how its processes share the model: "tensor" (each computes a part of every layer).
+            Only on rank 0 this function returns; the others follow it, and their processes end with it.
+        link_interface: network interface through which they talk, such as "eth0"; None is the loopback interface.
+            Nothing that they say is authenticated or encrypted.
+        timeout: seconds without an answer after which a rank is said to hang; None is 120.
 
     Raises:
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
         MemoryLimitError: weights do not fit into ``memory``.
         UsageError: something that is not supported was asked for.
         DependencyError: native kernels were asked for by name and are not built.
+        WorldError: a rank is gone, hangs or differs from the others.
     """
+    opening = parallel if isinstance(parallel, SharedLoading) else None
     choice, kept = choose(kernels, device=choose_device(device)), check_weights(weights)
     if kept not in ("bf16", "exact12") and dtype == "auto":
         dtype = "bfloat16"
@@ -133,12 +146,13 @@ def load(
     budget, storage, second = MemoryBudget(limit), None, None
     own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
     smaller = own if draft_model is None else draft_model
-    loras, folders = _by_kind(adapters)
+    loras, folders = by_kind(adapters)
     if adapter_memory is not None and not loras:
         raise ConfigError("adapter_memory has no effect without a LoRA among adapters; leave it out")
     if is_store(folder):
         refusals.check_weights(kept, device)
         refusals.check_screen(screened_head)
+        refusals.check_ranks(opening is not None)
         beside = 0 if limit is None else bytes_beside(folder, smaller, [*folders, *loras.values()])
         model, storage = load_stored(folder, limit, reader=reader, beside_bytes=beside, body=choice.body)
         refusals.check_dtype(dtype, model.dtype)
@@ -152,7 +166,9 @@ def load(
         check_room(budget, folder, "the model", dtype, kept, store_hint, ignored=ignored)
         screens = False if screened_head is None and limit is not None else screened_head
         made_by = partial(backend, screens_head=screens)
-        model = load_decoder(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
+        shared: dict[str, Any] = {"kv": kv, "kernels": choice.name, "weights": kept}
+        load_model: Callable[..., Decoder] = load_decoder if opening is None else partial(opening.load, **shared)
+        model = load_model(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
     model.store_entries(kv)
     budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
     tokenizer = find_tokenizer(folder)
@@ -185,6 +201,7 @@ def load(
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
     engine.ignored_config_keys = ignored
+    engine.world = None if opening is None else opening.world
     engine.adapters.max_bytes = None if adapter_memory is None else parse_bytes(adapter_memory)
     for name, lora in loras.items():
         engine.adapters.add(name, lora)
@@ -232,6 +249,8 @@ class Engine:
         """Entries of prompts that were read, shared by all calls."""
         self.prompt_cache: PromptCache | None = None
         """The same on disk, shared with later processes."""
+        self.world: World | None = None
+        """The ranks that compute this model together; None for a model on one machine."""
         self.ignored_config_keys: tuple[str, ...] = ()
         """Unknown keys of ``config.json`` that were ignored because the caller said so."""
 
@@ -356,7 +375,7 @@ class Engine:
         step = Step.dense(*ids.shape, device=ids.device)
         if adapter is not None:
             worn = self.adapters.source(adapter).bank.deltas(torch.zeros_like(step.slot))
-            step = dataclasses.replace(step, deltas=(worn,))
+            step = replace(step, deltas=(worn,))
         flat = self.model.head(self.model.run(self.model.embed(ids.reshape(-1), step), step))
         return flat.view(*ids.shape, -1)
 
@@ -461,34 +480,8 @@ class Engine:
         return (stops,) if isinstance(stops, str) else tuple(stops)
 
     def sampling(self, options: Options) -> Sampling:
-        """Return the sampling settings of the options, or else of the checkpoint.
-
-        Giving a temperature or another setting that only affects sampling turns sampling on.
-
-        Raises:
-            ConfigError: such a setting was given together with ``do_sample=False``.
-        """
-        values = {}
-        for field in dataclasses.fields(Sampling):
-            given = getattr(options, field.name)
-            values[field.name] = self.defaults.get(field.name, field.default) if given is None else given
-        if options.asks_to_sample:
-            values["do_sample"] = True
-        elif options.beams(self.defaults) is not None:
-            values["do_sample"] = False
-        return Sampling(**values)
-
-
-def _by_kind(
-    adapters: str | Path | Mapping[str, str | Path] | None,
-) -> tuple[dict[str, Path], list[Path]]:
-    """Return LoRAs by name, and the folders of draft weights: the files say which is which."""
-    if adapters is None:
-        return {}, []
-    named = adapters if isinstance(adapters, Mapping) else {Path(adapters).name: adapters}
-    folders = {name: Path(folder).expanduser() for name, folder in named.items()}
-    loras = {name: folder for name, folder in folders.items() if is_lora(folder)}
-    return loras, [folder for name, folder in folders.items() if name not in loras]
+        """Return the sampling settings of the options, or else of the checkpoint; see ``Options.sampling``."""
+        return options.sampling(self.defaults)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

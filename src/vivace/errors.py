@@ -13,6 +13,7 @@
     │   └── CorruptError       a file is half-written, truncated or unreadable
     ├── DecodingError          one request failed while it was decoded; others continue
     ├── BusyError              the memory that was asked for is in use; it may be asked for again later
+    ├── WorldError             a rank of a model on several machines is gone, hangs or differs from the others
     └── DependencyError        an optional package is missing; the message names the extra to install
 
 A message is one line: what was asked, what was found (both numbers), what to do. Errors of other
@@ -86,6 +87,10 @@ class DecodingError(VivaceError):
 
 class BusyError(VivaceError):
     """The memory that something takes is with others now; the same may be asked again later."""
+
+
+class WorldError(VivaceError):
+    """A rank of a model on several machines is gone, hangs, or differs from the others; the whole model has ended."""
 
 
 class DependencyError(VivaceError):

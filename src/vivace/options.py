@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vivace.core.sampling import Sampling
 from vivace.decode.beams import BeamPlan, EarlyStopping
 from vivace.decode.session import Progress
 from vivace.errors import ConfigError, UnsupportedError, nearest
@@ -99,6 +100,24 @@ class Options:
     def asked(self, names: Sequence[str]) -> list[str]:
         """Return those of these options that are set."""
         return [name for name in names if getattr(self, name) is not None]
+
+    def sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """Return the sampling settings of these options, or else of the checkpoint.
+
+        Giving a temperature or another setting that only affects sampling turns sampling on.
+
+        Raises:
+            ConfigError: such a setting was given together with ``do_sample=False``.
+        """
+        values = {}
+        for field in dataclasses.fields(Sampling):
+            given = getattr(self, field.name)
+            values[field.name] = defaults.get(field.name, field.default) if given is None else given
+        if self.asks_to_sample:
+            values["do_sample"] = True
+        elif self.beams(defaults) is not None:
+            values["do_sample"] = False
+        return Sampling(**values)
 
     @property
     def asks_to_sample(self) -> bool:

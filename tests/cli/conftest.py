@@ -66,6 +66,7 @@ class FakeEngine:
         self.opened: dict[str, Any] = {}
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.storage = None
+        self.world = None
         self.notes: list[str] = []
         self.memory = MemoryBudget()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def load_config(path: str | Path, ignored: Sequence[str] = ()) -> ModelConfig:
     return translate(read_config(path, ignored))
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The part of a model that one of several ranks loads."""
+
+    config: ModelConfig
+    """The model as this rank's layers are built: with fewer heads and columns."""
+    cut: Callable[[str, Target], Target]
+    """Returns the part of a parameter that this rank has, given its name and the whole of it."""
+    has_ends: bool
+    """Whether this rank has the embedding, the final norm and the head."""
+
+
 def load_decoder(
     path: str | Path,
     dtype: str | torch.dtype = "auto",
@@ -62,6 +75,7 @@ def load_decoder(
     parts: Parts | None = None,
     backend: Callable[[torch.dtype], Backend | None] | None = None,
     ignored: Sequence[str] = (),
+    shard: Shard | None = None,
 ) -> Decoder:
     """Load a decoder with the weights of a checkpoint, without gradients.
 
@@ -75,6 +89,7 @@ def load_decoder(
             backend takes over each layer as soon as its weights are loaded, so that never more than one layer is in
             memory in its stored form.
         ignored: unknown keys of config.json that are read as if they were not there.
+        shard: what is read of the model, built by ``parts``; None is all of it.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -93,16 +108,21 @@ def load_decoder(
     kind = choose_dtype(dtype, written, place)
     chosen = None if backend is None else backend(kind)
     with torch.device("meta"):
-        decoder = Decoder(config, parts, chosen)
+        decoder = Decoder(config if shard is None else shard.config, parts, chosen)
+
+    def read(name: str) -> Tensor:
+        target = plan[name]
+        return assemble(target if shard is None else shard.cut(name, target), stored, kind, place)
+
+    has_ends = shard is None or shard.has_ends
+    if not has_ends:
+        _leave_ends(decoder, kind, place)
     if chosen is not None:
-        pack_parts(
-            decoder,
-            lambda name: assemble(plan[name], stored, kind, place),
-            lambda part, mapped: _let_go(part, mapped, stored),
-        )
+        pack_parts(decoder, read, lambda part, mapped: _let_go(part, mapped, stored), has_ends=has_ends)
     else:
         for name in [name for name, _ in decoder.named_parameters()]:
-            put(decoder, name, assemble(plan[name], stored, kind, place))
+            if has_ends or name.startswith("layers."):
+                put(decoder, name, read(name))
     return decoder.requires_grad_(False).eval()
 
 
@@ -110,6 +130,8 @@ def pack_parts(
     decoder: Decoder,
     read: Callable[[str], Tensor],
     let_go: Callable[[nn.Module, set[int]], None] = lambda part, read: None,
+    *,
+    has_ends: bool = True,
 ) -> None:
     """Fill a decoder and hand it to its backend in parts: first what belongs to no layer, then layer by layer.
 
@@ -117,6 +139,7 @@ def pack_parts(
         decoder: built without memory, with the backend that is to run it.
         read: returns the parameter of a name.
         let_go: called with each part once it is packed, and with the addresses of what was read for it.
+        has_ends: whether the decoder has what belongs to no layer.
     """
     names = [name for name, _ in decoder.named_parameters()]
 
@@ -126,14 +149,23 @@ def pack_parts(
             put(decoder, name, value)
         return {value.data_ptr() for value in values.values()}
 
-    found = fill("layers.", is_within=False)
-    decoder.backend.pack_ends(decoder)
-    let_go(decoder, found)
+    if has_ends:
+        found = fill("layers.", is_within=False)
+        decoder.backend.pack_ends(decoder)
+        let_go(decoder, found)
     for index, layer in enumerate(decoder.layers):
         found = fill(f"layers.{index}.")
         decoder.backend.pack_layer(decoder, index)
         let_go(layer, found)
     decoder.backend.finish(decoder)
+
+
+def _leave_ends(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a decoder that only runs layers an embedding without rows, which says its dtype, and no final norm."""
+    width = decoder.config.width
+    decoder.embedding = nn.Parameter(torch.empty(0, width, dtype=dtype, device=device), requires_grad=False)
+    decoder.position_embedding = None
+    decoder.final_norm = nn.Identity()
 
 
 def _let_go(module: nn.Module, mapped: set[int], stored: Tensors) -> None:
@@ -258,13 +290,18 @@ def assemble(target: Target, stored: Tensors, dtype: torch.dtype, device: torch.
 
 def fused(target: Target, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Build one parameter from the stored tensors of its pieces: the tensor itself if that is possible, else a copy."""
-    pieces = [_read(values, p.expert, p.transposed) for p, values in zip(target.pieces, tensors, strict=True)]
-    if len(pieces) == 1:
-        return pieces[0].to(device=device, dtype=dtype).contiguous()
-    whole = torch.empty(target.shape, dtype=dtype, device=device)
-    for piece, values in zip(target.pieces, pieces, strict=True):
-        whole[piece.start : piece.stop] = values
-    return whole
+    whole = {p: _read(values, p.expert, p.transposed) for p, values in zip(target.pieces, tensors, strict=True)}
+    columns = slice(None) if target.columns is None else slice(*target.columns)
+    parts = []
+    for piece, (first, stop), place in target.parts():
+        values = whole[piece][first:stop]
+        parts.append((values if values.dim() == 1 else values[:, columns], place))
+    if len(parts) == 1:
+        return parts[0][0].to(device=device, dtype=dtype).contiguous()
+    made = torch.empty(target.shape_read, dtype=dtype, device=device)
+    for values, place in parts:
+        made[place : place + len(values)] = values
+    return made
 
 
 def _read(values: Tensor, expert: int | None, transposed: bool) -> Tensor:

@@ -144,12 +144,40 @@ class TensorPiece:
     """Number of matrices in the stack."""
 
 
+Range = tuple[int, int]
+"""First, and one past the last."""
+
+
 @dataclass(frozen=True)
 class Target:
     """One of our parameters: its shape and the stored tensors it is made of, in the order of rows."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
+    rows: tuple[Range, ...] | None = None
+    """The rows that are read, in order, where that is not all of them."""
+    columns: Range | None = None
+    """The columns that are read, where that is not all of them."""
+
+    @property
+    def shape_read(self) -> tuple[int, ...]:
+        """Return the shape of what is read."""
+        first, *rest = self.shape
+        if self.rows is not None:
+            first = sum(stop - start for start, stop in self.rows)
+        if self.columns is not None:
+            rest[0] = self.columns[1] - self.columns[0]
+        return (first, *rest)
+
+    def parts(self) -> Iterator[tuple[TensorPiece, Range, int]]:
+        """Yield every run of rows that is read: its piece, which rows of the piece, and where they go."""
+        place = 0
+        for start, stop in self.rows or ((0, self.shape[0]),):
+            for piece in self.pieces:
+                first, last = max(start, piece.start), min(stop, piece.stop)
+                if first < last:
+                    yield piece, (first - piece.start, last - piece.start), place
+                    place += last - first
 
 
 def layout(names: Names, config: ModelConfig, root: str, head: str) -> dict[str, Target]:

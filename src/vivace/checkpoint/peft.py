@@ -102,6 +102,18 @@ def _pattern(patterns: Iterable[str], module: str) -> str:
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
+def by_kind(
+    adapters: str | Path | Mapping[str, str | Path] | None,
+) -> tuple[dict[str, Path], list[Path]]:
+    """Return LoRAs by name, and the folders of draft weights: the files say which is which."""
+    if adapters is None:
+        return {}, []
+    named = adapters if isinstance(adapters, Mapping) else {Path(adapters).name: adapters}
+    folders = {name: Path(folder).expanduser() for name, folder in named.items()}
+    loras = {name: folder for name, folder in folders.items() if is_lora(folder)}
+    return loras, [folder for name, folder in folders.items() if name not in loras]
+
+
 def is_lora(folder: str | Path) -> bool:
     """Return whether a folder holds a PEFT adapter."""
     return (Path(folder) / CONFIG).is_file()

@@ -6,6 +6,7 @@ Exit status: 0 for success, 1 for a failure, 2 for a request that cannot be fulf
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from vivace.cli import (
     widen,
 )
 from vivace.cli.console import console
-from vivace.errors import VivaceError
+from vivace.errors import VivaceError, WorldError
 
 GLOBAL_FLAGS = ("--quiet", "--traceback")
 """Flags that are accepted at any place of the command line."""
@@ -88,12 +89,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit status."""
     words, flags = _take_global_flags(args)
-    console.is_quiet = "--quiet" in flags
+    follows = any(word.partition("=")[0] == "--parallel" for word in words) and os.environ.get("RANK", "0") != "0"
+    console.is_quiet = "--quiet" in flags or follows
     try:
         return int(build()(args=words, prog_name="vivace", standalone_mode=False) or 0)
     except (Exception, Abort) as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets one line
         if "--traceback" in flags:
             traceback.print_exc()
+        if (worlds := sys.modules.get("vivace.parallel.world")) is not None:
+            worlds.leave(str(error))
+        if follows and not isinstance(error, WorldError):  # rank 0 says the same
+            return getattr(error, "exit_code", 1)
         return _report(error)
 
 

@@ -58,6 +58,7 @@ def decode(
     repeats: Annotated[int, typer.Option(help="Times every prompt is answered by every method.", min=1)] = 3,
     load: options.LoadFlags,
     store: options.StoreFlags,
+    ranks: options.ParallelFlags,
     raw: options.Raw = False,
     plans: Annotated[
         Path | None,
@@ -75,7 +76,7 @@ def decode(
         prompts if prompts in PACKAGED else Path(prompts).name, max_new_tokens, batch, repeats, raw
     )
     drafts_for_peers = ["draft"] if "transformers-assisted" in others else []
-    engine = open_engine(model, [*map(method_of, names), *drafts_for_peers], load, store)
+    engine = open_engine(model, [*map(method_of, names), *drafts_for_peers], load, store, ranks=ranks)
     questions = questions_of(engine, rows, raw=raw)
     opened, heat = _open_peers(others, engine, questions, setting, load.draft_model)
     engines = planned_engines(engine, names, plans)

@@ -32,6 +32,7 @@ def prefill(
     prompts: Prompts = "e2e",
     repeats: Annotated[int, typer.Option(help="Times every prompt is read in every way.", min=1)] = 3,
     load: options.LoadFlags,
+    ranks: options.ParallelFlags,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
     ] = None,
@@ -40,7 +41,7 @@ def prefill(
     sizes = _numbers(lengths)
     names = split_names(prefills)
     texts = [str(row.request) for row in read_prompts(prompts, None)]
-    engine = open_engine(model, ["plain"], load)
+    engine = open_engine(model, ["plain"], load, ranks=ranks)
     from vivace.evaluate.provenance import provenance
 
     found, others = measure_first_tokens(engine, texts, sizes, names, keep, repeats)

@@ -101,7 +101,7 @@ def methods_shown(engine: Engine, *, is_shipped: bool) -> list[str]:
         return [name for name in METHODS_SHOWN if name in ready]
     trained = [name for name in ready if METHODS[name].adapter is not None and METHODS[name].lossless]
     if not trained:
-        kind = next(name for name in DRAFTS if METHODS[name].why_not(engine.model) is None)
+        kind = next(name for name in DRAFTS if METHODS[name].reason_against(engine.model) is None)
         console.note(
             f"nothing was trained on this model; `vivace train {kind} --model {named_file(engine.folder)}` makes "
             "drafts for it"

@@ -40,6 +40,7 @@ def generate(
     use: options.Use = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
+    ranks: options.ParallelFlags,
     reading: options.PrefillFlags,
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
@@ -53,7 +54,7 @@ def generate(
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file, token_ids)
-    engine = open_engine(model, [method], load, store, cache, use=use)
+    engine = open_engine(model, [method], load, store, cache, ranks, use=use)
     settings = options.given(
         max_new_tokens=max_new_tokens,
         method=method,
@@ -73,7 +74,9 @@ def generate(
             return
         results = engine.generate(requests, **settings)
     if as_json:
-        stored = {} if engine.storage is None else {"storage": engine.storage.facts}
+        stored: dict[str, Any] = {} if engine.storage is None else {"storage": engine.storage.facts}
+        if engine.world is not None:
+            stored["traffic"] = engine.world.traffic
         console.json({"results": [_result_json(result) for result in results], **stored})
         return
     for number, result in enumerate(results, 1):

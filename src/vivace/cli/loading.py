@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import vivace
 from vivace.cli.console import console
-from vivace.cli.options import LoadFlags, PromptCacheFlags, StoreFlags, parse_adapters
+from vivace.cli.options import LoadFlags, ParallelFlags, PromptCacheFlags, StoreFlags, parse_adapters
 from vivace.errors import ConfigError, NotFoundError, nearest
 from vivace.methods.spec import MethodSpec
 from vivace.methods.table import find_method
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vivace.engine import Engine
 
 
-NO_FLAGS, NO_STORE_FLAGS, NO_CACHE_FLAGS = LoadFlags(), StoreFlags(), PromptCacheFlags()
+NO_FLAGS, NO_STORE_FLAGS, NO_CACHE_FLAGS, NO_RANKS = LoadFlags(), StoreFlags(), PromptCacheFlags(), ParallelFlags()
 """The defaults of all flags."""
 
 
@@ -30,6 +30,7 @@ def open_engine(
     load: LoadFlags = NO_FLAGS,
     store: StoreFlags = NO_STORE_FLAGS,
     cache: PromptCacheFlags = NO_CACHE_FLAGS,
+    ranks: ParallelFlags = NO_RANKS,
     *,
     use: str | None = None,
 ) -> Engine:
@@ -42,6 +43,7 @@ def open_engine(
         load: flags that say how it is loaded.
         store: flags for models larger than memory.
         cache: flags that say where texts are kept on disk.
+        ranks: flags that say how processes share it; on all but the first of them this function does not return.
         use: name of the LoRA that answers wear; None for none.
 
     Raises:
@@ -70,11 +72,16 @@ def open_engine(
         prompt_cache_ro=cache.prompt_cache_ro,
         prompt_cache_bytes=cache.prompt_cache_bytes,
         ignore_config_keys=load.ignore_config_key or (),
+        parallel=ranks.parallel,
+        link_interface=ranks.link_interface,
+        timeout=ranks.timeout,
     )
     for note in engine.notes:
         console.note(note)
     if engine.storage is not None:
         console.note(engine.storage.report)
+    if engine.world is not None:
+        console.note(f"{engine.world.size} ranks share the model ({ranks.parallel})")
     if engine.memory.room_bytes is not None:
         console.note(f"memory: {engine.memory.report}; {format_bytes(engine.memory.room_bytes)} are left for texts")
     return engine

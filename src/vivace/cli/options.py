@@ -18,6 +18,7 @@ _SAMPLING = "Sampling"
 _MODEL = "Model"
 _PROMPT = "Prompt"
 _BEAMS = "Beam search"
+_RANKS = "Several machines"
 
 Model = Annotated[
     str | None,
@@ -119,6 +120,28 @@ PromptCacheBytes = Annotated[
         help="Most bytes of that folder; the least recently used leave. Left out: 4GiB.",
         metavar="SIZE",
         rich_help_panel=_MODEL,
+    ),
+]
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        help="Under torchrun, how its processes share the model: tensor (each a part of every layer).",
+        metavar="MODE",
+        rich_help_panel=_RANKS,
+    ),
+]
+LinkInterface = Annotated[
+    str | None,
+    typer.Option(
+        help="Network interface through which they talk, in the clear; left out: loopback.",
+        metavar="NAME",
+        rich_help_panel=_RANKS,
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds without an answer after which a process is said to hang; left out: 120.", rich_help_panel=_RANKS
     ),
 ]
 Prefill = Annotated[
@@ -230,6 +253,15 @@ class PromptCacheFlags:
     prompt_cache: PromptCache = None
     prompt_cache_ro: PromptCacheReadOnly = False
     prompt_cache_bytes: PromptCacheBytes = None
+
+
+@dataclass(frozen=True)
+class ParallelFlags:
+    """Flags that say how several processes share a model."""
+
+    parallel: Parallel = None
+    link_interface: LinkInterface = None
+    timeout: Timeout = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def serve(
     load: options.LoadFlags,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
+    ranks: options.ParallelFlags,
     reading: options.PrefillFlags,
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
@@ -163,11 +164,13 @@ def serve(
         raise ConfigError("--adapter-memory has no effect without --adapter or --adapter-folder; leave it out")
     found = options.parse_adapters(load.adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(model, (), replace(load, adapter=None), store, cache)
+    engine = open_engine(model, (), replace(load, adapter=None), store, cache, ranks)
     from vivace.serve.app import Server
 
     server = Server(engine, config, adapters, vivace.__version__)
     at_once = f"{server.worker.num_slots} answers at once"
+    if engine.world is not None:
+        console.note("prompts are not kept in memory: on several ranks --prefix-cache has no effect")
     console.note(f"serving {', '.join(server.catalog.names())}; {server.max_model_len} tokens a sequence, {at_once}")
     run(server)
 
@@ -202,7 +205,11 @@ def _name(model: str | None) -> str:
 
 
 def run(server: Server) -> None:
-    """Serve until a signal stops it; answers in progress may then finish within the grace time."""
+    """Serve until a signal stops it; answers in progress may then finish within the grace time.
+
+    Raises:
+        WorldError: another rank of the model has ended, and with it this server.
+    """
     import uvicorn
 
     from vivace.serve.app import build
@@ -210,8 +217,13 @@ def run(server: Server) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("vivace.serve").setLevel(logging.WARNING if console.is_quiet else logging.INFO)
 
+    world = server.engine.world
+
     class Announced(uvicorn.Server):
-        """A server that prints its addresses once it listens."""
+        """A server that prints its addresses once it listens, and stops when a rank of its model has ended."""
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or (world is not None and not world.is_whole())
 
         async def startup(self, sockets: object = None) -> None:
             await super().startup(sockets)  # type: ignore[arg-type]
@@ -221,3 +233,5 @@ def run(server: Server) -> None:
                     console.note(f"listening on http://{f'[{name}]' if ':' in name else name}:{number}")
 
     Announced(server.connections.settings(build(server))).run()
+    if world is not None and world.links.failure is not None:
+        raise world.links.failure

@@ -31,6 +31,8 @@ class Backend(Protocol):
     """Runs several layers in one call; None before ``finish`` and where layers only run one by one."""
     chain: Chain | None
     """Drafts and verifies several tokens in one call; None before ``finish`` and where that is not possible."""
+    num_ranks: int
+    """Number of machines that compute every layer together; 1 for a decoder on one machine."""
     rows_up_to: int
     """Prompt chunks that end at or before this position are computed as single rows, later ones as chunks. The choice
     depends only on the place in the text, so that a prompt gives the same bits whatever else is running."""
@@ -74,6 +76,7 @@ class TorchBackend:
     weights: Weights = "bf16"
     span: Span | None = None
     chain: Chain | None = None
+    num_ranks = 1
     rows_up_to = 0
 
     def pack_ends(self, decoder: Decoder) -> None:

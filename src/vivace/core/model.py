@@ -17,7 +17,7 @@ from vivace.core.backend import Backend, TorchBackend
 from vivace.core.blocks import WIDEST_INT8, Account, BlockStore
 from vivace.core.cache import KVCache, slot_bytes, specs_of
 from vivace.core.config import ModelConfig
-from vivace.core.layers import RMSNorm, make_norm
+from vivace.core.layers import make_norm
 from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
@@ -55,13 +55,9 @@ class Layer(nn.Module):
         self.ffn_norm = make_norm(config) if before else None
         self.attention_post_norm = make_norm(config) if after else None
         self.ffn_post_norm = make_norm(config) if after else None
-        self.q_norm = self.k_norm = None
-        if config.qk_norm != "none":
-            full = config.qk_norm == "full"
-            width = config.head_dim
-            eps, offset = config.norm_eps, config.norm_offset
-            self.q_norm = RMSNorm(width * config.num_heads if full else width, eps, offset)
-            self.k_norm = RMSNorm(width * config.num_kv_heads if full else width, eps, offset)
+        has_norms = config.qk_norm != "none"
+        self.q_norm = parts.head_norm(index, "q_norm") if has_norms else None
+        self.k_norm = parts.head_norm(index, "k_norm") if has_norms else None
 
     def project(self, h: Tensor, step: Step) -> Tensor:
         """Compute norm, queries, keys and values, QK-norm and rotation, and store the writing rows' keys and values.

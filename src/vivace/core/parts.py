@@ -13,7 +13,7 @@ from torch import nn
 
 from vivace.core.attention import Attention
 from vivace.core.config import ModelConfig
-from vivace.core.layers import FeedForward, Linear
+from vivace.core.layers import FeedForward, Linear, RMSNorm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Stateful
 
@@ -23,6 +23,10 @@ class Parts(Protocol):
 
     def projection(self, layer: int, site: str) -> nn.Module:
         """Make the module at the site "qkv" or "o", which is called with ``(x)`` or ``(x, residual)``."""
+        ...
+
+    def head_norm(self, layer: int, site: str) -> nn.Module:
+        """Make the norm "q_norm" of queries or "k_norm" of keys, where the model has them."""
         ...
 
     def attention(self, layer: int) -> Attention:
@@ -56,6 +60,12 @@ class DenseParts:
             return Linear(c.width, heads + 2 * c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
         assert site == "o", site
         return Linear(heads, c.width, bias=c.output_bias)
+
+    def head_norm(self, layer: int, site: str) -> nn.Module:
+        """Make the norm of each head, or of all heads at once where the model has that."""
+        c = self.config
+        heads = c.num_heads if site == "q_norm" else c.num_kv_heads
+        return RMSNorm(c.head_dim * (heads if c.qk_norm == "full" else 1), c.norm_eps, c.norm_offset)
 
     def attention(self, layer: int) -> Attention:
         """Make attention over the cache in its own precision."""

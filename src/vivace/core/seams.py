@@ -2,7 +2,7 @@
 
 A method calls the model. It proposes tokens (``Drafter``), decides which rows pass which layers (``Traversal``),
 remembers something for each sequence (``SlotState``), or builds the model from other weights (``Parts``). What can be
-trained is in ``train/objective.py``. Nothing else is pluggable.
+trained is in ``train/objective.py``, what ranks add up in ``summed.py``. Nothing else is pluggable.
 
 Ownership: an engine owns drafters, which hold weights, a plan and timings, and serve any number of sessions that run
 side by side. A session numbers its sequences by slots of its own cache, so everything remembered by slot belongs to the
@@ -390,6 +390,9 @@ class Memory(Protocol):
 
 class Span(Protocol):
     """Runs neighbouring layers in one call, with the same bits as one by one."""
+
+    is_native: bool
+    """Whether native code with threads of its own runs the layers."""
 
     def covers(self, step: Step) -> bool:
         """Return whether it can run this call."""

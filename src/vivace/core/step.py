@@ -77,7 +77,7 @@ class Step:
         memory.reserve(slots, entries)
         entry = torch.tensor(entries, device=memory.device)
         if len(slots) == sum(draft.committed) or draft.is_chain:
-            chunks = _runs(slots) if chunk else None
+            chunks = runs_of(slots) if chunk else None
             position, seen, tail = entry, entry + 1, None
         else:
             chunks = None
@@ -157,7 +157,7 @@ class Step:
             None,
             count,
             count,
-            chunk=_runs(slots) if chunk else None,
+            chunk=runs_of(slots) if chunk else None,
             row_count=memory.row_count,
             is_prompt=True,
         )
@@ -467,7 +467,7 @@ def _indexed(slot: Tensor, position: Tensor, readable: Mapping[int, Tensor], num
     return seen, index
 
 
-def _runs(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
+def runs_of(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
     """Return runs of neighbouring rows of one slot as (slot, first row, one past the last)."""
     runs: list[tuple[int, int, int]] = []
     first = 0

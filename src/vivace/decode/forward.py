@@ -34,4 +34,5 @@ def threads_of(model: Decoder) -> AbstractContextManager[None]:
 
     Idle PyTorch threads would take the cores that native threads need.
     """
-    return nullcontext() if model.backend.span is None else one_pytorch_thread()
+    span = model.backend.span
+    return nullcontext() if span is None or not span.is_native else one_pytorch_thread()

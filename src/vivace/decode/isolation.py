@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from vivace.core.seams import SlotState
-from vivace.errors import DecodingError, VivaceError
+from vivace.errors import DecodingError, VivaceError, WorldError
 
-STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Exceptions that end the program or the loop itself and are never a request's fault. All others are caught, also those
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit, WorldError)
+"""Exceptions that end the program or the loop itself and are never a request's fault; without its other ranks a model
+computes nothing any more. All others are caught, also those
 that are no ``Exception``: libraries written in Rust raise such errors when they panic."""
 
 

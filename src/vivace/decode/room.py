@@ -71,7 +71,7 @@ class Room:
         request.check_fits(capacity)
         request.check_entries(self._cache.capacity - DRAFT_SLACK)
         request.check_rotation(self._model.config)
-        if request.beams is not None and self._model.stateful:
+        if request.beams is not None and self._model.stateful and self._model.backend.num_ranks == 1:
             raise UnsupportedError("a store of neurons cannot go on with one text in several ways; leave out num_beams")
         self.memory.check_text(self.most_bytes(request), len(request.tokens) + request.max_new_tokens)
 

@@ -161,7 +161,9 @@ class Session:
         if source is None or source.pieces or source.search is not None:
             raise UnsupportedError(f"request {request_id} has beams, no slot, or a prompt to be read; fork it later")
         if self.model.stateful:
-            raise UnsupportedError("a store of neurons cannot go on with one text in two ways; ask for each by itself")
+            raise UnsupportedError(
+                "a store of neurons, or a model on ranks, cannot fork a text; ask for each by itself"
+            )
         if not self._free:
             raise BusyError(f"all {self.cache.num_slots} slots are in use; fork when a request has ended")
         slot = self._free.pop()

@@ -264,7 +264,7 @@ class Methods:
             raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has at most {DRAFT_SLACK - 1} guesses")
         key = (method, num_draft_tokens, quality)
         if key not in self._drafters:
-            if (reason := spec.why_not(self.model)) is not None:
+            if (reason := spec.reason_against(self.model)) is not None:
                 raise UnsupportedError(f"method {method} cannot run on this model: {reason}")
             made = spec.make(_Context(self, spec, num_draft_tokens, quality))
             self._count(made, f"method {method}")
@@ -391,14 +391,14 @@ class Methods:
             or (
                 spec.adapter is not None
                 and stored_of(spec.adapter).default_config is not None
-                and spec.why_not(self.model) is None
+                and spec.reason_against(self.model) is None
             )
         ]
 
     def _is_ready(self, spec: MethodSpec) -> bool:
         has_weights = spec.adapter is None or self._has_adapter(spec.adapter)
         has_parts = has_weights and (self.second is not None or not spec.needs_draft_model)
-        return has_parts and spec.why_not(self.model) is None
+        return has_parts and spec.reason_against(self.model) is None
 
     def has_plan(self, spec: MethodSpec) -> bool:
         """Return whether a plan is stored for a method,."""

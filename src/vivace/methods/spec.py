@@ -153,6 +153,8 @@ class MethodSpec:
     """Whether a second, smaller model drafts."""
     why_not: Callable[[Decoder], str | None] = lambda model: None
     """Returns why it cannot run on a model, or None where it can."""
+    runs_on_ranks: bool = False
+    """Whether it drafts without the target's layers, so that these may be spread over several machines."""
     is_tried_by_auto: bool = False
     """Whether ``auto`` measures it beside plain decoding where it can run."""
     training: Literal["beside", "whole"] | None = None
@@ -166,6 +168,12 @@ class MethodSpec:
     """How its weights are widened with the model; None where they cannot be."""
     has_twin: Callable[[Mapping[str, Any]], bool] = lambda config: True
     """Whether weights of this config can be widened."""
+
+    def reason_against(self, model: Decoder) -> str | None:
+        """Return why the method cannot run on a model, or None where it can."""
+        if model.backend.num_ranks > 1 and not self.runs_on_ranks:
+            return "it is for one machine; plain, lookup and draft run on several ranks"
+        return self.why_not(model)
 
     @property
     def is_tuned(self) -> bool:

@@ -20,7 +20,7 @@ from vivace.decode.memory import MemoryBudget
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Emitted, Request
 from vivace.decode.session import Session
-from vivace.errors import VivaceError
+from vivace.errors import VivaceError, WorldError
 from vivace.serve.api_error import APIError, api_error_of
 from vivace.serve.heartbeat import Heartbeat
 from vivace.serve.scoring import Scored, scoring
@@ -234,6 +234,8 @@ class Worker:
                     if events:
                         self._mailbox(events)
                 self._score()
+        except WorldError as error:
+            log.error("the model has ended: %s", error)
         finally:
             stopping = APIError(503, "the server was stopped before this answer was complete", code="stopping")
             with self._changed:

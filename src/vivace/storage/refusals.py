@@ -33,6 +33,16 @@ def check_screen(asked: bool | None) -> None:
         )
 
 
+def check_ranks(are_several: bool) -> None:
+    """Refuse several ranks for a store.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
+    if are_several:
+        raise UnsupportedError("a store is not shared among ranks; name its checkpoint, or leave out --parallel")
+
+
 def check_dtype(asked: str, found: torch.dtype) -> None:
     """Refuse another precision than a store has.
 

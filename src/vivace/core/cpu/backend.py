@@ -32,6 +32,7 @@ from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Span
+from vivace.core.summed import SummedLinear, SummedProjection
 from vivace.errors import UnsupportedError
 from vivace.kernels.exact import pack_exact
 from vivace.kernels.low_bit import Weights, quantise, size_of
@@ -75,6 +76,7 @@ class CpuBackend:
         self.screens_head = screens_head
         self.span: Span | None = None
         self.chain: Chain | None = None
+        self.num_ranks = 1
         self.rows_up_to = 0
 
     def check(self, decoder: Decoder) -> None:
@@ -204,7 +206,7 @@ class CpuBackend:
                 case FeedForward() if self._fuses(child):
                     setattr(parent, name, self._fused(child))
                 case Linear():
-                    setattr(parent, name, self.linear(child.weight, child.bias))
+                    setattr(parent, name, self._projection(child))
                 case RMSNorm() | LayerNorm() if self.body is not None:
                     setattr(parent, name, NativeNorm(self.body, child))
                 case _:
@@ -215,16 +217,20 @@ class CpuBackend:
         assert isinstance(feed.up, Linear)
         assert isinstance(feed.down, Linear)
         if not feed.gated:
-            halves = (self.linear(part.weight, part.bias) for part in (feed.up, feed.down))
-            return PackedFeedForward(self.body, feed.activation, feed.layer, None, *halves)
+            up, down = self.linear(feed.up.weight, feed.up.bias), self._projection(feed.down)
+            return PackedFeedForward(self.body, feed.activation, feed.layer, None, up, down)
         width = feed.up.weight.shape[0] // 2
         biases = (None, None) if feed.up.bias is None else feed.up.bias.split(width)
         gate, up = (self.linear(w, b) for w, b in zip(feed.up.weight.split(width), biases, strict=True))
-        down = self.linear(feed.down.weight, feed.down.bias)
-        return PackedFeedForward(self.body, feed.activation, feed.layer, gate, up, down)
+        return PackedFeedForward(self.body, feed.activation, feed.layer, gate, up, self._projection(feed.down))
+
+    def _projection(self, linear: Linear) -> PackedLinear | LowBitLinear | SummedProjection:
+        if isinstance(linear, SummedLinear):
+            return SummedProjection(linear, self.linear)
+        return self.linear(linear.weight, linear.bias)
 
     def _fuses(self, feed: FeedForward) -> bool:
-        return self.body is not None and type(feed.up) is type(feed.down) is Linear
+        return self.body is not None and type(feed.up) is Linear and type(feed.down) in (Linear, SummedLinear)
 
 
 def backend_of(

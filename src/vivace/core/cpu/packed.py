@@ -22,6 +22,7 @@ from vivace.core.layers import LayerNorm, Linear, RMSNorm
 from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
+from vivace.core.summed import SummedProjection
 from vivace.kernels.library import LANES
 from vivace.kernels.native import Matrix, NativeBody, narrowed, pack
 from vivace.kernels.screen import Screen
@@ -149,7 +150,7 @@ class PackedFeedForward(nn.Module):
         layer: int,
         gate: NativeProjection | None,
         up: NativeProjection,
-        down: NativeProjection,
+        down: NativeProjection | SummedProjection,
     ) -> None:
         super().__init__()
         self.body = body
@@ -157,12 +158,12 @@ class PackedFeedForward(nn.Module):
         self.layer = layer
         self.gate: NativeProjection | None = gate
         self.up: NativeProjection = up
-        self.down: NativeProjection = down
+        self.down: NativeProjection | SummedProjection = down
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
         """Compute the feed-forward of rows, (T, E) -> (T, E), and add ``add`` (T, E) if it is given."""
         refuse_gradients(x)
-        if self.gate is not None and not step.low_rank:
+        if self.gate is not None and not step.low_rank and not isinstance(self.down, SummedProjection):
             matrices = self.gate.matrix, self.up.matrix, self.down.matrix  # read each time: streamed ones move
             if matrices[2].in_width % 2 == 0:
                 return self.body.feed(matrices, x, self.activation, add)

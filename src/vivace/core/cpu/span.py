@@ -63,6 +63,8 @@ class StoredEntries(NamedTuple):
 class NativeSpan:
     """Runs layers of one packed decoder on native kernels, several in one call."""
 
+    is_native = True
+
     def __init__(self, decoder: Decoder, body: NativeBody) -> None:
         self.body = body
         self._layers: list[Layer] = list(decoder.layers)  # type: ignore[arg-type]

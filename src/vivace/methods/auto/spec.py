@@ -22,4 +22,5 @@ AUTO = MethodSpec(
     summary="measure the methods on this machine and use the fastest",
     make=_auto,
     no_length="finds out how far to draft",
+    runs_on_ranks=True,
 )

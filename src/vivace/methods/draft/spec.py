@@ -40,6 +40,7 @@ DRAFT = MethodSpec(
     make=_draft,
     stored=_draft_plan,
     needs_draft_model=True,
+    runs_on_ranks=True,
     is_tried_by_auto=True,
     training="beside",
     plans=_chains,

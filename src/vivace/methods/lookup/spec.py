@@ -17,5 +17,9 @@ def _lookup(context: MethodContext) -> Drafter:
 
 
 LOOKUP = MethodSpec(
-    name="lookup", summary="draft what followed the same words before", make=_lookup, is_tried_by_auto=True
+    name="lookup",
+    summary="draft what followed the same words before",
+    make=_lookup,
+    runs_on_ranks=True,
+    is_tried_by_auto=True,
 )

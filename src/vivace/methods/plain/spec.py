@@ -16,4 +16,6 @@ def _plain(context: MethodContext) -> Drafter:
     return MultiStepPlain(context.model)
 
 
-PLAIN = MethodSpec(name="plain", summary="one token per pass", make=_plain, no_length=DRAFTS_NOTHING)
+PLAIN = MethodSpec(
+    name="plain", summary="one token per pass", make=_plain, no_length=DRAFTS_NOTHING, runs_on_ranks=True
+)

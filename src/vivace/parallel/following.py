@@ -1,0 +1,77 @@
+"""The loop of the ranks that follow: each pass and each change of a cache that rank 0 sends is repeated here."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from vivace.core.cache import Fresh, KVCache
+from vivace.core.model import Decoder
+from vivace.core.seams import Memory
+from vivace.kernels.threads import one_pytorch_thread
+from vivace.parallel import passes
+from vivace.parallel.world import END, World
+
+
+class Follower:
+    """Repeats what rank 0 does on this rank's share of a model."""
+
+    def __init__(self, world: World, decoder: Decoder) -> None:
+        """Follow rank 0 with a decoder that holds this rank's share of the layers."""
+        self._world = world
+        self._decoder = decoder
+        self._caches: dict[int, KVCache] = {}
+        self._fresh = Fresh()
+        self._is_native = getattr(decoder.backend, "body", None) is not None
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Follow until rank 0 has ended.
+
+        Raises:
+            WorldError: a rank is gone, hangs or has given up.
+        """
+        while (message := self._world.links.message(0, is_idle=True)) != END:
+            operation, numbers, rest = passes.unpacked(message)
+            if operation == passes.RUN:
+                self._run(numbers, rest)
+            else:
+                self._change(operation, numbers[0], numbers[1:])
+
+    def _run(self, numbers: list[int], rest: memoryview) -> None:
+        number = passes.cache_of_pass(numbers)
+        if number is None and numbers[1] == 0:
+            self._fresh = Fresh()
+        memory: Memory = self._fresh if number is None else self._caches[number]
+        step, start, stop = passes.unpack_pass(numbers, memory)
+        h = passes.rows_of(rest, step.num_rows, self._decoder.dtype)
+        with one_pytorch_thread() if self._is_native else nullcontext():
+            self._decoder.run(h, step, start, stop)
+
+    def _change(self, operation: int, number: int, numbers: list[int]) -> None:
+        if operation == passes.OPEN:
+            num_slots, capacity, row_count = numbers
+            self._caches[number] = self._decoder.new_cache(num_slots, capacity, row_count=row_count)
+            return
+        cache = self._caches[number]
+        match operation:
+            case passes.CLOSE:
+                del self._caches[number]
+            case passes.COMMIT:
+                slots, *paths = passes.unpack_lists(numbers)
+                cache.commit(slots, paths)
+            case passes.TRUNCATE:
+                slots, lengths = passes.unpack_lists(numbers)
+                cache.truncate(slots, lengths)
+            case passes.RELEASE:
+                cache.release(numbers)
+            case passes.RESTORE:
+                cache.restore((numbers, [[] for _ in numbers], None))
+            case passes.FORK:
+                sources, targets = passes.unpack_lists(numbers)
+                cache.fork(sources, targets)
+            case _:
+                self._world.links.fail(
+                    f"rank 0 sent operation {operation}, which rank {self._world.rank} does not know"
+                )

@@ -1,0 +1,172 @@
+"""Opening a model on several ranks: what cannot be combined is refused, each rank loads its share, all are compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import NoReturn, ParamSpec, TypeVar
+
+import torch
+
+import vivace.parallel.world as worlds
+from vivace.checkpoint.adapters import base_hash
+from vivace.checkpoint.load import load_config, load_decoder
+from vivace.core.backend import Backend, TorchBackend
+from vivace.core.config import ModelConfig
+from vivace.core.cpu.backend import CpuBackend
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
+from vivace.parallel.collective import LinkedSum
+from vivace.parallel.following import Follower
+from vivace.parallel.leading import Leader, LedBackend
+from vivace.parallel.shares import shares_of
+from vivace.parallel.tensor import ShareParts, shard_of
+from vivace.parallel.world import World
+
+MODES = ("tensor",)
+"""Ways to share a model's work."""
+
+
+class SharedLoading:
+    """Loads one model on all ranks of a world."""
+
+    def __init__(self, world: World) -> None:
+        """Load among the ranks of a world, which all make the same calls."""
+        self.world = world
+
+    @staticmethod
+    def of(
+        mode: str, *, interface: str | None, timeout_s: float | None, settings: Mapping[str, object]
+    ) -> SharedLoading:
+        """Meet the other ranks to load a model in a way to share work.
+
+        Args:
+            mode: the way, one of ``MODES``.
+            interface: network interface through which ranks talk; None is the loopback interface.
+            timeout_s: seconds without an answer after which a rank is said to hang; None is the default.
+            settings: the other arguments of ``vivace.load``.
+
+        Raises:
+            ConfigError: there is no such way, or this process was not started by torchrun.
+            UnsupportedError: a setting cannot be combined with it.
+            WorldError: the ranks do not find one another.
+        """
+        if mode not in MODES:
+            raise ConfigError(f"parallel is {mode!r}{nearest(mode, MODES)}")
+        for name in ("memory", "prefix_cache", "prompt_cache", "adapters"):
+            if settings.get(name) is not None:
+                raise UnsupportedError(f"{name} is not supported on several ranks; leave out {name} or parallel")
+        if settings.get("device", "auto") not in ("auto", "cpu"):
+            raise UnsupportedError(f"ranks compute on the CPU, found device {settings['device']!r}; leave out device")
+        if settings.get("reader", "auto") != "auto":
+            raise UnsupportedError("a store is not read by several ranks; leave out reader or parallel")
+        return SharedLoading(worlds.join(interface=interface, timeout_s=timeout_s))
+
+    def load(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        device: str,
+        kv: str,
+        kernels: str,
+        weights: str,
+        backend: Callable[[torch.dtype], Backend | None],
+        ignored: Sequence[str],
+    ) -> Decoder:
+        """Load this rank's share of a model. Only on rank 0 it returns; the others follow until rank 0 has ended.
+
+        Args:
+            folder: of the checkpoint.
+            dtype: of the weights.
+            device: the CPU.
+            kv: format of keys and values.
+            kernels: name of the kernels in use.
+            weights: format of matrices in memory.
+            backend: makes what runs a decoder of a dtype.
+            ignored: unknown keys of config.json that are read as if they were not there.
+
+        Raises:
+            WorldError: the ranks differ, or one of them failed.
+            ConfigError: so many ranks cannot share the model.
+            UnsupportedError: such a model is not shared.
+        """
+        config = load_config(folder, ignored)
+        check_model(config)
+        share = shares_of(config, self.world.size)[self.world.rank]
+        leader = Leader(self.world) if self.world.leads else None
+        parts = ShareParts(
+            config, share, LinkedSum(self.world), () if leader is None else (leader,), has_ends=self.world.leads
+        )
+
+        def made(kind: torch.dtype) -> Backend | None:
+            inner = backend(kind)
+            if isinstance(inner, CpuBackend):
+                inner.joins_layers = False
+            return inner if leader is None else LedBackend(TorchBackend() if inner is None else inner, leader)
+
+        shard = shard_of(config, share, has_ends=self.world.leads)
+        decoder = load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored, shard=shard)
+        decoder.store_entries(kv)
+        self.world.compare(
+            {
+                "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
+                "checkpoint": base_hash(folder)[:16],
+                "kernels": kernels,
+                "weights": weights,
+                "dtype": str(decoder.dtype).removeprefix("torch."),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "keys and values": kv,
+            }
+        )
+        if leader is None:
+            self._follow(decoder)
+        return decoder
+
+    def _follow(self, decoder: Decoder) -> NoReturn:
+        """Repeat what rank 0 does until it has ended, and end the process."""
+        try:
+            Follower(self.world, decoder).run()
+        except WorldError:
+            sys.exit(1)  # rank 0 says what happened
+        self.world.close()
+        sys.exit(0)
+
+
+def check_model(config: ModelConfig) -> None:
+    """Refuse models that are not shared.
+
+    Raises:
+        UnsupportedError: the model is a mixture of experts.
+    """
+    if config.moe is not None:
+        raise UnsupportedError("mixtures of experts are not shared among ranks; leave out --parallel")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_all_ranks(load: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that loads a model meet the other ranks first where its caller asks for that.
+
+    ``load`` takes ``vivace.load``'s arguments. If ``parallel`` is a way to share work, it is called with a
+    ``SharedLoading`` in its place, and if it fails on one rank all of them end.
+    """
+
+    @wraps(load)
+    def load_together(*args: P.args, **settings: P.kwargs) -> T:
+        mode, interface, timeout_s = (settings.get(name) for name in ("parallel", "link_interface", "timeout"))
+        if mode is None:
+            if interface is not None or timeout_s is not None:
+                raise ConfigError("link_interface and timeout have no effect without parallel; leave them out")
+            return load(*args, **settings)
+        opening = SharedLoading.of(mode, interface=interface, timeout_s=timeout_s, settings=settings)  # type: ignore[arg-type]
+        settings["parallel"] = opening
+        with opening.world.guarding():
+            return load(*args, **settings)
+
+    return load_together
