@@ -35,6 +35,7 @@ from benchmarks import (
     speed_law,
     stream_tables,
     tradeoff,
+    truth_table,
 )
 from benchmarks.decode_tables import NONE_YET, Result, details, read_results, summary, technique
 from tools.blocks import fill_file, settle, table
@@ -140,7 +141,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "quality": prefill_quality.tables(RESULTS / "prefill" / "quality"),
         },
         techniques / "prompt_caches.md": {"results": prompt_caches.tables(RESULTS / "prompt_caches")},
-        docs / "models.md": {"speed": family_tables.tables(RESULTS / "families")},
+        docs / "models.md": {
+            "speed": family_tables.tables(RESULTS / "families"),
+            "truth": truth_table.tables(RESULTS / "truth"),
+        },
         docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},
         CARD: {"quality": bars.card(QUALITY)},
     }

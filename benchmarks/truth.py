@@ -88,8 +88,9 @@ def compare(
     found: dict[str, Any] = {
         "provenance": asdict(provenance(engine.model.device)),
         "kernels": engine.kernels.name,
-        "model": str(model),
+        "model": engine.folder.name,
         "num_prompts": len(encoded),
+        "longest_prompt": max(map(len, encoded)),
         "max_new_tokens": max_new_tokens,
         "float32": [asdict(one) for one in differences(encoded, exact, expected, theirs)],
     }
