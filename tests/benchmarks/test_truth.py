@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import truth
+from benchmarks import truth, truth_table
 from tests.tiny_checkpoints import make_checkpoint
 
 
@@ -22,6 +23,10 @@ def test_a_checkpoint_says_what_it_says_in_transformers(tmp_path: Path, capsys: 
     assert "float32: 3 of 3 greedy answers equal transformers'" in capsys.readouterr().out
     assert found["perplexity"]["ours"] == pytest.approx(found["perplexity"]["theirs"], rel=1e-5)
     assert found["perplexity"]["num_tokens"] == 30
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "one.json").write_text(json.dumps(found))
+    written = truth_table.tables(tmp_path / "results")
+    assert f"| `model` | 3 x 8 tokens | {found['longest_prompt']} tokens | 3 of 3 | - |" in written
 
 
 def test_a_difference_is_shown_with_its_gap() -> None:
