@@ -26,4 +26,5 @@ def test_only_usage_errors_exit_with_two(kind: type[VivaceError]) -> None:
 
 def test_nearest_names_a_close_match_or_the_whole_set() -> None:
     assert nearest("lokup", ["plain", "lookup"]) == "; did you mean 'lookup'?"
+    assert nearest("lookup+plain", ["plain", "plain+lookup"]) == "; did you mean 'plain+lookup'?"
     assert nearest("zzz", ["plain", "lookup"]) == "; choose from lookup, plain"

@@ -108,5 +108,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
         ``"; did you mean 'x'?"`` for a close match, else ``"; choose from a, b, c"``.
     """
     choices = sorted(known)
-    close = get_close_matches(word, choices, n=1)
+    turned = [choice for choice in choices if sorted(choice.split("+")) == sorted(word.split("+"))]
+    close = turned or get_close_matches(word, choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(choices)}"

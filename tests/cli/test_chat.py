@@ -40,7 +40,7 @@ def engine(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 def test_every_line_is_a_turn_of_the_conversation(cli: Cli, engine: FakeEngine) -> None:
-    outcome = cli("chat", "--system", "Be brief.", stdin="one\n\n two \n/reset\nthree\n/exit\nnever\n")
+    outcome = cli("chat", "--system", "Be brief.", stdin="one\n\n two \n/reset\nthree\n/bye\nnever\n")
     assert outcome.out == "ONE\nTWO\nTHREE\n"
     asked = [said for said, _ in engine.asked]
     assert asked == [["Be brief.", "one"], ["Be brief.", "one", "two"], ["Be brief.", "three"]]

@@ -32,6 +32,8 @@ def test_changes_on_the_command_line() -> None:
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="the recipes that come with vivace are base, calm, chat, deed"):
         read_recipe(tmp_path / "none.yaml")
+    with pytest.raises(NotFoundError, match="did you mean 'quantized'"):
+        read_recipe("quantised")
     assert read_recipe("multirate") == read_recipe(RECIPES / "multirate.yaml")
     for name, text in (("a.yaml", "kind: [a"), ("b.json", "{"), ("c.yaml", "- 1")):
         (tmp_path / name).write_text(text)

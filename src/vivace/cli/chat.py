@@ -14,6 +14,8 @@ from vivace.cli.loading import open_engine
 from vivace.errors import CapacityError
 
 HELP = "/reset starts over, /exit ends (or Ctrl-D)"
+ENDS = ("/exit", "/quit", "/bye")
+"""What ends a conversation; people come with the words of other programs."""
 """The commands that a line may be instead of a message."""
 
 
@@ -41,7 +43,7 @@ def chat(
     conversation = Conversation(engine, system=system or None, **settings)
     console.note(HELP)
     while (line := _read_line()) is not None:
-        if line == "/exit":
+        if line in ENDS:
             break
         if line == "/reset":
             conversation.reset()

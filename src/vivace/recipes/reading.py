@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from vivace.errors import ConfigError, CorruptError, NotFoundError
+from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
 
 RECIPES = Path(__file__).parent
 """Folder of the recipes that come with the package."""
@@ -30,10 +30,11 @@ def read_recipe(name: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
-        packaged = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
-        raise NotFoundError(
-            f"cannot read the recipe {path}: {exc.strerror}; the recipes that come with vivace are {packaged}"
-        ) from exc
+        packaged = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+        hint = nearest(str(name), packaged)
+        if "did you mean" not in hint:
+            hint = f"; the recipes that come with vivace are {', '.join(packaged)}"
+        raise NotFoundError(f"cannot read the recipe {path}: {exc.strerror}{hint}") from exc
     try:
         loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as exc:
