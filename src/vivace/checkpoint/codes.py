@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from vivace.checkpoint.files import is_linked, named_file, open_tensors, read_json
-from vivace.checkpoint.quantized.settings import is_quantized
+from vivace.checkpoint.quantized.settings import PALETTE, is_quantized, settings_of
 
 
 def holds_codes(folder: Path) -> bool:
@@ -29,6 +29,8 @@ def note_on(folder: Path, weights: str, dtype: torch.dtype) -> list[str]:
     kinds = sorted({kind for kind in map(stored.kind, stored.names) if getattr(torch, kind, None) is None})
     if not kinds:
         return []
+    if weights == "bf16" and (settings_of(read_json(folder / "config.json")) or ("",))[0] == PALETTE:
+        return []  # native kernels multiply these codes as they are
     of_file = f" of {Path(named_file(folder)).name}" if is_linked(folder) else ""
     again = "" if weights == "bf16" else f" and rounded once more, to {weights}"
     return [f"the {', '.join(kinds)} weights{of_file} are decoded to {str(dtype).removeprefix('torch.')}{again}"]

@@ -221,12 +221,16 @@ def open_tensors(folder: Path) -> Tensors:
         from vivace.checkpoint.gguf.folder import open_linked
 
         return open_linked(folder)
-    from vivace.checkpoint.quantized.settings import settings_of
+    from vivace.checkpoint.quantized.settings import PALETTE, settings_of
 
     files = TensorFiles(tensor_paths(folder))
     found = settings_of(read_json(folder / "config.json")) if (folder / "config.json").is_file() else None
     if found is None:
         return files
+    if found[0] == PALETTE:
+        from vivace.checkpoint.quantized.palette import PaletteTensors
+
+        return PaletteTensors(files, found[1])
     from vivace.checkpoint.quantized.stored import QuantizedTensors
 
     return QuantizedTensors(files, *found)

@@ -20,13 +20,15 @@ from vivace.checkpoint.families import Family, family_of, translate
 from vivace.checkpoint.files import Tensors, open_tensors, read_json, resolve, summary
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.checkpoint.neutral_keys import without
-from vivace.checkpoint.quantized.settings import dtype_of
+from vivace.checkpoint.quantized.palette import PaletteTensors
+from vivace.checkpoint.quantized.settings import PALETTE, dtype_of, settings_of
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import num_bytes
 from vivace.core.model import Decoder
 from vivace.core.parts import Parts
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
+from vivace.kernels.coded import Coded, RowCodes, stacked
 from vivace.kernels.low_bit import Weights
 
 
@@ -110,9 +112,12 @@ def load_decoder(
     with torch.device("meta"):
         decoder = Decoder(config if shard is None else shard.config, parts, chosen)
 
-    def read(name: str) -> Tensor:
+    def read(name: str) -> Tensor | Coded:
         target = plan[name]
-        return assemble(target if shard is None else shard.cut(name, target), stored, kind, place)
+        if shard is not None:
+            return assemble(shard.cut(name, target), stored, kind, place)
+        coded = None if chosen is None else _coded(target, stored, chosen, is_table=name == "embedding")
+        return assemble(target, stored, kind, place) if coded is None else coded
 
     has_ends = shard is None or shard.has_ends
     if not has_ends:
@@ -128,7 +133,7 @@ def load_decoder(
 
 def pack_parts(
     decoder: Decoder,
-    read: Callable[[str], Tensor],
+    read: Callable[[str], Tensor | Coded],
     let_go: Callable[[nn.Module, set[int]], None] = lambda part, read: None,
     *,
     has_ends: bool = True,
@@ -137,7 +142,7 @@ def pack_parts(
 
     Args:
         decoder: built without memory, with the backend that is to run it.
-        read: returns the parameter of a name.
+        read: returns the parameter of a name, or its codes if it is stored in few bits.
         let_go: called with each part once it is packed, and with the addresses of what was read for it.
         has_ends: whether the decoder has what belongs to no layer.
     """
@@ -147,7 +152,7 @@ def pack_parts(
         values = {name: read(name) for name in names if name.startswith(prefix) == is_within}
         for name, value in values.items():
             put(decoder, name, value)
-        return {value.data_ptr() for value in values.values()}
+        return {value.data_ptr() for value in values.values() if isinstance(value, Tensor)}
 
     if has_ends:
         found = fill("layers.", is_within=False)
@@ -177,10 +182,14 @@ def _let_go(module: nn.Module, mapped: set[int], stored: Tensors) -> None:
 
 
 def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16", ignored: Sequence[str] = ()) -> int:
-    """Memory that the weights of a checkpoint take at least once they are loaded, by its config.json alone."""
+    """Memory that the weights of a checkpoint take at least once they are loaded, without reading them."""
     raw = read_config(path, ignored)
     written = dtype_of(raw) or "bfloat16"
     kind = choose_dtype(dtype, written, torch.device("cpu"))
+    method, _ = settings_of(raw) or (None, None)
+    if method == PALETTE and weights == "bf16" and kind == torch.bfloat16:
+        stored = open_tensors(resolve(path))
+        return sum(stored.num_bytes(name) for name in stored.names)
     in_bfloat16 = num_bytes(translate(raw), weights)
     return in_bfloat16 if weights != "bf16" else in_bfloat16 * kind.itemsize // torch.bfloat16.itemsize
 
@@ -288,6 +297,18 @@ def assemble(target: Target, stored: Tensors, dtype: torch.dtype, device: torch.
     return fused(target, [stored.tensor(piece.name, dtype) for piece in target.pieces], dtype, device)
 
 
+def _coded(target: Target, stored: Tensors, backend: Backend, *, is_table: bool) -> Coded | None:
+    """Return one parameter in the few bits that it is stored in; None where it is stored otherwise, or is wanted
+    otherwise. A table of embeddings can only stay in eight bits.
+    """
+    if not isinstance(stored, PaletteTensors) or not backend.keeps_codes:
+        return None
+    parts = [stored.coded(piece.name) for piece in target.pieces]
+    known = [part for part in parts if part is not None]
+    found = stacked(known) if known and len(known) == len(parts) else None
+    return found if not is_table or isinstance(found, RowCodes) else None
+
+
 def fused(target: Target, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Build one parameter from the stored tensors of its pieces: the tensor itself if that is possible, else a copy."""
     whole = {p: _read(values, p.expert, p.transposed) for p, values in zip(target.pieces, tensors, strict=True)}
@@ -312,9 +333,14 @@ def _read(values: Tensor, expert: int | None, transposed: bool) -> Tensor:
     return values.t() if transposed else values
 
 
-def put(module: nn.Module, name: str, values: Tensor) -> None:
-    """Make ``values`` the parameter ``name`` of a module, without a copy."""
+def put(module: nn.Module, name: str, values: Tensor | Coded) -> None:
+    """Make ``values`` the parameter ``name`` of a module, without a copy. Codes are kept beside the parameter, which
+    stays without memory, for a backend to lay out.
+    """
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
+    if not isinstance(values, Tensor):
+        setattr(owner, "coded", values)  # noqa: B010 - of a linear layer or of the decoder
+        return
     assert leaf in owner._parameters, f"the decoder has no parameter {name}"
     owner._parameters[leaf] = values if isinstance(values, nn.Parameter) else nn.Parameter(values, requires_grad=False)

@@ -20,6 +20,7 @@ from vivace.cli import (
     bench_prefill,
     chat,
     check,
+    compress,
     convert,
     data,
     demo,
@@ -64,6 +65,7 @@ def build() -> typer.Typer:
     app.command("widen")(widen.widen)
     app.command("upcycle")(upcycle.upcycle)
     app.command("convert")(convert.convert)
+    app.command("compress")(compress.compress)
     app.command("demo")(demo.demo)
     app.callback()(_root)
     return app

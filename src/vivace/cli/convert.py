@@ -38,7 +38,8 @@ class StoreChoice:
 
 def convert(
     output: Annotated[
-        Path, typer.Argument(help="File to write, its name ends in .gguf; with --store a folder.", metavar="OUT")
+        Path,
+        typer.Argument(help="File to write, its name ends in .gguf; with --store or --dense a folder.", metavar="OUT"),
     ],
     model: options.Model = None,
     kind: Annotated[
@@ -49,6 +50,9 @@ def convert(
     ] = "auto",
     store: Annotated[
         bool, typer.Option("--store", help="Write a store: --memory then runs it in less memory than it has.")
+    ] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Write a folder of plain safetensors that transformers reads.")
     ] = False,
     layout: Annotated[
         str,
@@ -74,6 +78,11 @@ def convert(
     from vivace.checkpoint.gguf.written import write_checkpoint
 
     ignored = tuple(ignore_config_key or ())
+    if dense:
+        if store or layout != "layers" or calibrate is not None or (kind, kernels) != ("auto", "auto"):
+            raise ConfigError("--dense takes --model and --dtype; leave the others out")
+        _write_dense(folder_of(model), output, dtype, ignored, as_json=as_json)
+        return
     if store:
         choice = StoreChoice(layout, dtype, calibrate, active, kernels, ignored)
         _write_store(folder_of(model), output, choice, as_json=as_json)
@@ -96,6 +105,25 @@ def convert(
         console.json({"file": str(written.path), "type": written.kind, "bytes": written.num_bytes})
     else:
         console.result(f"{written.path}: {written.kind}, {format_bytes(written.num_bytes)}")
+
+
+def _write_dense(folder: Path, output: Path, dtype: str, ignored: tuple[str, ...], *, as_json: bool) -> None:
+    """Write a checkpoint with every weight decoded, as a folder of safetensors."""
+    from vivace.checkpoint.files import WEIGHTS
+    from vivace.checkpoint.load import load_decoder, read_config
+    from vivace.checkpoint.save import write_checkpoint
+
+    if output.resolve() == folder.resolve():
+        raise ConfigError(f"{output} is the model itself; name another folder for what comes of it")
+    with console.progress("writing"):
+        decoder = load_decoder(folder, dtype=dtype, ignored=ignored)
+        write_checkpoint(decoder, read_config(folder, ignored), folder, output)
+    size = (output / WEIGHTS).stat().st_size
+    kind = str(decoder.dtype).removeprefix("torch.")
+    if as_json:
+        console.json({"folder": str(output), "dtype": kind, "bytes": size})
+    else:
+        console.result(f"{output}: {kind}, {format_bytes(size)}")
 
 
 def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bool) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from vivace.checkpoint.files import Tensors
+
 
 def inspect(
     model: Annotated[
@@ -56,7 +58,8 @@ def inspect(
             continue
         if name == "tensors":
             for tensor in value:
-                console.result(f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}")
+                bits = f"  {tensor['bits']:.2f} bits" if "bits" in tensor else ""
+                console.result(f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}{bits}")
         else:
             console.result(f"{name:<18}{_plain(name, value)}")
 
@@ -75,8 +78,7 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
     """
     from vivace.checkpoint.files import is_linked, open_tensors, read_json
     from vivace.checkpoint.gguf.folder import linked_file
-    from vivace.checkpoint.load import load_config
-    from vivace.core.cpu.backend import num_bytes
+    from vivace.checkpoint.load import least_bytes, load_config
     from vivace.kernels.low_bit import check_weights
 
     kept = check_weights(weights)
@@ -91,8 +93,9 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
         "parameters": sum(prod(stored.shape(name)) for name in names),
         "bytes": sum(stored.num_bytes(name) for name in names),
         "dtypes": sorted({stored.kind(name) for name in names}),
+        **_bits(stored, names),
         "weights": kept,
-        "bytes_in_memory": num_bytes(config, kept),
+        "bytes_in_memory": least_bytes(folder, "bfloat16", kept, ignored),
         "layers": config.num_layers,
         "width": config.width,
         "ffn_width": config.ffn_width,
@@ -102,8 +105,29 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
         "tied_head": config.tied_head,
         "adapters": sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else [],
         "config": asdict(config),
-        "tensors": [{"name": name, "dtype": stored.kind(name), "shape": list(stored.shape(name))} for name in names],
+        "tensors": [
+            {
+                "name": name,
+                "dtype": stored.kind(name),
+                "shape": list(stored.shape(name)),
+                "bits": stored.num_bytes(name) * 8 / prod(stored.shape(name)),
+            }
+            for name in names
+        ],
     }
+
+
+def _bits(stored: Tensors, names: Sequence[str]) -> dict[str, Any]:
+    """Return the bits that a weight takes in the file, over everything and for each kind that is no plain dtype."""
+    import torch
+
+    def mean(some: Sequence[str]) -> float:
+        return sum(stored.num_bytes(name) for name in some) * 8 / sum(prod(stored.shape(name)) for name in some)
+
+    coded = [name for name in names if getattr(torch, stored.kind(name), None) is None]
+    kinds = sorted({stored.kind(name) for name in coded})
+    each = {kind: mean([name for name in coded if stored.kind(name) == kind]) for kind in kinds}
+    return {"bits_a_weight": {"all": mean(names), **each}} if coded else {}
 
 
 def store_facts(folder: Path, *, verify: bool = False) -> dict[str, Any]:
@@ -215,5 +239,7 @@ def _plain(name: str, value: Any) -> str:
         case _, list():
             return ", ".join(map(str, value)) or "none"
         case _, dict():
-            return ", ".join(f"{key}={item}" for key, item in value.items())
+            return ", ".join(
+                f"{key}={item:.2f}" if isinstance(item, float) else f"{key}={item}" for key, item in value.items()
+            )
     return str(value)

@@ -27,6 +27,11 @@ class Backend(Protocol):
 
     weights: Weights
     """Format of the matrices."""
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether matrices that are stored in few bits stay so; otherwise they are decoded while they are read."""
+
     span: Span | None
     """Runs several layers in one call; None before ``finish`` and where layers only run one by one."""
     chain: Chain | None
@@ -74,6 +79,7 @@ class TorchBackend:
     """Runs the decoder's modules with PyTorch: the default, and the only backend that allows training."""
 
     weights: Weights = "bf16"
+    keeps_codes = False
     span: Span | None = None
     chain: Chain | None = None
     num_ranks = 1

@@ -12,6 +12,7 @@ from vivace.core.config import Activation, ModelConfig
 from vivace.core.low_rank import add_low_rank
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
+from vivace.kernels.coded import Coded
 
 
 class Linear(nn.Module):
@@ -19,6 +20,8 @@ class Linear(nn.Module):
 
     def __init__(self, in_width: int, out_width: int, *, bias: bool = False) -> None:
         super().__init__()
+        self.coded: Coded | None = None
+        """The matrix as codes of few bits, in the place of ``weight``, until a backend lays them out."""
         self.weight = nn.Parameter(torch.empty(out_width, in_width))
         self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
 

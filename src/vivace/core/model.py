@@ -26,6 +26,7 @@ from vivace.core.seams import Stateful
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError, nearest
 from vivace.kernels import reference as kernels
+from vivace.kernels.coded import Coded
 
 Watch = Callable[[int, Tensor], None]
 """A function that is called with the index of a layer and the rows that leave it."""
@@ -196,6 +197,8 @@ class Decoder(nn.Module):
         parts = DenseParts(config) if parts is None else parts
         rotaries = [Rotary(rope, config.head_dim) if config.positions == "rotary" else None for rope in config.ropes]
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.coded: Coded | None = None
+        """The embedding as codes of few bits, in the place of ``embedding``, until a backend lays them out."""
         self.position_embedding = None
         if config.positions == "learned":
             rows = config.max_positions + config.position_offset

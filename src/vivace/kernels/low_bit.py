@@ -202,6 +202,19 @@ def _tile(codes: Tensor, *steps: int) -> Tensor:
     return split.permute(0, *range(2, split.dim() - 1), 1, split.dim() - 1)
 
 
+def int8_of(codes: Tensor, scales: Tensor) -> LowBit:
+    """Lay out a matrix whose codes were chosen elsewhere.
+
+    Args:
+        codes: (out, in) int8, none of them -128.
+        scales: (out,) float32.
+    """
+    out_width, in_width = codes.shape
+    padded = F.pad(codes, (0, -in_width % GROUP, 0, -out_width % LANES)).view(torch.uint8)
+    laid = _tile(padded, 16) ^ 128
+    return LowBit("int8", laid.contiguous(), F.pad(scales, (0, -out_width % LANES)), out_width, in_width)
+
+
 def _round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return integers (n, in), as bytes, and scales (n,) float32."""
     most = weight.float().abs().amax(1)

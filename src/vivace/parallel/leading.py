@@ -154,6 +154,9 @@ class LedSpan:
 class LedBackend:
     """Implements ``Backend``: another backend lays out this rank's share, and layers run on all ranks."""
 
+    keeps_codes = False
+    """A rank's share of a matrix is cut from its weights."""
+
     def __init__(self, inner: Backend, leader: Leader) -> None:
         """Take a backend whose layers run one by one."""
         self.inner = inner

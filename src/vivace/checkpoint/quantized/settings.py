@@ -10,6 +10,9 @@ from vivace.errors import UnsupportedError, nearest
 KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of ``config.json`` that describe how its weights are stored."""
 
+PALETTE = "palette"
+"""The ``quant_method`` of folders that ``vivace compress`` writes."""
+
 READ: Mapping[str, str] = {
     "gptq": "2, 3, 4 and 8 bits, both conventions for zeros, inputs in order or ordered by activation",
     "awq": "4 bits, layout `gemm`",
@@ -40,7 +43,7 @@ def settings_of(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         method = "mlx"
     if method is None and "config_groups" in found:
         method = "compressed-tensors"
-    if method not in READ:
+    if method not in (*READ, PALETTE):
         raise UnsupportedError(
             f"config.json has a quantization_config of quant_method {method!r}, which is not read"
             f"{nearest(str(method), READ)}; the same model without it, or as a GGUF file, may be"

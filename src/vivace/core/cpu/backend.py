@@ -34,6 +34,7 @@ from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Span
 from vivace.core.summed import SummedLinear, SummedProjection
 from vivace.errors import UnsupportedError
+from vivace.kernels.coded import Coded
 from vivace.kernels.exact import pack_exact
 from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, NativeBody, narrowed
@@ -79,6 +80,11 @@ class CpuBackend:
         self.num_ranks = 1
         self.rows_up_to = 0
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether matrices that are stored in few bits stay so: they are to be as stored, in bfloat16 products."""
+        return self.weights == "bf16" and self.body is not None and self.body.dtype == torch.bfloat16
+
     def check(self, decoder: Decoder) -> None:
         """Refuse a decoder that cannot be packed in this format.
 
@@ -104,11 +110,17 @@ class CpuBackend:
 
     def pack_ends(self, decoder: Decoder) -> None:
         """Pack the embedding, the final norm and the head."""
+        if decoder.coded is not None:
+            decoder.embedding = frozen(torch.empty(0, decoder.config.width, dtype=torch.bfloat16))
         self.check(decoder)
         if self.body is not None and self.body.dtype == torch.float32:
             self._narrow_embedding(decoder)
         head = decoder.lm_head
-        if self.weights != "bf16":
+        if decoder.coded is not None:
+            self._lay_out_ends(decoder, decoder.coded)
+        elif isinstance(head, Linear) and head.coded is not None:
+            decoder.lm_head = self.linear(head.coded, head.bias)
+        elif self.weights != "bf16":
             self._round_ends(decoder)
         elif head is None:
             assert self.body is not None
@@ -120,6 +132,16 @@ class CpuBackend:
             decoder.lm_head = PackedLinear(self.body, head.weight, head.bias, self._screen(decoder, head.weight))
         if self.body is not None and isinstance(decoder.final_norm, RMSNorm | LayerNorm):
             decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
+
+    def _lay_out_ends(self, decoder: Decoder, rows: Coded) -> None:
+        """Lay out an embedding that is stored in eight bits, and the head."""
+        table, head = rows.packed(), decoder.lm_head
+        decoder.embedding_rows = LowBitRows(table, decoder.dtype, self.body)
+        if head is None:
+            decoder.lm_head = LowBitLinear(table, None, self.body)
+        elif isinstance(head, Linear):
+            decoder.lm_head = self.linear(_stored(head), head.bias)
+        decoder.coded = None
 
     def _narrow_embedding(self, decoder: Decoder) -> None:
         """Keep an embedding in 16 bits if these hold all of its numbers."""
@@ -143,6 +165,8 @@ class CpuBackend:
             return f"that is for bfloat16 weights, this model's are {_name(self.body.dtype)}"
         if self.weights not in ("bf16", "exact12"):
             return f"with {self.weights} weights the head has eight bits itself"
+        if decoder.coded is not None or getattr(decoder.lm_head, "coded", None) is not None:
+            return "it is stored in few bits itself"
         return "the width of this model is odd" if decoder.config.width % 2 else None
 
     def _round_ends(self, decoder: Decoder) -> None:
@@ -187,8 +211,10 @@ class CpuBackend:
         """Make a backend with the same kernels for another decoder, whose weights stay in bfloat16."""
         return TorchBackend() if self.body is None else CpuBackend(self.body)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear | LowBitLinear:
-        """Make the packed or quantized module of a matrix (out, in)."""
+    def linear(self, weight: Tensor | Coded, bias: Tensor | None) -> PackedLinear | LowBitLinear:
+        """Make the packed or quantized module of a matrix (out, in), or of its codes as they are stored."""
+        if not isinstance(weight, Tensor):
+            return LowBitLinear(weight.packed(), bias, self.body)
         if self.weights != "bf16":
             return LowBitLinear(quantise(weight, self.weights), bias, self.body)
         assert self.body is not None, "PyTorch takes bfloat16 as it is"
@@ -217,17 +243,19 @@ class CpuBackend:
         assert isinstance(feed.up, Linear)
         assert isinstance(feed.down, Linear)
         if not feed.gated:
-            up, down = self.linear(feed.up.weight, feed.up.bias), self._projection(feed.down)
+            up, down = self.linear(_stored(feed.up), feed.up.bias), self._projection(feed.down)
             return PackedFeedForward(self.body, feed.activation, feed.layer, None, up, down)
         width = feed.up.weight.shape[0] // 2
         biases = (None, None) if feed.up.bias is None else feed.up.bias.split(width)
-        gate, up = (self.linear(w, b) for w, b in zip(feed.up.weight.split(width), biases, strict=True))
+        coded = feed.up.coded
+        parts = feed.up.weight.split(width) if coded is None else (coded.rows(0, width), coded.rows(width, 2 * width))
+        gate, up = (self.linear(w, b) for w, b in zip(parts, biases, strict=True))
         return PackedFeedForward(self.body, feed.activation, feed.layer, gate, up, self._projection(feed.down))
 
     def _projection(self, linear: Linear) -> PackedLinear | LowBitLinear | SummedProjection:
         if isinstance(linear, SummedLinear):
             return SummedProjection(linear, self.linear)
-        return self.linear(linear.weight, linear.bias)
+        return self.linear(_stored(linear), linear.bias)
 
     def _fuses(self, feed: FeedForward) -> bool:
         return self.body is not None and type(feed.up) is Linear and type(feed.down) in (Linear, SummedLinear)
@@ -284,6 +312,11 @@ def num_bytes(config: ModelConfig, weights: Weights) -> int:
             quantized.append((module.weight, ends if module is decoder.lm_head else weights))
     saved = [part.numel() * 2 - size_of(part.shape[0], part.shape[1], kind) for part, kind in quantized]
     return total - sum(saved)
+
+
+def _stored(linear: Linear) -> Tensor | Coded:
+    """Return the matrix of a linear layer, or its codes where it is stored in few bits."""
+    return linear.weight if linear.coded is None else linear.coded
 
 
 def _name(dtype: torch.dtype) -> str:
