@@ -98,6 +98,14 @@ def test_every_method(folder: Path, method: str) -> None:
     same_on_both(folder, method, lambda e: texts(e, method, **GREEDY) + texts(e, method, **SAMPLED))
 
 
+def test_a_step_waits_for_the_device_once(folder: Path) -> None:
+    """Of a plain greedy step only the token is read back; everything else that Python needs it knows already."""
+    engine = opened(folder, "plain")
+    with foreign_device():
+        moved(engine).generate(PROMPTS[0], method="plain", max_new_tokens=12, ignore_eos=True, **GREEDY)
+        assert sum(copied.values()) == 12, copied
+
+
 def test_processors_and_padded_calls(folder: Path) -> None:
     same_on_both(folder, "plain", lambda e: texts(e, "plain", min_new_tokens=4, **STRICT))
 

@@ -27,7 +27,9 @@ from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
 from vivace.checkpoint.peft import by_kind
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
+from vivace.core.backend import Backend
 from vivace.core.cpu.backend import backend_of
+from vivace.core.cuda.backend import graphs_backend
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
@@ -38,7 +40,7 @@ from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
 from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
-from vivace.kernels.choice import KernelChoice, choose
+from vivace.kernels.choice import GRAPHS, KernelChoice, choose
 from vivace.kernels.low_bit import check_weights
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
 from vivace.methods.table import check_method
@@ -101,7 +103,8 @@ def load(
         adapter_memory: most memory for LoRAs, such as "64MiB": those that nobody uses leave and are read again when
             they are named. None keeps all.
         draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it exists.
-        kernels: "auto" (the fastest that run here and fit the weights), "torch", "avx2", "avx512" or "amx".
+        kernels: "auto" (the fastest that run here and fit the weights), "torch", "avx2", "avx512", "amx" or
+            "graphs" (PyTorch's on a GPU, a whole pass recorded as one CUDA graph).
         weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4",
             "lut4", "lut3" or "lut2", which are quantized while loading and compute in bfloat16 if ``dtype`` is "auto";
             or "exact12", which holds bfloat16 in twelve bits without loss.
@@ -160,7 +163,9 @@ def load(
         raise ConfigError(
             f"reader is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
         )
-    backend = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
+    backend: Callable[..., Backend | None] = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
+    if choice.name == GRAPHS:
+        backend = partial(graphs_backend, weights=kept)
     if storage is None:
         store_hint = ", or a store, which runs in less: vivace convert --store"
         check_room(budget, folder, "the model", dtype, kept, store_hint, ignored=ignored)

@@ -191,7 +191,7 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "unknown kernels": (
         (*GENERATE, "--kernels", "fast"),
         USAGE,
-        "kernels must be auto, torch, avx2, avx512 or amx, found 'fast'",
+        "kernels must be auto, torch, avx2, avx512, amx or graphs, found 'fast'",
     ),
     "bench of a prompt beyond the context": (
         ("bench", "prefill", "--model", "tiny", "--lengths", "100,300"),

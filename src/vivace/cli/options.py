@@ -65,7 +65,9 @@ Device = Annotated[str, typer.Option("--device", help="auto (the CPU), cpu or cu
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_MODEL)
 ]
-Kernels = Annotated[str, typer.Option("--kernels", help="auto, torch, avx2, avx512 or amx.", rich_help_panel=_MODEL)]
+Kernels = Annotated[
+    str, typer.Option("--kernels", help="auto, torch, avx2, avx512, amx or graphs (a GPU).", rich_help_panel=_MODEL)
+]
 Weights = Annotated[
     str,
     typer.Option(

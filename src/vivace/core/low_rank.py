@@ -51,9 +51,14 @@ class LowRankDeltas:
     """Where a backend keeps the factors as it lays them out, for all calls; None where they may change in place."""
 
     @cached_property
+    def carriers(self) -> tuple[int, ...]:
+        """``which`` as Python has it."""
+        return tuple(self.which.tolist())
+
+    @cached_property
     def spans(self) -> tuple[tuple[int, slice | Tensor], ...]:
         """(adapter, its rows), rows as a slice when they are neighbours."""
-        which = self.which.tolist()
+        which = self.carriers
         spans: list[tuple[int, slice | Tensor]] = []
         for adapter in sorted(set(which) - {-1}):
             rows = [row for row, other in enumerate(which) if other == adapter]

@@ -114,7 +114,7 @@ class Layer(nn.Module):
         key = (id(self.rotary), dtype)
         if key not in step.rotations:
             whole = None if step.grid is None else step.grid[1]
-            step.rotations[key] = self.rotary.at(step.position, step.extent, dtype, whole)
+            step.rotations[key] = self.rotary.at(step.position, step.extent, dtype, whole, step.last)
         return step.rotations[key]
 
     def positions(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

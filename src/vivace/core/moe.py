@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from vivace.core.config import MoeConfig
 from vivace.core.layers import FeedForward
-from vivace.core.seams import Expert, Experts
 from vivace.core.step import Step
+
+
+class Expert(Protocol):
+    """The feed-forward of one expert."""
+
+    def __call__(self, x: Tensor, step: Step, add: Tensor | None = None, /) -> Tensor:
+        """Return the expert's output for rows, (T, E) -> (T, E), added to ``add`` if it is given."""
+        ...
+
+
+class Experts(Protocol):
+    """Supplies the experts of a layer, from memory that holds them all or from an expert cache."""
+
+    def fetch(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
+        """Yield each chosen expert once, as soon as it is ready; it may be used until the next one is asked for.
+
+        Args:
+            chosen: numbers of the experts that some of the rows chose.
+            is_prompt: whether the rows belong to prompts, which choose nearly all experts, so that the choice says
+                little about
+                the rows to come.
+        """
+        ...
+
+    def prefetch(self, likely: Sequence[int]) -> None:
+        """Read these experts, the likeliest first, before the layer runs; this replaces the last prediction.
+
+        Predicting is optional and never changes what is computed.
+        """
+        ...
+
+    def predict_reuse(self, passes: Sequence[float]) -> None:
+        """Record in how many passes after the next one each expert is expected to be used; eviction may use it."""
+        ...
 
 
 class ResidentExperts(nn.ModuleList):

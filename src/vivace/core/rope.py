@@ -91,7 +91,12 @@ class Rotary:
             self._long._frequencies = frequencies(replace(rope, short_factors=rope.long_factors), head_dim)
 
     def at(
-        self, position: Tensor, extent: Tensor | None, dtype: torch.dtype, whole: int | None = None
+        self,
+        position: Tensor,
+        extent: Tensor | None,
+        dtype: torch.dtype,
+        whole: int | None = None,
+        last: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the cosines and signed sines that ``kernels.reference.rotate`` takes, each (T, 1, width).
 
@@ -100,6 +105,7 @@ class Rotary:
             extent: (T,) length of the text when the row was written (dynamic, longrope); None means position + 1.
             dtype: dtype of the rows to be rotated.
             whole: length of the texts where the rows are all of their tokens; longrope rotates every one as part of it.
+            last: no position is above this; None asks the positions, for which a GPU waits.
         """
         if self.rope.kind == "dynamic":
             return self._dynamic(position, position + 1 if extent is None else extent, dtype)
@@ -107,10 +113,11 @@ class Rotary:
             if extent is None:
                 extent = position + 1 if whole is None else torch.full_like(position, whole)
             return self._by_length(position, extent, dtype)
-        return self._from_table(position, dtype)
+        return self._from_table(position, dtype, last)
 
-    def _from_table(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = self.table(int(position.max()) + 1, dtype, position.device)
+    def _from_table(self, position: Tensor, dtype: torch.dtype, last: int | None = None) -> tuple[Tensor, Tensor]:
+        count = (int(position.max()) if last is None else last) + 1
+        cos, sin = self.table(count, dtype, position.device)
         return cos.index_select(0, position), sin.index_select(0, position)
 
     def _by_length(self, position: Tensor, extent: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

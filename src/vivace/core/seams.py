@@ -16,7 +16,7 @@ the path was kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -37,6 +37,14 @@ class RowLists(NamedTuple):
     """The rows of a ``Draft`` as Python lists."""
 
     tokens: list[int]
+    slot: list[int]
+    node: list[int]
+    parent: list[int]
+
+
+class RowPlaces(NamedTuple):
+    """Where the rows of a ``Draft`` stand, as Python lists."""
+
     slot: list[int]
     node: list[int]
     parent: list[int]
@@ -64,6 +72,9 @@ class Draft:
     entry_layer: int = 0
     is_prompt: bool = False
     """Whether the rows are of prompts, after which no token is decided."""
+    known: RowLists | None = None
+    """The rows as Python lists, where they were made from such; of the tokens those of the first rows may be enough.
+    Nothing that is known has to be read from a GPU, which waits each time."""
 
     @staticmethod
     def committed_only(
@@ -90,6 +101,7 @@ class Draft:
             node=torch.tensor(node, dtype=torch.int64, device=device),
             parent=torch.tensor(parent, dtype=torch.int64, device=device),
             is_prompt=is_prompt,
+            known=RowLists(flat, slot, node, parent),
         )
 
     @property
@@ -99,14 +111,25 @@ class Draft:
 
     @cached_property
     def lists(self) -> RowLists:
-        """Return the rows as Python lists, read from the device once."""
-        return RowLists(self.tokens.tolist(), self.slot.tolist(), self.node.tolist(), self.parent.tolist())
+        """Return the rows as Python lists; what is not known of them is read from the device once."""
+        if self.known is None:
+            return RowLists(self.tokens.tolist(), self.slot.tolist(), self.node.tolist(), self.parent.tolist())
+        tokens = self.known.tokens
+        if len(tokens) < len(self.tokens):
+            tokens = tokens + self.tokens[len(tokens) :].tolist()
+        return self.known._replace(tokens=tokens)
+
+    @cached_property
+    def places(self) -> RowPlaces:
+        """Return ``lists`` without the tokens, so that guesses need not be known."""
+        known = self.lists if self.known is None else self.known
+        return RowPlaces(known.slot, known.node, known.parent)
 
     @cached_property
     def is_chain(self) -> bool:
         """Return whether the nodes of every slot follow one another without a branch."""
         last: dict[int, int] = {}
-        for row, (slot, parent) in enumerate(zip(self.lists.slot, self.lists.parent, strict=True)):
+        for row, (slot, parent) in enumerate(zip(self.places.slot, self.places.parent, strict=True)):
             if last.get(slot, -1) != parent:
                 return False
             last[slot] = row
@@ -117,7 +140,7 @@ class Draft:
         """Return the number of edges between each row and its slot's root, 0 for committed rows."""
         committed = dict(zip(self.slots, self.committed, strict=True))
         depths: list[int] = []
-        for slot, node, parent in zip(self.lists.slot, self.lists.node, self.lists.parent, strict=True):
+        for slot, node, parent in zip(*self.places, strict=True):
             depths.append(0 if node < committed[slot] else depths[parent] + 1)
         return depths
 
@@ -125,7 +148,7 @@ class Draft:
     def last_rows(self) -> list[int]:
         """Return the row of each slot's root, in the order of ``slots``."""
         last = {slot: committed - 1 for slot, committed in zip(self.slots, self.committed, strict=True)}
-        nodes = zip(self.lists.slot, self.lists.node, strict=True)
+        nodes = zip(self.places.slot, self.places.node, strict=True)
         row_of = {slot: row for row, (slot, node) in enumerate(nodes) if node == last[slot]}
         return [row_of[slot] for slot in self.slots]
 
@@ -147,19 +170,23 @@ class Draft:
         count, width = tokens.shape
         parent = leaves.repeat_interleave(width)
         slot = self.slot[parent]
-        next_node = dict(zip(self.lists.slot, self.lists.node, strict=True))
-        node = []
-        for s in slot.tolist():
+        next_node = dict(zip(self.places.slot, self.places.node, strict=True))
+        above = [leaf for leaf in leaves.tolist() for _ in range(width)]
+        slots, node = [self.places.slot[leaf] for leaf in above], []
+        for s in slots:
             next_node[s] += 1
             node.append(next_node[s])
+        before = self.places
+        tokens_known = self.lists.tokens if self.known is None else self.known.tokens
+        known = RowLists(tokens_known, before.slot + slots, before.node + node, before.parent + above)
         rows = torch.arange(len(self.tokens), len(self.tokens) + count * width, device=self.device)
         flat = tokens.reshape(-1)
         distribution = self.probs
-        known = probs if distribution is None else distribution
-        if known is not None:  # a guess without a distribution is a point mass
-            above = _point_masses(self.tokens, known.shape[1]) if distribution is None else distribution
-            below = _point_masses(flat, known.shape[1]) if probs is None else probs.repeat_interleave(width, 0)
-            distribution = torch.cat((above, below))
+        given = probs if distribution is None else distribution
+        if given is not None:  # a guess without a distribution is a point mass
+            upper = _point_masses(self.tokens, given.shape[1]) if distribution is None else distribution
+            lower = _point_masses(flat, given.shape[1]) if probs is None else probs.repeat_interleave(width, 0)
+            distribution = torch.cat((upper, lower))
         grown = replace(
             self,
             tokens=torch.cat((self.tokens, flat)),
@@ -167,6 +194,7 @@ class Draft:
             node=torch.cat((self.node, torch.tensor(node, dtype=torch.int64, device=self.device))),
             parent=torch.cat((self.parent, parent)),
             probs=distribution,
+            known=known,
         )
         return grown, rows
 
@@ -177,7 +205,7 @@ class Draft:
             rows: the rows that stay, in order.
         """
         place = {row: index for index, row in enumerate(rows)}
-        parents = [place[p] if p >= 0 else -1 for p in (self.lists.parent[row] for row in rows)]
+        parents = [place[p] if p >= 0 else -1 for p in (self.places.parent[row] for row in rows)]
         kept = torch.tensor(rows, device=self.device)
         return replace(
             self,
@@ -187,6 +215,7 @@ class Draft:
             parent=torch.tensor(parents, device=self.device),
             probs=None if self.probs is None else self.probs[kept],
             hidden=None if self.hidden is None else self.hidden[kept],
+            known=None,
         )
 
     def path(self, row: int) -> list[int]:
@@ -194,7 +223,7 @@ class Draft:
         rows = []
         while row >= 0:
             rows.append(row)
-            row = self.lists.parent[row]
+            row = self.places.parent[row]
         return rows[::-1]
 
 
@@ -404,40 +433,6 @@ class Span(Protocol):
 
     def quantized(self, start: int, stop: int, weights: Weights) -> Span:
         """Return a span with quantized copies of the matrices of layers start..stop-1, for drafts."""
-        ...
-
-
-class Expert(Protocol):
-    """The feed-forward of one expert."""
-
-    def __call__(self, x: Tensor, step: Step, add: Tensor | None = None, /) -> Tensor:
-        """Return the expert's output for rows, (T, E) -> (T, E), added to ``add`` if it is given."""
-        ...
-
-
-class Experts(Protocol):
-    """Supplies the experts of a layer, from memory that holds them all or from an expert cache."""
-
-    def fetch(self, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
-        """Yield each chosen expert once, as soon as it is ready; it may be used until the next one is asked for.
-
-        Args:
-            chosen: numbers of the experts that some of the rows chose.
-            is_prompt: whether the rows belong to prompts, which choose nearly all experts, so that the choice says
-                little about
-                the rows to come.
-        """
-        ...
-
-    def prefetch(self, likely: Sequence[int]) -> None:
-        """Read these experts, the likeliest first, before the layer runs; this replaces the last prediction.
-
-        Predicting is optional and never changes what is computed.
-        """
-        ...
-
-    def predict_reuse(self, passes: Sequence[float]) -> None:
-        """Record in how many passes after the next one each expert is expected to be used; eviction may use it."""
         ...
 
 

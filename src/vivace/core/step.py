@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vivace.core.cache import Fresh, KVCache
 from vivace.core.low_rank import LowRankDeltas
+from vivace.core.rows import extent_of, indexed, runs_of, tree_of
 from vivace.core.seams import Draft, Memory
 from vivace.kernels.reference import KEY_BLOCK
 
@@ -61,6 +62,12 @@ class Step:
     fill up whole key blocks. ``seen`` then counts in it, and there is no ``tail``. None where they may read all."""
     is_prompt: bool = False
     """Whether the rows are of prompts or whole texts, on whichever path, so that few of them decide a token."""
+    longest: int | None = None
+    """No row reads more entries than this; None asks ``seen``, for which a GPU waits."""
+    slots: frozenset[int] | None = None
+    """The slots of all rows; None asks ``slot``, for which a GPU waits."""
+    last: int | None = None
+    """No row has a position above this; None asks ``position``."""
 
     @staticmethod
     def of(draft: Draft, memory: KVCache, *, chunk: bool = False) -> Step:
@@ -71,7 +78,7 @@ class Step:
             memory: the cache of its slots.
             chunk: whether the rows are prompt chunks (without guesses), whose attention runs over a chunk at once.
         """
-        slots, nodes = draft.lists.slot, draft.lists.node
+        slots, nodes = draft.places.slot, draft.places.node
         lengths = memory.lengths
         entries = [lengths[s] + n for s, n in zip(slots, nodes, strict=True)]
         memory.reserve(slots, entries)
@@ -79,9 +86,12 @@ class Step:
         if len(slots) == sum(draft.committed) or draft.is_chain:
             chunks = runs_of(slots) if chunk else None
             position, seen, tail = entry, entry + 1, None
+            last = max(entries)
+            longest = last + 1
         else:
             chunks = None
-            position, seen, tail = _tree(draft, [lengths[s] for s in slots])
+            position, seen, tail, last = tree_of(draft, [lengths[s] for s in slots])
+            longest = max(lengths[s] for s in draft.slots) + tail.shape[1]
         count = len(slots)
         extent = extent_of(slots, [lengths[s] for s in slots], position, memory)
         return Step(
@@ -97,6 +107,9 @@ class Step:
             chunk=chunks,
             row_count=memory.row_count,
             is_prompt=chunk or draft.is_prompt,
+            longest=longest,
+            slots=frozenset(draft.slots),
+            last=last,
         )
 
     @staticmethod
@@ -117,7 +130,7 @@ class Step:
         slot = torch.tensor(slots, dtype=torch.int64, device=memory.device)
         seen, index = position + 1, None
         if readable is not None:
-            seen, index = _indexed(slot, position, readable, memory.num_slots)
+            seen, index = indexed(slot, position, readable, memory.num_slots)
         count = len(slots)
         extent = extent_of(slots, positions, position, memory)
         return Step(
@@ -132,6 +145,9 @@ class Step:
             extent=extent,
             row_count=memory.row_count,
             index=index,
+            longest=max(positions) + 1 if index is None else None,
+            slots=frozenset(slots),
+            last=max(positions),
         )
 
     @staticmethod
@@ -189,6 +205,8 @@ class Step:
             grid=(batch, length),
             causal=causal,
             is_prompt=True,
+            longest=length,
+            last=length - 1,
         )
 
     def in_layer(self, layer: int) -> Step:
@@ -201,7 +219,9 @@ class Step:
         if key not in self._shifted:
             tail = None if self.tail is None else torch.where(self.tail < 0, self.tail, self.tail - lacks[:, None])
             entry = self.entry - lacks[: self.num_write]
-            self._shifted[key] = replace(self, entry=entry, seen=self.seen - lacks, tail=tail) if any(key) else self
+            self._shifted[key] = (
+                replace(self, entry=entry, seen=self.seen - lacks, tail=tail, longest=None) if any(key) else self
+            )
         return self._shifted[key]
 
     @cached_property
@@ -242,6 +262,7 @@ class Step:
             num_feed=len(rows),
             deltas=tuple(d.take(rows) for d in self.deltas),
             chunk=None,
+            slots=self.slots if self.slots is not None and len(self.slots) == 1 else None,
         )
 
     def readers(self, of: Tensor, deltas: LowRankDeltas | None = None, *, fed: bool = True) -> Step:
@@ -312,6 +333,8 @@ class Step:
             deltas=self._extended(total - len(slots), deltas),
             extent=None if self.extent is None else torch.cat((self.extent, self.extent[of])),
             chunk=None,
+            longest=max(seen) + longest,
+            last=None if self.last is None else self.last + count,
         )
 
     def _extended(self, count: int, deltas: LowRankDeltas | None) -> tuple[LowRankDeltas, ...]:
@@ -351,14 +374,16 @@ class Step:
     @cached_property
     def num_visible(self) -> int:
         """Largest number of entries that a row reads, rounded up to whole key blocks."""
-        longest = int(self.seen.max()) + (0 if self.tail is None else self.tail.shape[1])
+        longest = self.longest
+        if longest is None:
+            longest = int(self.seen.max()) + (0 if self.tail is None else self.tail.shape[1])
         return -(-longest // KEY_BLOCK) * KEY_BLOCK
 
     @cached_property
     def single_slot(self) -> int | None:
         """The slot that all rows share, or None where they have several."""
-        slots = set(self.slot.tolist())
-        return slots.pop() if len(slots) == 1 else None
+        slots = frozenset(self.slot.tolist()) if self.slots is None else self.slots
+        return next(iter(slots)) if len(slots) == 1 else None
 
     @cached_property
     def order(self) -> Tensor | None:
@@ -433,59 +458,6 @@ class Step:
         return {}
 
 
-def extent_of(slots: list[int], firsts: list[int], position: Tensor, memory: KVCache) -> Tensor | None:
-    """Return the length of each row's text: its prompt's length, or its position + 1 where that is more; or None.
-
-    ``firsts`` are positions that the rows' positions are not below.
-    """
-    if all(memory.prompts[slot] <= first + 1 for slot, first in zip(slots, firsts, strict=True)):
-        return None
-    prompts = torch.tensor([memory.prompts[slot] for slot in slots], device=position.device)
-    return torch.maximum(position + 1, prompts)
-
-
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask that is added to scores, -inf where ``hidden`` and 0 elsewhere."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
-
-
-def _indexed(slot: Tensor, position: Tensor, readable: Mapping[int, Tensor], num_slots: int) -> tuple[Tensor, Tensor]:
-    """Return ``seen`` and ``index`` of rows (T,) that read only some positions of their slots.
-
-    Rows of ``index`` are filled up with their first entry, so that what nobody reads is never looked at.
-    """
-    longest = max(map(len, readable.values()))
-    width = -(-longest // KEY_BLOCK) * KEY_BLOCK
-    index = torch.zeros((num_slots, width), dtype=torch.int64, device=slot.device)
-    seen = torch.empty_like(position)
-    for each, given in readable.items():
-        positions = given.to(slot.device)
-        index[each] = positions[0]
-        index[each, : len(positions)] = positions
-        rows = (slot == each).nonzero()[:, 0]
-        seen[rows] = torch.searchsorted(positions, position[rows]) + 1
-    return seen, index
-
-
-def runs_of(slots: list[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return runs of neighbouring rows of one slot as (slot, first row, one past the last)."""
-    runs: list[tuple[int, int, int]] = []
-    first = 0
-    for row in range(1, len(slots) + 1):
-        if row == len(slots) or slots[row] != slots[first]:
-            runs.append((slots[first], first, row))
-            first = row
-    return tuple(runs)
-
-
-def _tree(draft: Draft, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``position``, ``seen`` and ``tail`` of tree nodes: stored entries first, then the path to the node."""
-    nodes, parents = draft.lists.node, draft.lists.parent
-    paths: list[list[int]] = []
-    for row, parent in enumerate(parents):
-        above = paths[parent] if parent >= 0 else []
-        paths.append([*above, lengths[row] + nodes[row]])
-    longest = max(len(path) for path in paths)
-    tail = torch.tensor([path + [-1] * (longest - len(path)) for path in paths], device=draft.device)
-    ends = [length + len(path) - 1 for length, path in zip(lengths, paths, strict=True)]
-    return torch.tensor(ends, device=draft.device), torch.tensor(lengths, device=draft.device), tail

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.step import Step, extent_of
+from vivace.core.rows import extent_of
+from vivace.core.step import Step
 from vivace.decode.beams import BeamSearch, Candidate
 from vivace.decode.distributions import processed
 from vivace.decode.isolation import RequestFailed, blaming

@@ -285,7 +285,7 @@ class ShallowState(Forgetful):
         """Return the leaves below which guesses may still be added: within the plan and within their slot's limit."""
         if width == 0:
             return leaves[:0]
-        slots = draft.lists.slot
+        slots = draft.places.slot
         keep = [leaf for leaf in leaves.tolist() if draft.depths[leaf] < context.max_nodes.get(slots[leaf], MAX_NODES)]
         return torch.tensor(keep, dtype=torch.int64, device=draft.device)
 
@@ -371,7 +371,7 @@ def guess_below(
         bare, distribution = torch.softmax(logits, -1), context.distribution(logits, draft, leaves)
         if draws:
             distribution = drawable(distribution)
-            slots = draft.lists.slot
+            slots = draft.places.slot
             drawn = [
                 sample(q, context.generators[slots[leaf]])
                 for q, leaf in zip(distribution, leaves.tolist(), strict=True)

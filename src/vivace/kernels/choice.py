@@ -11,7 +11,10 @@ from vivace.errors import ConfigError, DependencyError, UnsupportedError, neares
 from vivace.kernels.library import BODIES, open_library, runnable
 from vivace.kernels.native import NativeBody
 
-NAMES = ("auto", "torch", *BODIES)
+GRAPHS = "graphs"
+"""PyTorch's kernels on a GPU, a whole pass recorded as one CUDA graph."""
+NAMES = ("auto", "torch", *BODIES, GRAPHS)
+LISTED = ", ".join(NAMES[:-1]) + " or " + NAMES[-1]
 LACKING = {"amx": "processor, its system or the compiler that built the library"}
 """What kernels need besides the processor's instructions, for the message that they cannot run."""
 
@@ -21,7 +24,7 @@ class KernelChoice:
     """The kernels that were chosen, and the reason."""
 
     name: str
-    """"torch", "avx2", "avx512" or "amx"."""
+    """"torch", "avx2", "avx512", "amx" or "graphs"."""
     reason: str
     """Why these kernels were chosen."""
     body: NativeBody | None
@@ -46,9 +49,13 @@ def choose(asked: str = "auto", *, device: torch.device = CPU, features: Set[str
             memory.
     """
     if asked not in NAMES:
-        raise ConfigError(f"kernels must be auto, torch, avx2, avx512 or amx, found {asked!r}{nearest(asked, NAMES)}")
+        raise ConfigError(f"kernels must be {LISTED}, found {asked!r}{nearest(asked, NAMES)}")
     if asked == "torch":
         return KernelChoice("torch", "asked for", None)
+    if asked == GRAPHS:
+        if device.type == "cpu":
+            raise UnsupportedError("graphs are for a GPU; add --device cuda, or leave --kernels out")
+        return KernelChoice(GRAPHS, "asked for", None)
     if device.type != "cpu":
         if asked != "auto":
             raise UnsupportedError(f"the {asked} kernels run on the CPU, the model is on {device}; leave out --kernels")

@@ -187,10 +187,11 @@ def attend_rows(
     rows, heads, width = q.shape
     kv_heads = keys.shape[1]
     grouped = q.view(rows, kv_heads, heads // kv_heads, width)
-    if q.dtype == torch.float32 and rows > 1:
+    is_float = q.dtype == torch.float32 and q.device.type == "cpu"
+    if is_float and rows > 1:
         each = [_one_row(grouped, keys, values, visible, row, scale, softcap) for row in range(rows)]
         return torch.cat(each).view(rows, heads, width)
-    if q.dtype == torch.float32:
+    if is_float:
         return _one_row(grouped, keys, values, visible, 0, scale, softcap).view(rows, heads, width)
     mask = None if visible is None else visible[:, None, None, :]
     keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)

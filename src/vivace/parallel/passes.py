@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
+from vivace.core.rows import runs_of
 from vivace.core.seams import Memory
-from vivace.core.step import Step, runs_of
+from vivace.core.step import Step
 
 OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK = range(8)
 """Operations."""

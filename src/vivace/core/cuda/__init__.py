@@ -1,0 +1,1 @@
+"""Decoding on a GPU: the layers of a pass as one recorded graph."""
