@@ -1,4 +1,4 @@
-"""On a GPU: the texts of the CPU in float32, and of graphs what PyTorch writes kernel by kernel. Run with ``-m gpu``."""
+"""On a GPU: the texts of the CPU in float32, kernel by kernel and as graphs. Run with ``-m gpu``."""
 
 from __future__ import annotations
 
