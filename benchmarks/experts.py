@@ -32,7 +32,8 @@ from benchmarks.expert_traces import RecordingPolicy, Trace
 from benchmarks.paced_device import PacedExperts
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
-from vivace.core.seams import Drafter, Expert
+from vivace.core.moe import Expert
+from vivace.core.seams import Drafter
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vivace.core.seams import Expert
+from vivace.core.moe import Expert
 from vivace.core.step import Step
 from vivace.storage.experts.policy import Key
 from vivace.storage.io.async_reader import AsyncReader, PendingRead, Traffic

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vivace.core.seams import Expert
+from vivace.core.moe import Expert
 from vivace.errors import CheckpointError, VivaceError
 from vivace.storage.experts.fetches import ExpertFetches
 from vivace.storage.experts.policy import Key, Policy

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.core.seams import Expert
+from vivace.core.moe import Expert
 from vivace.core.step import Step
 from vivace.storage.experts.cache import ExpertCache
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vivace.core.seams import Expert
+from vivace.core.moe import Expert
 from vivace.errors import CapacityError
 from vivace.storage.experts.policy import Key, Policy
 from vivace.storage.experts.store import ExpertStore

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig, MoeConfig
 from vivace.core.cpu.packed import PackedFeedForward, PackedLinear
 from vivace.core.layers import FeedForward, Linear
-from vivace.core.seams import Expert
+from vivace.core.moe import Expert
 from vivace.errors import UnsupportedError
 from vivace.kernels.native import NativeBody
 from vivace.storage.experts.policy import Key
