@@ -96,6 +96,9 @@ class Graph:
 class GraphSpan:
     """Runs neighbouring layers of a decoder as recorded graphs, with the sums of the layers one by one."""
 
+    is_native = False
+    """Layers are PyTorch's."""
+
     def __init__(self, decoder: Decoder, record: Record) -> None:
         self._decoder = decoder
         self._layers: Sequence[Layer] = list(decoder.layers)  # type: ignore[arg-type]
