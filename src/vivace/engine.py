@@ -248,7 +248,7 @@ class Engine:
         """Counts the memory of weights and drafters, and what is promised to texts."""
         self.adapters = Registry(model, methods.folder, methods.memory)
         """LoRAs that calls may name."""
-        self.prefills = Prefills(model)
+        self.prefills = Prefills(model, methods.folder)
         """Ways to read prompts, by their settings."""
         self.prefix_cache: PrefixCache | None = None
         """Entries of prompts that were read, shared by all calls."""

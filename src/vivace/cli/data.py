@@ -9,24 +9,47 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
+from vivace.errors import ConfigError, nearest
 
 
 def data(
-    task: Annotated[str, typer.Argument(help="e2e, wikisql or advising.", metavar="TASK")],
+    task: Annotated[
+        str, typer.Argument(help="e2e, wikisql, advising; or long prompts: multidoc, kv, reading.", metavar="TASK")
+    ],
     source: Annotated[Path, typer.Argument(help="A public .jsonl[.gz] file, or a folder of them.", metavar="SRC")],
     output: Annotated[Path, typer.Argument(help="A folder, or the .jsonl file to write.", metavar="OUT")],
     split: Annotated[str | None, typer.Option(help="Only this split: train or dev.")] = None,
     complete: Annotated[bool, typer.Option(help="e2e train: only references that express every slot.")] = False,
+    documents: Annotated[
+        int | None, typer.Option(help="multidoc, kv: documents or keys of a prompt; left out: 20.")
+    ] = None,
+    position: Annotated[
+        int | None, typer.Option(help="multidoc, kv: place of the one that is asked for, from 1; left out: drawn.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="multidoc, kv: of what is drawn; left out: 0.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Turn the public files of a task into prompt files.
 
     A train file gets one row for each reference; a dev file one row for each distinct prompt, with all its
-    references. The spacing of tokenised text (E2E train) is restored to how people write.
+    references. The spacing of tokenised text (E2E train) is restored to how people write. Of files for long prompts
+    every fifth row is dev.
     """
-    from vivace.evaluate.tasks import convert
+    from vivace.evaluate.long_prompts import LONG_TASKS, Layout, convert_long
+    from vivace.evaluate.tasks import TASKS, convert
 
-    files = convert(task, source, output, split=split, complete=complete)
+    known = [*TASKS, *LONG_TASKS]
+    if task not in known:
+        raise ConfigError(f"no task {task!r}{nearest(task, known)}")
+    drawn = options.given(documents=documents, position=position, seed=seed)
+    if task not in ("multidoc", "kv") and drawn:
+        raise ConfigError(f"--{next(iter(drawn))} has no effect on {task}; leave it out, or choose multidoc or kv")
+    if task in LONG_TASKS:
+        if complete:
+            raise ConfigError(f"only e2e has slots that an answer could leave out; leave out --complete for {task}")
+        files = convert_long(task, source, output, Layout(**drawn), split)
+    else:
+        files = convert(task, source, output, split=split, complete=complete)
     rows = [
         {
             "source": str(file.source),

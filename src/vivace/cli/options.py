@@ -156,7 +156,7 @@ Prefill = Annotated[
 Keep = Annotated[
     str | None,
     typer.Option(
-        help="How many tokens go on: paper, balanced, fast, or LAYER:SHARE,... such as 9:0.5,18:0.5.",
+        help="How many tokens go on: paper, balanced, fast, or LAYER:SHARE[:SCORE],... such as 9:0.5,18:0.5.",
         metavar="SCHEDULE",
         rich_help_panel=_PROMPT,
     ),

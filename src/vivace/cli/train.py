@@ -11,6 +11,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import print_runs
 from vivace.cli.console import console
+from vivace.cli.lazy import LAZY, train_lazy
 from vivace.cli.loading import folder_of, open_engine
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt, load_prompts
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file (YAML or JSON), or the name of one that ships or of a method.")
+        str, typer.Argument(help="A recipe file (YAML or JSON), the name of one that ships or of a method, or lazy.")
     ],
     changes: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as loop.minutes=5.", metavar="KEY=VALUE...")
@@ -56,6 +57,14 @@ def train(
     from vivace.recipes.trainer import train_beside
     from vivace.storage.store import is_store
 
+    if recipe == LAZY:
+        if (memory, reader) != (None, "auto"):
+            raise ConfigError("what prompts are scored with is learnt in memory; leave out --memory and --reader")
+        load = options.LoadFlags(device=device, dtype=dtype, ignore_config_key=ignore_config_key)
+        place, engine = out or _place_of(model, LAZY), open_engine(model, (), load)
+        report = _report(tensorboard)
+        train_lazy(engine, changes or [], _rows(data or []), place, minutes, report, as_json=as_json)
+        return
     values = override(recipe_named(recipe), changes or [])
     found = recipe_of(values)
     if isinstance(found, WholeRecipe):

@@ -265,6 +265,10 @@ class Step:
             slots=self.slots if self.slots is not None and len(self.slots) == 1 else None,
         )
 
+    def without_writing(self) -> Step:
+        """Return the call with the same rows, none of which stores anything: what they read is stored already."""
+        return replace(self, entry=self.entry[:0], num_write=0)
+
     def readers(self, of: Tensor, deltas: LowRankDeltas | None = None, *, fed: bool = True) -> Step:
         """Append rows that read what the rows ``of`` read and store nothing.
 

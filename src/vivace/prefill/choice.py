@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 
+from vivace.checkpoint.adapters import base_hash
 from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, NotFoundError
+from vivace.prefill.learned import KIND, LearnedScores
 from vivace.prefill.pruned import PrunedPrefill, check_model
-from vivace.prefill.schedule import Schedule, parse_decode_keep, parse_keep, scaled
+from vivace.prefill.schedule import SCORES, Schedule, parse_decode_keep, parse_keep
 from vivace.prefill.table import MIN_PROMPT, PREFILLS, PrefillSpec, Reading, find_prefill
 
 MOST_KEPT = 64
@@ -18,8 +21,11 @@ MOST_KEPT = 64
 class Prefills:
     """The ways to read prompts of one model, each made when it is first asked for."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, folder: Path | None = None) -> None:
+        """Read prompts of ``model``; what was learnt for it lies in ``folder``, where its checkpoint is."""
         self._model = model
+        self._folder = folder
+        self._read: LearnedScores | None = None
         self._made: OrderedDict[tuple[object, ...], PrunedPrefill] = OrderedDict()
 
     def of(self, asked: Reading, length: int) -> tuple[Prefill, str | None]:
@@ -58,7 +64,9 @@ class Prefills:
         key = name, schedule, shares
         if key not in self._made:
             row_bytes = self._model.config.width * self._model.dtype.itemsize
-            self._made[key] = PrunedPrefill(spec, schedule, shares, row_bytes)
+            scored = any(point.score != SCORES[0] for point in schedule.points)
+            learned = self.learned if scored else None
+            self._made[key] = PrunedPrefill(spec, schedule, shares, width_bytes=row_bytes, learned=learned)
         found = self._made[key]
         self._made.move_to_end(key)
         while len(self._made) > MOST_KEPT:
@@ -82,5 +90,30 @@ class Prefills:
             layer, _, share = (spec.keep or "").partition(":")
             return parse_keep(f"{min(int(layer), num_layers - 1)}:{share}", num_layers, most=1)
         if keep is None:
-            return scaled(spec.keep or "", num_layers)
-        return parse_keep(keep, num_layers, most=1 if spec.prunes_once else None)
+            keep = self.learned.plan.keep if spec.has_plan and self.has_learned else spec.keep or ""
+        schedule = parse_keep(keep, num_layers, most=1 if spec.prunes_once else None)
+        for point in schedule.points:
+            if point.score != SCORES[0]:
+                self.learned.check(point.layer, point.score)
+        return schedule
+
+    @property
+    def has_learned(self) -> bool:
+        """Return whether something was learnt for this model, or a schedule chosen."""
+        return self._folder is not None and (self._folder / "adapters" / KIND).is_dir()
+
+    @property
+    def learned(self) -> LearnedScores:
+        """Return what lies beside the checkpoint, read when it is first asked for.
+
+        Raises:
+            CheckpointError: it is missing, broken or of another base.
+        """
+        if not self.has_learned:
+            raise NotFoundError(
+                "the scores heads and taught are learnt on your prompts: vivace train lazy --model MODEL --data FILE"
+            )
+        if self._read is None:
+            assert self._folder is not None
+            self._read = LearnedScores.read(self._folder / "adapters" / KIND, base_hash(self._folder))
+        return self._read

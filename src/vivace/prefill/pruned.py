@@ -36,9 +36,10 @@ from vivace.decode.forward import threads_of
 from vivace.decode.plain import NoMemory
 from vivace.decode.prefill import PrefillPass, PrefillState, PromptPiece
 from vivace.errors import UnsupportedError
+from vivace.prefill.learned import LearnedScores
 from vivace.prefill.returning import ReturningDrafter, ReturningPass
 from vivace.prefill.schedule import PrunePoint, Schedule
-from vivace.prefill.scores import at_random, by_attention, by_words
+from vivace.prefill.scores import at_random, by_attention, by_masses, by_words
 from vivace.prefill.table import PrefillSpec
 
 
@@ -67,7 +68,13 @@ class PrunedPrefill:
     is_exact = False
 
     def __init__(
-        self, spec: PrefillSpec, schedule: Schedule, decode_keep: Sequence[float] | None = None, width_bytes: int = 0
+        self,
+        spec: PrefillSpec,
+        schedule: Schedule,
+        decode_keep: Sequence[float] | None = None,
+        *,
+        width_bytes: int = 0,
+        learned: LearnedScores | None = None,
     ) -> None:
         """Prune by ``schedule`` in the way of ``spec``.
 
@@ -77,9 +84,11 @@ class PrunedPrefill:
             decode_keep: shares that go on in every decoding step, point by point, while what was pruned may come back;
                 None keeps what the prompt has kept.
             width_bytes: of a residual.
+            learned: what points need that are not scored as the paper does.
         """
         self.name = spec.name
         self.spec = spec
+        self.learned = learned
         self.drafter: Drafter | None = None
         """The only one that may decode after such a prompt; None where any may."""
         if decode_keep is None:
@@ -119,7 +128,7 @@ class _Pruning(NoMemory):
     def __init__(self, prefill: PrunedPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
         self._model, self._cache, self._chunk = model, cache, chunk
         self._spec, self._schedule = prefill.spec, prefill.schedule
-        self._comes_back = prefill.drafter is not None
+        self._comes_back, self._learned = prefill.drafter is not None, prefill.learned
         points = self._schedule.points
         self._begins_pruned = bool(points) and points[0].layer == 0
         spans = self._schedule.spans(model.config.num_layers)
@@ -242,21 +251,48 @@ class _Pruning(NoMemory):
         step = Step.packed(self._cache, [slot], reading.positions[-1:], entry)
         inputs = self._inputs(slot, range(last, last + 1), step)
         h = self._model.embed(inputs, step) if start == 0 else inputs
-        h = self._model.run(h, step, start, stop - 1)
-        layer = self._model.layers[stop - 1]
-        assert isinstance(layer, Layer)
-        [weights] = layer.weigh(layer.project(h, step), step)
-        h = self._model.run(h, step, stop - 1, stop)
+        below = self._model.run(h, step, start, stop - 1)
+        h = self._model.run(below, step, stop - 1, stop)
+        hidden = torch.cat((reading.out[0], h))
         count = self._counts(len(reading.prompt))[part + 1]
-        kept = by_attention(weights, count).to(self._cache.device)
+        score = self._schedule.points[part + self._begins_pruned].score
+        if score == "paper":
+            layer = self._model.layers[stop - 1]
+            assert isinstance(layer, Layer)
+            [weights] = layer.weigh(layer.query(below, step), step)
+            kept = by_attention(weights, count)
+        else:
+            assert self._learned is not None, "asked for before"
+            window = self._learned.config.window
+            masses = self._learned.maps[stop].masses(hidden, window) if score == "taught" else self._read(slot, part)
+            kept = by_masses(masses, count, window)
+        kept = kept.to(self._cache.device)
         self._readings[slot] = replace(
             reading,
             positions=reading.positions[kept],
-            hidden=torch.cat((reading.out[0], h))[kept],
+            hidden=hidden[kept],
             out=(),
             kept=(*reading.kept, (stop, count)),
             parts=(*reading.parts, reading.positions),
         )
+
+    def _read(self, slot: int, part: int) -> Tensor:
+        """Return with how much weight the window reads each token (n,) in the chosen heads of a part's last layer."""
+        assert self._learned is not None
+        start, stop = self._spans[part]
+        count = len(self._readings[slot].positions)
+        window = range(max(0, count - self._learned.config.window), count)
+        places = torch.arange(window.start, window.stop, device=self._cache.device)
+        positions = self._readings[slot].positions[places]
+        step = Step.packed(self._cache, [slot] * len(window), positions, places).without_writing()
+        inputs = self._inputs(slot, window, step)
+        h = self._model.embed(inputs, step) if start == 0 else inputs
+        h = self._model.run(h, step, start, stop - 1)
+        layer, masses = self._model.layers[stop - 1], torch.zeros(count, device=self._cache.device)
+        assert isinstance(layer, Layer)
+        for weights in layer.weigh(layer.query(h, step), step):
+            masses[: weights.shape[1]] += weights[list(self._learned.heads(stop))].sum(0)
+        return masses
 
     def _finish(self, slot: int) -> None:
         """Say which layers lack how many tokens, or lay out what they have so that the others can come back."""

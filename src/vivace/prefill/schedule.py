@@ -21,6 +21,9 @@ PRESETS: Mapping[str, tuple[float, ...]] = {
     "fast": (0.3, 0.5, 0.5),
 }
 """By name, the share of tokens that go on behind each of these depths."""
+SCORES = ("paper", "heads", "taught")
+"""What may say which tokens go on: what the last one reads, what the last ones read in a few heads, and maps that were
+taught (``learned.py``)."""
 SAME = "same"
 """As ``decode_keep``: the shares with which the prompt was pruned."""
 
@@ -33,6 +36,8 @@ class PrunePoint:
     """Number of layers that all tokens have passed there; 0 prunes before the first."""
     keep: float
     """Share of the tokens that go on."""
+    score: str = "paper"
+    """What says which ones (``SCORES``)."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ def scaled(preset: str, num_layers: int) -> Schedule:
 def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None = None) -> Schedule:
     """Read a schedule: the name of a preset, or "9:0.5,18:0.5", layers and the shares that go on behind them.
 
+    A share may be followed by a score, as in "6:0.3:taught".
+
     Args:
         text: what was written.
         num_layers: of the model.
@@ -113,14 +120,18 @@ def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None =
         return scaled(text, num_layers)
     points: list[PrunePoint] = []
     for word in text.split(","):
-        layer, colon, keep = word.strip().partition(":")
+        layer, colon, rest = word.strip().partition(":")
+        keep, scored, score = rest.partition(":")
         try:
-            point = PrunePoint(int(layer), float(keep))
+            point = PrunePoint(int(layer), float(keep), score if scored else SCORES[0])
         except ValueError:
             hint = nearest(text, PRESETS) if not colon and most is None else ""
             raise ConfigError(
                 f"keep has {word.strip()!r}; write LAYER:SHARE, such as 9:0.5{hint}", field="keep"
             ) from None
+        if point.score not in SCORES or (scored and most is not None):
+            known = nearest(score, SCORES) if most is None else "; this way of reading has one score, leave it out"
+            raise ConfigError(f"keep has the score {score!r} behind layer {layer}{known}", field="keep")
         if not 0 < point.keep <= 1:
             raise ConfigError(f"keep has the share {keep} behind layer {layer}; it must be in (0, 1]", field="keep")
         if not first <= point.layer < num_layers:

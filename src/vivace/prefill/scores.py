@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Tokens that ``by_words`` keeps or prunes together."""
+"""Tokens that ``by_words`` and ``by_masses`` keep or prune together."""
+SINKS = 4
+"""First tokens of a prompt that ``by_masses`` keeps, since all heads lean on them."""
 QUESTION = 64
 """Tokens at the end of a prompt with whose words blocks are compared; they go on themselves."""
 K1, B = 1.2, 0.75
@@ -35,6 +37,28 @@ def by_attention(weights: Tensor, count: int) -> Tensor:
     scores = weights.float().mean(0)
     scores[-1] = torch.inf
     return torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
+
+
+def by_masses(masses: Tensor, count: int, window: int) -> Tensor:
+    """Keep the first tokens, the window at the end, and the blocks between them that have most mass.
+
+    A block that does not fit as a whole is kept in part, from its beginning.
+
+    Args:
+        masses: (n,) score of each token, above 0.
+        count: how many go on; where the window alone is more, its last ones.
+        window: tokens at the end that go on.
+    """
+    length = len(masses)
+    end = min(window, count)
+    sinks = min(SINKS, count - end, length - end)
+    middle = masses[sinks : length - end].float()
+    padded = torch.nn.functional.pad(middle, (0, -len(middle) % BLOCK))
+    order = torch.sort(padded.view(-1, BLOCK).sum(1), descending=True, stable=True).indices
+    places = (order[:, None] * BLOCK + torch.arange(BLOCK, device=masses.device)).flatten()
+    chosen = places[places < len(middle)][: count - end - sinks] + sinks
+    ends = torch.arange(length - end, length, device=masses.device)
+    return torch.cat((torch.arange(sinks, device=masses.device), chosen.sort().values, ends))
 
 
 def at_random(tokens: Sequence[int], count: int) -> Tensor:

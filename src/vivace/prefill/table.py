@@ -41,6 +41,8 @@ class PrefillSpec:
     """Whether tokens are pruned before the first layer, and nowhere else."""
     prunes_once: bool = False
     """Whether there is one layer behind which tokens are pruned."""
+    has_plan: bool = False
+    """Whether its usual schedule is the plan beside the checkpoint, where there is one."""
     can_return: bool = False
     """Whether what is pruned may come back while the answer is written."""
 
@@ -53,6 +55,7 @@ PREFILLS: Mapping[str, PrefillSpec] = {
             "lazy",
             "on the way up, tokens that the last one hardly reads are pruned, layer by layer",
             keep="balanced",
+            has_plan=True,
             can_return=True,
         ),
         PrefillSpec(

@@ -1,0 +1,142 @@
+"""Scores that are learnt or chosen for one model, and the files in which they lie beside it.
+
+The mean over all heads of what the last token reads (eq. 1 of LazyLLM, arXiv:2407.14057) says little about which
+passage a question needs, in a layer low enough to save time. Two other scores of a token look at the last tokens of the
+prompt, the *window*, where the question is:
+
+* ``heads``: with how much weight the window reads the token in a few heads of the layer below the point, those that
+  find what the answer needs on a user's own prompts (retrieval heads: Wu et al. 2024, arXiv:2404.15574);
+* ``taught``: ``sum over q in the window of exp(W_q x_q . W_k x_i / sqrt(r))``, where x are residuals at the point,
+  each divided by its root mean square, and W_q, W_k of rank r are taught (``lessons.py``) what the answers of the
+  model's own prompts read in the layers above. This score is ours, not the paper's.
+
+Both are summed over blocks of 32 neighbouring tokens, so that passages go on as a whole; the first tokens, which all
+heads lean on, and the window always go on (``scores.py``).
+
+A folder has the form of every adapter (``checkpoint/adapters.py``): its *plan* is the schedule that ``--prefill lazy``
+takes where none is given, its *config* the window, the rank and the heads of each layer, its weights the maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+from torch import Tensor
+
+from vivace.checkpoint.adapters import load_adapter
+from vivace.configuration import build
+from vivace.errors import ConfigError, MismatchError
+
+KIND = "lazy"
+WINDOW = 32
+"""Tokens at the end of a prompt that are asked what it needs."""
+RANK = 64
+
+
+@dataclass(frozen=True)
+class LazyPlan:
+    """The schedule of a model."""
+
+    keep: str = "balanced"
+    """As ``--keep`` takes it."""
+
+
+@dataclass(frozen=True)
+class HeadsBelow:
+    """Heads that find what the window needs."""
+
+    point: int
+    """Number of layers below the point; they are heads of the last of these."""
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LazyConfig:
+    """What the scores of a model are made from."""
+
+    window: int = WINDOW
+    rank: int = RANK
+    layers: tuple[int, ...] = ()
+    """Points for which maps were taught: number of layers below."""
+    heads: tuple[HeadsBelow, ...] = ()
+    """For each point at which heads were chosen, which."""
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """Low-rank maps of residuals at one point."""
+
+    query: Tensor
+    """(r, E)"""
+    key: Tensor
+    """(r, E)"""
+
+    def masses(self, hidden: Tensor, window: int) -> Tensor:
+        """Return the score of each token, (n, E) -> (n,) float32, above 0."""
+        x = normed(hidden)
+        scores = (x[-window:] @ self.query.T) @ (x @ self.key.T).T / sqrt(len(self.key))
+        return (scores - scores.max()).exp().sum(0)
+
+
+def normed(hidden: Tensor) -> Tensor:
+    """Return residuals (n, E) in float32, each divided by its root mean square."""
+    x = hidden.float()
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedScores:
+    """The contents of a folder."""
+
+    plan: LazyPlan
+    config: LazyConfig
+    maps: Mapping[int, Maps]
+    """By point."""
+    where: Path
+
+    @staticmethod
+    def read(folder: Path, base: str) -> LearnedScores:
+        """Read a folder.
+
+        Args:
+            folder: its path.
+            base: ``base_hash`` of the model.
+
+        Raises:
+            CheckpointError: it is missing, broken, or of another base or kind.
+        """
+        written, tensors = load_adapter(folder, base)
+        if written["kind"] != KIND:
+            raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for prefill {KIND}")
+        config = build(LazyConfig, written["config"])
+        names = {f"{side}.{layer}" for layer in config.layers for side in ("query", "key")}
+        if names != set(tensors):
+            raise MismatchError(f"the weights in {folder} do not fit its config.json; train it again")
+        maps = {layer: Maps(tensors[f"query.{layer}"], tensors[f"key.{layer}"]) for layer in config.layers}
+        return LearnedScores(build(LazyPlan, written["plan"]), config, maps, folder)
+
+    def heads(self, point: int) -> tuple[int, ...]:
+        """Return the heads that are asked at a point."""
+        [found] = [each.heads for each in self.config.heads if each.point == point]
+        return found
+
+    def check(self, layer: int, score: str) -> None:
+        """Refuse a point for which a score was not learnt.
+
+        Raises:
+            ConfigError: the message names the points there are.
+        """
+        known = sorted(self.maps) if score == "taught" else sorted(each.point for each in self.config.heads)
+        if layer not in known:
+            there = ", ".join(map(str, known)) or "none"
+            raise ConfigError(f"keep scores layer {layer} by {score}; {self.where} has it for {there}", field="keep")
+
+
+def tensors_of(maps: Mapping[int, Maps]) -> dict[str, Tensor]:
+    """Return maps by the names that they have in a file."""
+    return {
+        f"{side}.{layer}": getattr(each, side).contiguous() for layer, each in maps.items() for side in ("query", "key")
+    }

@@ -1,0 +1,178 @@
+"""``vivace train lazy``: what a model's pruned prompts are scored with, learnt on prompts of the user in minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.engine import Engine
+from vivace.errors import ConfigError
+from vivace.prefill.learned import KIND, RANK, WINDOW, HeadsBelow, LazyConfig, LazyPlan, Maps, tensors_of
+from vivace.prefill.lessons import Lesson, choose_heads, kept_share, observe, target_of, teach, teachers_of
+from vivace.prefill.pruned import check_model
+from vivace.prompts import Prompt
+from vivace.train.report import Report
+
+DEPTHS = (0.17, 0.23, 0.3, 0.4)
+"""Shares of the layers below which maps are taught."""
+DEEPEST_HEADS = 0.55
+"""Heads are chosen up to this share of the layers."""
+KEEP = 0.3
+"""Share of the tokens at which scores are compared while they are learnt."""
+READING = 0.6
+"""Share of the time, where one is given, in which prompts are read."""
+HELD_BACK = 5
+"""One prompt in so many is only measured on."""
+
+
+@dataclass(frozen=True)
+class LazyRecipe:
+    """How the scores of a model are learnt."""
+
+    rank: int = RANK
+    window: int = WINDOW
+    prompts: int = 120
+    """Prompts at most that are read."""
+    longest: int = 2048
+    """Longer prompts are left out."""
+    steps: int = 300
+    answer_tokens: int = 16
+    """Tokens of an answer at most that are looked at."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "window", "prompts", "longest", "steps", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """How much of what answers need a score keeps on held-back prompts, where it keeps ``KEEP`` of the tokens."""
+
+    score: str
+    point: int
+    share: float
+
+
+def learn(
+    recipe: LazyRecipe,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+    minutes: float | None = None,
+) -> list[Learnt]:
+    """Read prompts, learn both scores at several points, and write them.
+
+    Args:
+        recipe: how.
+        engine: the model.
+        prompts: long ones, like those that will be pruned; where one has no reference the model answers it.
+        out: folder to write.
+        report: told how it goes.
+        minutes: for everything; None takes the time it takes.
+
+    Returns:
+        How good the scores are, the best first.
+
+    Raises:
+        ConfigError: there are too few prompts.
+        UnsupportedError: prompts of this model cannot be pruned.
+    """
+    check_model(engine.model, KIND)
+    ends = None if minutes is None else time.monotonic() + 60 * minutes
+    num_layers = engine.model.config.num_layers
+    points = sorted({min(num_layers - 1, max(1, round(depth * num_layers))) for depth in DEPTHS})
+    num_asked = max(1, min(num_layers - 1, round(DEEPEST_HEADS * num_layers)))
+    begun = time.monotonic()
+    until = None if ends is None else begun + READING * (ends - begun)
+    lessons = _lessons(recipe, engine, prompts, points, num_asked, report, until)
+    teachers = teachers_of(lessons)
+    report.note(
+        "answers read the prompt with heads " + ", ".join(f"{head} of layer {layer}" for layer, head in teachers)
+    )
+    pairs = [(lesson, target_of(lesson, teachers, recipe.window)) for lesson in lessons]
+    pairs_of: list[tuple[Lesson, torch.Tensor]] = [(lesson, want) for lesson, want in pairs if want is not None]
+    train = [pair for place, pair in enumerate(pairs_of) if place % HELD_BACK]
+    held = [pair for place, pair in enumerate(pairs_of) if place % HELD_BACK == 0]
+    if len(train) < 2:
+        raise ConfigError(f"{len(pairs_of)} of the prompts have an answer that reads them; give more prompts")
+    found, maps, heads = list[Learnt](), dict[int, Maps](), list[HeadsBelow]()
+    for point in range(1, num_asked + 1):
+        asked, wanted = [lesson.asked[point - 1] for lesson, _ in train], [want for _, want in train]
+        chosen, _ = choose_heads(asked, wanted, KEEP, recipe.window)
+        if not chosen:
+            continue
+        masses = [lesson.asked[point - 1][chosen].float().sum(0) for lesson, _ in held]
+        heads.append(HeadsBelow(point, tuple(chosen)))
+        found.append(Learnt("heads", point, _mean_share(masses, [want for _, want in held], recipe.window)))
+    for done, point in enumerate(points):
+        left = None if ends is None else time.monotonic() + (ends - time.monotonic()) / (len(points) - done)
+        maps[point] = teach(
+            [lesson.hidden[point] for lesson, _ in train],
+            [want for _, want in train],
+            rank=recipe.rank,
+            window=recipe.window,
+            steps=recipe.steps,
+            seed=recipe.seed,
+            stop=lambda left=left: left is not None and time.monotonic() > left,  # type: ignore[misc]
+        )
+        masses = [maps[point].masses(lesson.hidden[point], recipe.window) for lesson, _ in held]
+        found.append(Learnt("taught", point, _mean_share(masses, [want for _, want in held], recipe.window)))
+        report.note(f"taught behind layer {point}: {KEEP:.0%} of the tokens keep {found[-1].share:.0%} of what is read")
+    found.sort(key=lambda each: (-each.share, each.point))
+    best = max((each for each in found if each.score == "taught"), key=lambda each: each.share)
+    config = LazyConfig(recipe.window, recipe.rank, tuple(points), tuple(heads))
+    plan = LazyPlan(f"{best.point}:{KEEP}:taught")
+    save_adapter(out, KIND, base_hash(engine.folder), asdict(plan), asdict(config), tensors_of(maps))
+    return found
+
+
+def _lessons(
+    recipe: LazyRecipe,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    points: Sequence[int],
+    num_asked: int,
+    report: Report,
+    ends: float | None,
+) -> list[Lesson]:
+    """Read the prompts that are long enough to be pruned and no longer than the recipe says."""
+    lessons: list[Lesson] = []
+    least, num_asked_for = 4 * recipe.window, 0
+    for row in prompts:
+        tokens = list(engine.tokenizer.encode_prompt(row.request, raw=False))
+        if not least <= len(tokens) <= recipe.longest:
+            continue
+        num_asked_for += 1
+        if row.references:
+            answer = list(engine.tokenizer.encode(row.references[0], special=False))
+        else:
+            settings: Mapping[str, Any] = {"method": "plain", "do_sample": False}
+            answer = list(engine.generate(tokens, max_new_tokens=recipe.answer_tokens, **settings)[0].token_ids)
+        if answer:
+            answer = answer[: recipe.answer_tokens]
+            lessons.append(observe(engine.model, tokens, answer, points, recipe.window, num_asked))
+        if len(lessons) % 20 == 0:
+            report.note(f"{len(lessons)} prompts are read")
+        if len(lessons) == recipe.prompts or (ends is not None and time.monotonic() > ends):
+            break
+    if len(lessons) < 4:
+        raise ConfigError(
+            f"{num_asked_for} of {len(prompts)} prompts have {least} to {recipe.longest} tokens; at least 4 are "
+            "needed, such as those of: vivace data multidoc SRC OUT"
+        )
+    return lessons
+
+
+def _mean_share(masses: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], window: int) -> float:
+    """Return how much of what is wanted goes on, the mean over prompts."""
+    shares = [kept_share(each, want, KEEP, window) for each, want in zip(masses, wanted, strict=True)]
+    return sum(shares) / len(shares)

@@ -1,0 +1,226 @@
+"""Scores that are learnt: a planted head and planted maps are found, files are checked, and a session reads by them."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.cli.app import run as run_cli
+from vivace.core.step import Step
+from vivace.decode.session import Session
+from vivace.engine import Engine, Options
+from vivace.errors import ConfigError, MismatchError, NotFoundError
+from vivace.prefill.learned import Maps
+from vivace.prefill.lessons import choose_heads, observe, target_of, teach, teachers_of
+from vivace.prefill.scores import BLOCK, SINKS, by_masses
+
+LAYERS = 6
+PROMPT = [1 + (11 * place + place // 7) % 290 for place in range(301)]
+GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True, "max_new_tokens": 8, "method": "plain"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model beside which scores lie that nothing has taught."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), context=512, layers=LAYERS)
+    generator = torch.Generator().manual_seed(3)
+    width = json.loads((folder / "config.json").read_text())["hidden_size"]
+    maps = {f"{side}.2": torch.randn(4, width, generator=generator) for side in ("query", "key")}
+    heads = [{"point": 2, "heads": [1]}, {"point": 4, "heads": [0, 1]}]
+    config = {"window": 16, "rank": 4, "layers": [2], "heads": heads}
+    save_adapter(folder / "adapters" / "lazy", "lazy", base_hash(folder), {"keep": "2:0.4:taught"}, config, maps)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[("torch", "float32"), ("auto", "bfloat16")], ids=str)
+def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
+    kernels, dtype = request.param
+    return vivace.load(folder, kernels=kernels, dtype=dtype)
+
+
+def test_by_masses_keeps_ends_and_the_heaviest_blocks() -> None:
+    masses = torch.full((300,), 0.01)
+    masses[SINKS + 2 * BLOCK + 5] = 3.0
+    masses[SINKS + 5 * BLOCK] = 2.0
+    found = by_masses(masses, SINKS + BLOCK + 10 + 20, 20).tolist()
+    wanted = [*range(SINKS), *range(SINKS + 2 * BLOCK, SINKS + 3 * BLOCK)]
+    assert found == [*wanted, *range(SINKS + 5 * BLOCK, SINKS + 5 * BLOCK + 10), *range(280, 300)]
+    for length, count, window in [(1, 1, 32), (40, 40, 32), (40, 39, 32), (40, 5, 32), (35, 34, 32), (100, 36, 32)]:
+        places = by_masses(torch.rand(length), count, window).tolist()
+        assert len(places) == count
+        assert places == sorted(set(places))
+        assert places[-1] == length - 1
+
+
+def test_a_session_keeps_what_the_maps_say(engine: Engine) -> None:
+    """The residuals at the point are those of a full reading; the plan is taken where no schedule is given."""
+    [result] = engine.generate(PROMPT, **GREEDY, prefill="lazy", min_prompt=1)
+    count = ceil(0.4 * 301)
+    assert result.stats.prompt_kept == [[2, count]]
+    model, maps = engine.model, engine.prefills.learned.maps[2]
+    with torch.inference_mode():
+        lesson = observe(model, PROMPT, [5], [2], 16, 4)
+        kept = by_masses(maps.masses(lesson.hidden[2], 16), count, 16)
+        session = Session(model, num_slots=1, capacity=400)
+        session.admit(engine.request(PROMPT, Options.of({**GREEDY, "prefill": "lazy", "min_prompt": 1})))
+        while session.cache.lengths[0] < 300:
+            session.step()
+        step = Step.packed(session.cache, [0] * count, kept, torch.arange(count))
+        layer = model.layers[2]
+        keys = layer._heads(lesson.hidden[2][kept].to(model.dtype), step)[0][:, model.config.num_heads :]
+        session.cache.prune(0, [0] * LAYERS)
+        stored = session.cache.span(2, 0, 0, count - 1)[0].transpose(0, 1)
+    assert torch.allclose(stored.float(), keys[:-1].float(), atol=0.05)
+
+
+def test_a_session_keeps_what_the_heads_read(engine: Engine) -> None:
+    """Below the point the window reads what it reads in a full reading."""
+    [result] = engine.generate(PROMPT, **GREEDY, prefill="lazy", keep="2:0.4:heads,4:0.5:heads", min_prompt=1)
+    count = ceil(0.4 * 301)
+    assert result.stats.prompt_kept == [[2, count], [4, ceil(0.5 * count)]]
+    seen: list[torch.Tensor] = []
+    request = engine.request(PROMPT, Options.of({**GREEDY, "prefill": "lazy", "keep": "2:0.4:heads", "min_prompt": 1}))
+    session = Session(engine.model, num_slots=1, capacity=400)
+    session.admit(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vivace.prefill.pruned.by_masses", lambda m, c, w: seen.append(m.clone()) or by_masses(m, c, w))
+        while session.cache.lengths[0] < 300:
+            session.step()
+    with torch.inference_mode():
+        lesson = observe(engine.model, PROMPT, [5], [2], 16, 4)
+    assert torch.allclose(seen[0], lesson.asked[1][1].float(), atol=2e-2)
+    full = engine.generate(PROMPT, **GREEDY)[0]
+    other = engine.generate(PROMPT, **GREEDY, prefill="lazy", keep="2:1:heads", min_prompt=1)[0]
+    assert other.token_ids == full.token_ids, "asking stores nothing"
+
+
+def test_learnt_scores_ride_with_drafts_and_with_tokens_that_come_back(engine: Engine) -> None:
+    way: dict[str, Any] = {"prefill": "lazy", "keep": "2:0.4:taught,4:0.5:heads", "min_prompt": 1}
+    texts = [engine.generate(PROMPT, **{**GREEDY, **way, "method": m})[0].token_ids for m in ("plain", "lookup")]
+    assert texts[0] == texts[1]
+    back = engine.generate(PROMPT, **GREEDY, **way, decode_keep="same")[0]
+    assert back.token_ids[0] == texts[0][0]
+    assert sum(map(sum, back.stats.came_back)) > 5
+
+
+def test_heads_that_copy_are_the_teachers_and_heads_that_find_are_chosen() -> None:
+    torch.manual_seed(0)
+    wanted = torch.zeros(400)
+    wanted[200:210] = 0.1
+    asked = torch.rand(5, 400) * 0.01
+    asked[3, 195:215] += 1.0
+    heads, share = choose_heads([asked], [wanted], 0.3, 16)
+    assert heads == [3]
+    assert share > 0.99
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_maps_learn_what_is_wanted(seed: int) -> None:
+    """A token that has the same mark as one in the window is wanted; its block is found on unseen texts."""
+    torch.manual_seed(seed)
+    marks = torch.randn(12, 24)
+
+    def text() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, place, mark = torch.randn(288, 24), int(torch.randint(8, 250, ())), int(torch.randint(0, 12, ()))
+        hidden[place] += 4 * marks[mark]
+        hidden[-3] += 4 * marks[mark]
+        for other in torch.randint(0, 250, (6,)).tolist():
+            if other != place:
+                hidden[other] += 4 * marks[(mark + 1 + other % 11) % 12]
+        return hidden, torch.nn.functional.one_hot(torch.tensor(place), 288).float()
+
+    texts = [text() for _ in range(160)]
+    maps = teach([h for h, _ in texts], [w for _, w in texts], rank=16, window=8, steps=250, seed=0)
+    unseen = [text() for _ in range(30)]
+    shares = [float(want[by_masses(maps.masses(h, 8), 88, 8)].sum()) for h, want in unseen]
+    untaught = Maps(torch.randn(16, 24), torch.randn(16, 24))
+    before = [float(want[by_masses(untaught.masses(h, 8), 88, 8)].sum()) for h, want in unseen]
+    assert sum(shares) / 30 > 0.55
+    assert sum(before) / 30 < 0.45
+
+
+@torch.inference_mode()
+def test_a_lesson_has_what_the_answer_read(engine: Engine) -> None:
+    lesson = observe(engine.model, PROMPT[:120], [PROMPT[7]], [2, 4], 16, 3)
+    config = engine.model.config
+    assert lesson.reads.shape == (LAYERS, config.num_heads, 120)
+    assert torch.allclose(lesson.reads.float().sum(-1), torch.ones(LAYERS, config.num_heads), atol=0.05)
+    assert lesson.asked.shape == (3, config.num_heads, 120)
+    assert torch.allclose(lesson.asked.float().sum(-1), torch.full((3, config.num_heads), 16.0), atol=0.3)
+    assert {point: tuple(h.shape) for point, h in lesson.hidden.items()} == {
+        2: (120, config.width),
+        4: (120, config.width),
+    }
+    assert 0 < float(lesson.copies.max()) <= 1.001
+    assert len(teachers_of([lesson])) == 5
+    assert target_of(lesson, teachers_of([lesson]), 16) is not None
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("2:0.5:tought", "keep has the score 'tought' behind layer 2; did you mean 'taught'?"),
+        ("3:0.5:taught", "keep scores layer 3 by taught;"),
+        ("3:0.5:heads", "has it for 2, 4"),
+        ("2:0.5:", "keep has the score ''"),
+    ],
+)
+def test_scores_that_there_are_not(engine: Engine, keep: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine.generate(PROMPT, **GREEDY, prefill="lazy", keep=keep, min_prompt=1)
+    assert message in str(caught.value)
+    assert caught.value.field == "keep"
+    with pytest.raises(ConfigError, match="this way of reading has one score"):
+        engine.generate(PROMPT, **GREEDY, prefill="static", keep="2:0.5:taught", min_prompt=1)
+
+
+def test_a_model_without_them_and_those_of_another(folder: Path, tmp_path: Path) -> None:
+    bare = vivace.load(make_checkpoint(tmp_path / "bare", context=512, layers=LAYERS))
+    with pytest.raises(NotFoundError, match="vivace train lazy --model MODEL --data FILE"):
+        bare.generate(PROMPT, **GREEDY, prefill="lazy", keep="2:0.5:taught", min_prompt=1)
+    other = make_checkpoint(tmp_path / "other", context=512, layers=LAYERS - 1)
+    (other / "adapters").mkdir()
+    (other / "adapters" / "lazy").symlink_to(folder / "adapters" / "lazy")
+    with pytest.raises(MismatchError, match="was trained on base"):
+        vivace.load(other).generate(PROMPT, **GREEDY, prefill="lazy", min_prompt=1)
+
+
+def test_train_and_tune_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint(tmp_path / "model", context=2048, layers=4)
+    rows = [
+        {
+            "prompt": " ".join(f"the {word} of {place + word} is {7 * word % 50}." for word in range(60)),
+            "reference": "7",
+        }
+        for place in range(12)
+    ]
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert run_cli(["train", "lazy", "--model", str(folder)]) == 2
+    assert "say what to learn from: --data FILE" in capsys.readouterr().err
+    assert run_cli(["train", "lazy", "rnk=3", "--model", str(folder), "--data", str(data)]) == 2
+    assert "did you mean 'rank'" in capsys.readouterr().err
+    assert run_cli(["train", "lazy", "rank=4", "steps=5", "--model", str(folder), "--data", str(data), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["score"] for each in found["scores"]} == {"heads", "taught"}
+    written = json.loads((folder / "adapters" / "lazy" / "config.json").read_text())
+    assert written["plan"]["keep"].endswith(":0.3:taught")
+    assert run_cli(["tune", "lazy", "--floor", "1.5", "--model", str(folder), "--prompts", str(data)]) == 2
+    assert "--floor is 1.5; it must be in (0, 1]" in capsys.readouterr().err
+    assert run_cli(["tune", "multirate", "--floor", "0.9", "--model", str(folder), "--prompts", str(data)]) == 2
+    assert "--floor has no effect on multirate" in capsys.readouterr().err
+    line = ["tune", "lazy", "--floor", "0.01", "--model", str(folder), "--prompts", str(data), "--json"]
+    assert run_cli(line) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["floor"] == 0.01
+    assert len(found["trials"]) > 6
+    plan = json.loads((folder / "adapters" / "lazy" / "config.json").read_text())["plan"]["keep"]
+    assert plan == (written["plan"]["keep"] if found["confirmed"] is None else found["confirmed"]["keep"])
