@@ -63,7 +63,7 @@ OWNERS: dict[str, set[str]] = {
     "llama_cpp": {"evaluate"},
     "tensorboard": {"train"},
     "yaml": {"recipes"},
-    "torch.distributed": {"parallel"},
+    "torch.distributed": {"parallel", "palette"},  # our own ranks; the process group of a user who trains
 }
 
 # The bench measures other engines beside ours, so it may import them where they are called.

@@ -17,7 +17,7 @@ from typer.exceptions import Abort, TyperException
 
 import vivace
 from vivace.cli import (
-    bench_prefill,
+    bench_palette,
     chat,
     check,
     compress,
@@ -54,7 +54,7 @@ def build() -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("serve")(serve.serve)
-    app.add_typer(bench_prefill.app, name="bench")
+    app.add_typer(bench_palette.app, name="bench")
     app.command("check")(check.check)
     app.command("evaluate")(evaluate.evaluate)
     app.command("data")(data.data)

@@ -1,0 +1,159 @@
+"""The same clustering with its own backward pass, which keeps the centroids of each round and nothing else.
+
+Plain autograd keeps several maps (n, K) of every round. Here the map is made again on the way back, some weights at a
+time, from the weights and from the centroids of the round, of which there are a few for each tile.
+
+With one palette for a whole matrix of bfloat16 numbers there is less to compute, too: the matrix has at most 65,536
+different values, and everything but the incoming gradient depends on a weight's value alone. Forward and backward then
+run over values u with their counts m_u, ``c_j = sum_u m_u A_uj u / sum_u m_u A_uj``. A tile of sixteen rows has too few
+weights for that to pay.
+
+With g_i = dL/dW'_i of every weight, and f the map from a value to its clustered value at the last centroids C:
+
+    dL/dw_i = g_i f'(w_i) + s(w_i),    dL/dC_j = sum_i g_i A_ij + ...    (and through the maps, round by round)
+
+where s(u) is the gradient that reaches one weight of value u through the centroids. Equal weights share s, and not g.
+
+Source: Cho et al. 2024, arXiv:2309.00964 (eDKM). **Where we differ**: eDKM keeps a table of the distinct rows of each
+map, as ``hooks.py`` does; the map itself need not be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vivace.palette.dkm import LEAST
+
+AT_ONCE = 1 << 19
+"""Elements of a map that are made at a time."""
+
+Place = tuple[slice, slice]
+"""Some tiles, and some of their weights."""
+
+
+def dkm_in_parts(weights: Tensor, centroids: Tensor, tau: Tensor, rounds: int = 3) -> tuple[Tensor, Tensor]:
+    """Compute ``dkm.dkm`` in little memory; the result is that of another order of sums.
+
+    Args:
+        weights: (G, n), float64, float32 or bfloat16; the arithmetic is float32 or better.
+        centroids: (G, K) to begin with; they get no gradient.
+        tau: (G,) temperatures.
+        rounds: number of updates of the centroids.
+
+    Returns:
+        Clustered weights (G, n) in the dtype of the weights, and the last centroids (G, K), detached.
+    """
+    out, last = _Clustered.apply(weights, centroids, tau, rounds)  # type: ignore[no-untyped-call]
+    return out, last
+
+
+class _Clustered(torch.autograd.Function):
+    """Soft clustering of tiles."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, centroids: Tensor, tau: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """Return clustered weights (G, n) and the last centroids (G, K)."""
+        values, counts, index = _values(weights)
+        each = [centroids]
+        for _ in range(rounds):
+            totals, sums = torch.zeros_like(centroids), torch.zeros_like(centroids)
+            for (tiles, some), w, c, t in _parts(values, each[-1], tau):
+                shares = _weighted(_map(w, c, t)[1], counts, some)
+                totals[tiles] += shares.sum(1)
+                sums[tiles] += (shares * w[:, :, None]).sum(1)
+            each.append(sums / totals)
+        out = torch.empty_like(values)
+        for place, w, c, t in _parts(values, each[-1], tau):
+            out[place] = (_map(w, c, t)[1] * c[:, None]).sum(2)
+        ctx.save_for_backward(weights, tau, *each)
+        last = each[-1].clone()
+        ctx.mark_non_differentiable(last)
+        return (out if index is None else out[:, index]).to(weights.dtype), last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the weights."""
+        weights, tau, *each = ctx.saved_tensors
+        values, counts, index = _values(weights)
+        given = given.to(values.dtype)
+        together = given if index is None else torch.zeros_like(values).index_add_(1, index, given)
+        slope, shared, through = torch.empty_like(values), torch.zeros_like(values), torch.zeros_like(each[-1])
+        for place, w, c, t in _parts(values, each[-1], tau):
+            soft, shares = _map(w, c, t)
+            at, g = place[0], together[place][:, :, None]
+            slope[place] = _through_map(w, c, t, soft, c[:, None].expand_as(soft))[0]
+            through[at] += (g * shares).sum(1) + _through_map(w, c, t, soft, g * c[:, None])[1]
+        for before, after in zip(reversed(each[:-1]), reversed(each[1:]), strict=True):
+            totals, onward = torch.zeros_like(before), torch.zeros_like(before)
+            for (tiles, some), w, c, t in _parts(values, before, tau):
+                totals[tiles] += _weighted(_map(w, c, t)[1], counts, some).sum(1)
+            for (tiles, some), w, c, t in _parts(values, before, tau):
+                soft, shares = _map(w, c, t)
+                pull = (through / totals)[tiles][:, None]
+                of_map = pull * (w[:, :, None] - after[tiles][:, None])
+                by_weight, by_centroid = _through_map(w, c, t, soft, of_map, _some(counts, some))
+                shared[tiles, some] += by_weight + (pull * shares).sum(2)
+                onward[tiles] += by_centroid
+            through = onward
+        gradient = given * slope + shared if index is None else given * slope[:, index] + shared[:, index]
+        return gradient.to(weights.dtype), None, None, None
+
+
+def _values(weights: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return different values (1, U), their counts (U,) and the place of every weight among them (n,), for one tile of
+    bfloat16 numbers; the weights themselves, and None, for others.
+    """
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    if weights.dtype != torch.bfloat16 or len(weights) > 1:
+        return wide, None, None
+    keys = weights[0].contiguous().view(torch.int16).to(torch.int32) + 32768
+    counts = torch.bincount(keys, minlength=65536)
+    known = counts.nonzero()[:, 0]
+    place = torch.zeros(65536, dtype=torch.int64)
+    place[known] = torch.arange(len(known))
+    values = (known - 32768).to(torch.int16).view(torch.bfloat16).float()
+    return values[None], counts[known].float(), place[keys]
+
+
+def _parts(values: Tensor, centroids: Tensor, tau: Tensor) -> Iterator[tuple[Place, Tensor, Tensor, Tensor]]:
+    """Yield places, weights, centroids and temperatures whose map has about ``AT_ONCE`` elements."""
+    count, width = values.shape
+    step = max(1, AT_ONCE // centroids.shape[1])
+    tiles = max(1, step // width)
+    for first in range(0, count, tiles):
+        at = slice(first, first + tiles)
+        for start in range(0, width, step):
+            place = at, slice(start, start + step)
+            yield place, values[place], centroids[at], tau[at]
+
+
+def _map(w: Tensor, c: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention map before and after it is kept above ``LEAST``, (g, n, K) each."""
+    soft = torch.softmax((w[:, :, None] - c[:, None]).square_().neg_().div_(t[:, None, None]), -1)
+    return soft, soft.clamp(min=LEAST)
+
+
+def _through_map(
+    w: Tensor, c: Tensor, t: Tensor, soft: Tensor, of_map: Tensor, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of weights (g, n), each once, and of centroids (g, K), given that of the map."""
+    free = torch.where(soft >= LEAST, of_map, 0.0)
+    of_distance = soft * (free - (soft * free).sum(2, keepdim=True)) / -t[:, None, None]
+    moved = 2 * of_distance * (w[:, :, None] - c[:, None])
+    each = moved if counts is None else moved * counts[None, :, None]
+    return moved.sum(2), -each.sum(1)
+
+
+def _some(counts: Tensor | None, some: slice) -> Tensor | None:
+    return None if counts is None else counts[some]
+
+
+def _weighted(shares: Tensor, counts: Tensor | None, some: slice) -> Tensor:
+    """Return a map in which each value counts as often as it occurs."""
+    return shares if counts is None else shares * counts[some][None, :, None]
