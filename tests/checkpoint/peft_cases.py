@@ -3,7 +3,8 @@
 ``python -m tests.checkpoint.peft_cases write`` needs PEFT. It has PEFT make each adapter and writes down what PEFT
 stored (its configuration, the names and shapes of its tensors) and the factor by which PEFT multiplied each module, to
 ``peft.json``. The tests fill factors of these shapes themselves, so that PEFT is not needed to run them.
-``python -m tests.checkpoint.peft_cases read FOLDER`` lets PEFT read adapters of ours: it takes nothing from vivace.
+``python -m tests.checkpoint.peft_cases read FOLDER`` lets PEFT read adapters of ours, and with ``make`` it makes one by
+the settings that lie there: both take nothing from vivace.
 """
 
 from __future__ import annotations
@@ -111,5 +112,26 @@ def _read(folder: Path) -> None:
         sys.stdout.write(json.dumps(model(ids).logits.tolist()))
 
 
+def _make(folder: Path) -> None:
+    """Let PEFT make an adapter by the settings that lie in a folder, with random numbers in all that it trains; print
+    logits of the ids that lie there.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor(json.loads((folder / "ids.json").read_text(encoding="utf-8")))
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "adapter")
+    with torch.inference_mode():
+        sys.stdout.write(json.dumps(model(ids).logits.tolist()))
+
+
 if __name__ == "__main__":
-    _write() if sys.argv[1] == "write" else _read(Path(sys.argv[2]))
+    _write() if sys.argv[1] == "write" else (_read if sys.argv[1] == "read" else _make)(Path(sys.argv[2]))

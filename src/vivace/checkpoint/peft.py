@@ -32,9 +32,11 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 BASE = "vivace_base"
 """Key of the base's hash in the metadata of the safetensors file, which PEFT ignores."""
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""What PEFT writes before every name."""
 _ALL_LINEAR = "all-linear"
-MERGE = "merge it into the model with PEFT (merge_and_unload) first"
+MERGE = "merge it into a checkpoint of its own: vivace convert OUT --model MODEL --merge DIR"
+"""What to do with an adapter that no request can wear."""
 
 Factors = Mapping[Site, tuple[Tensor, Tensor]]
 """Site -> down (rank, in) and up (out, rank)."""
@@ -294,9 +296,9 @@ def load_lora(folder: str | Path, table: ModuleTable, expected_base: str | None 
     """
     settings, place = read_settings(folder), Path(folder)
     _refuse_extras(settings, place)
-    base = _base(place, expected_base)
+    base = base_of(place, expected_base)
     pairs = _pairs(read_tensors(place / TENSORS), table, place)
-    _check_targets(settings, set(pairs), table, place)
+    check_targets(settings, set(pairs), table, place)
     factors: dict[Site, tuple[Tensor, Tensor]] = {}
     for stem, found in pairs.items():
         module, name = table.modules[stem], table.full_name(stem)
@@ -316,7 +318,12 @@ def _refuse_extras(settings: LoraSettings, place: Path) -> None:
         raise UnsupportedError(f"{place} has {', '.join(settings.extras)}, which is more than a LoRA; {MERGE}")
 
 
-def _base(place: Path, expected: str | None) -> str | None:
+def base_of(place: Path, expected: str | None) -> str | None:
+    """Return the hash of the base that a file names, or None where it names none.
+
+    Raises:
+        MismatchError: it is another than the one expected.
+    """
     base = read_metadata(place / TENSORS).get(BASE)
     if base is not None and expected is not None and base != expected:
         raise MismatchError(
@@ -330,7 +337,7 @@ def _pairs(tensors: Mapping[str, Tensor], table: ModuleTable, place: Path) -> di
     """Return the two factors of every module, by its stem."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        module, _, leaf = name.removeprefix(_PREFIX).rpartition(".lora_")
+        module, _, leaf = name.removeprefix(PREFIX).rpartition(".lora_")
         if leaf not in ("A.weight", "B.weight"):
             owner = "the embedding" if "lora_embedding" in name else table.what_is(_module(name))
             raise UnsupportedError(f"{place} has {name}, which belongs to {owner or 'no matrix of a layer'}; {MERGE}")
@@ -345,11 +352,16 @@ def _pairs(tensors: Mapping[str, Tensor], table: ModuleTable, place: Path) -> di
 
 def _module(name: str) -> str:
     """Return the module that a stored tensor belongs to."""
-    return name.removeprefix(_PREFIX).rpartition(".")[0]
+    return name.removeprefix(PREFIX).rpartition(".")[0]
 
 
-def _check_targets(settings: LoraSettings, found: set[str], table: ModuleTable, place: Path) -> None:
-    """Refuse a file that lacks modules at which its configuration aims, or has others."""
+def check_targets(settings: LoraSettings, found: set[str], table: ModuleTable, place: Path) -> None:
+    """Refuse a file that lacks modules at which its configuration aims, or has others.
+
+    Raises:
+        CorruptError: a module is missing, or is not named.
+        MismatchError: the model has none of the modules.
+    """
     if settings.targets is None:
         return
     aimed = {
@@ -386,11 +398,19 @@ def checked(pair: Mapping[str, Tensor], module: Module, rank: int, place: Path) 
                 f"{place}: lora_{name} of {module.stem} is {list(pair[name].shape)}, expected {list(shape)} for this "
                 "model; it is of another base, or its rank is not the one its configuration says"
             )
-    down, up = (pair[name].float() for name in ("A", "B"))
-    for name, factor in (("A", down), ("B", up)):
-        if not bool(torch.isfinite(factor).all()):
-            raise CorruptError(f"{place}: lora_{name} of {module.stem} has numbers that are not finite")
-    return down, up
+    require_finite({name: pair[name] for name in "AB"}, module.stem, place)
+    return pair["A"].float(), pair["B"].float()
+
+
+def require_finite(parts: Mapping[str, Tensor], module: str, place: Path) -> None:
+    """Refuse tensors of a module that have infinite numbers or none.
+
+    Raises:
+        CorruptError: names the first.
+    """
+    for name, part in parts.items():
+        if not bool(torch.isfinite(part).all()):
+            raise CorruptError(f"{place}: lora_{name} of {module} has numbers that are not finite")
 
 
 def save_lora(
@@ -425,7 +445,7 @@ def save_lora(
             continue
         ranks[module.stem] = len(pair[0])
         for name, factor in zip("AB", pair, strict=True):
-            tensors[f"{_PREFIX}{table.full_name(module.stem)}.lora_{name}.weight"] = factor.detach().to(
+            tensors[f"{PREFIX}{table.full_name(module.stem)}.lora_{name}.weight"] = factor.detach().to(
                 "cpu", dtype or factor.dtype, copy=True
             )
     if not tensors:

@@ -39,7 +39,9 @@ class StoreChoice:
 def convert(
     output: Annotated[
         Path,
-        typer.Argument(help="File to write, its name ends in .gguf; with --store or --dense a folder.", metavar="OUT"),
+        typer.Argument(
+            help="File to write, its name ends in .gguf; with --store, --dense or --merge a folder.", metavar="OUT"
+        ),
     ],
     model: options.Model = None,
     kind: Annotated[
@@ -54,6 +56,10 @@ def convert(
     dense: Annotated[
         bool, typer.Option("--dense", help="Write a folder of plain safetensors that transformers reads.")
     ] = False,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="Write the checkpoint with this LoRA (PEFT, also DoRA) merged into it.", metavar="DIR"),
+    ] = None,
     layout: Annotated[
         str,
         typer.Option(help="Of a store: layers (exact), selected (a gate in memory), neurons (ReLU and predictors)."),
@@ -70,7 +76,7 @@ def convert(
     ignore_config_key: options.IgnoreConfigKey = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a Llama checkpoint as GGUF, the file format of llama.cpp, or any checkpoint as a store.
+    """Write a Llama checkpoint as GGUF, llama.cpp's file format, or any checkpoint as a store or with a LoRA inside.
 
     bf16 keeps every bit of a bfloat16 checkpoint. q8_0 and q4_0 take 8.5 and 4.5 bits a weight and change the model a
     little.
@@ -78,20 +84,22 @@ def convert(
     from vivace.checkpoint.gguf.written import write_checkpoint
 
     ignored = tuple(ignore_config_key or ())
-    if dense:
+    if dense and merge is None:
         if store or layout != "layers" or calibrate is not None or (kind, kernels) != ("auto", "auto"):
             raise ConfigError("--dense takes --model and --dtype; leave the others out")
         _write_dense(folder_of(model), output, dtype, ignored, as_json=as_json)
+        return
+    if merge is not None:
+        if store or dense or kind != "auto" or ignored:
+            raise ConfigError("--merge writes a checkpoint; leave --store, --dense, --type and --ignore-config-key out")
+        _require_defaults(layout, calibrate, dtype, kernels)
+        _merge(folder_of(model), merge, output, as_json=as_json)
         return
     if store:
         choice = StoreChoice(layout, dtype, calibrate, active, kernels, ignored)
         _write_store(folder_of(model), output, choice, as_json=as_json)
         return
-    if layout != "layers" or calibrate is not None or (dtype, kernels) != ("auto", "auto"):
-        raise ConfigError(
-            "--layout, --calibrate, --dtype and --kernels are for a store; give --store, or leave them out"
-        )
-
+    _require_defaults(layout, calibrate, dtype, kernels)
     if output.suffix != SUFFIX:
         raise ConfigError(f"{output} does not end in {SUFFIX}, the one format that is written; name the file so")
     with console.progress("writing"):
@@ -124,6 +132,28 @@ def _write_dense(folder: Path, output: Path, dtype: str, ignored: tuple[str, ...
         console.json({"folder": str(output), "dtype": kind, "bytes": size})
     else:
         console.result(f"{output}: {kind}, {format_bytes(size)}")
+
+
+def _require_defaults(layout: str, calibrate: Path | None, dtype: str, kernels: str) -> None:
+    """Refuse the flags of a store where none is written."""
+    if layout != "layers" or calibrate is not None or (dtype, kernels) != ("auto", "auto"):
+        raise ConfigError(
+            "--layout, --calibrate, --dtype and --kernels are for a store; give --store, or leave them out"
+        )
+
+
+def _merge(base: Path, adapter: Path, output: Path, *, as_json: bool) -> None:
+    """Write a checkpoint with an adapter in it, and report it."""
+    from vivace.checkpoint.merge import merge_checkpoint
+
+    with console.progress("merging"):
+        merged = merge_checkpoint(base, adapter, output)
+    facts = {"folder": str(merged.folder), "changed": merged.num_changed, "bytes": merged.num_bytes}
+    if as_json:
+        console.json({**facts, "untied": merged.is_untied})
+        return
+    note = "; its head is no longer the embedding" if merged.is_untied else ""
+    console.result(f"{merged.folder}: {merged.num_changed} tensors changed, {format_bytes(merged.num_bytes)}{note}")
 
 
 def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bool) -> None:

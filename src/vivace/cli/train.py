@@ -88,12 +88,14 @@ def train(
             raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
         found = recipe_of(within(with_text(values, has_data=bool(data)), minutes))
         assert isinstance(found, FrozenRecipe)
+        if out is None and found.kind == "lora":
+            raise ConfigError("say where the LoRA goes: --out DIR; the name of the folder is what requests call it")
         out = out or _place_of(model, found.kind)
         prompts = _rows(data or [])
         load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
         runs = train_beside(found, engine, prompts, out, _report(tensorboard))
-        if not as_json:
+        if runs and not as_json:
             print_runs(runs)
         outcome = {"out": str(out), "runs": [asdict(run) for run in runs]}
     if as_json:

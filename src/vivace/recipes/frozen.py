@@ -131,9 +131,9 @@ class SavedTraining:
 
     what: str
     """Description of what was saved, for the report."""
-    method: str
-    """Name of the method that decodes with it."""
-    load: Callable[[], Engine]
+    method: str | None
+    """Name of the method that decodes with it; None for what no method drafts with."""
+    load: Callable[[], Engine] | None
     """Opens an engine that has this method."""
     note: str = ""
     """Further text for the report."""
@@ -205,7 +205,11 @@ class TrainContext:
         return TrainContext(recipe, engine, pairs[first:], pairs[:last], pairs[last:first], report)
 
     def timed(self, saved: SavedTraining) -> list[Run]:
-        """Time plain decoding and the trained method on held-back prompts, with the kernels that decode."""
+        """Time plain decoding and the trained method on held-back prompts, with the kernels that decode; return nothing
+        for what no method drafts with.
+        """
+        if saved.method is None or saved.load is None:
+            return []
         asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
         questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
         systems = [MethodSystem(name, ready, max_new_tokens=MEASURED_TOKENS) for name in ("plain", saved.method)]

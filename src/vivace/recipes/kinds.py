@@ -15,6 +15,7 @@ from vivace.recipes.draft import DraftRecipe
 from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.foresight import ForesightRecipe
 from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.lora import LoraRecipe
 from vivace.recipes.method import method_recipe
 from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
@@ -39,6 +40,7 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
         ForesightRecipe,
         ConfidenceRecipe,
         QuantizedRecipe,
+        LoraRecipe,
     )
     for kind in get_args(get_type_hints(recipe)["kind"])
 }
@@ -51,7 +53,7 @@ LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
-    return list(dict.fromkeys(("decoder", "supervised", "shared", *methods)))
+    return list(dict.fromkeys(("decoder", "supervised", "shared", "lora", *methods)))
 
 
 def recipe_named(name: str) -> dict[str, Any]:
