@@ -25,7 +25,7 @@ from vivace.checkpoint.codes import note_on
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
-from vivace.checkpoint.peft import by_kind
+from vivace.checkpoint.lora_config import by_kind
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.core.backend import Backend
 from vivace.core.cpu.backend import backend_of

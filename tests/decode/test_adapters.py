@@ -121,19 +121,34 @@ def test_an_adapter_is_the_model_with_the_deltas_merged() -> None:
         torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(yours.logprobs), atol=1e-4, rtol=0)
 
 
-def test_native_calls_of_several_steps_leave_adapters_to_single_ones(body: NativeBody) -> None:
-    """They carry the deltas of draft rows alone; who has no adapter goes on as before once the others are gone."""
+def test_native_calls_make_several_steps_with_adapters(body: NativeBody) -> None:
+    """Of sequences with different adapters and one without together, to the bits of single steps."""
     model = build(torch.bfloat16, seed=3).requires_grad_(False)
     pack_decoder(model, body)
-    adapter = Adapter(factors(model, 1))
     drafter = Noting(MultiStepPlain(model))
-    requests = asked((adapter, None), drafter)
-    wanted = run(model, [replace(request, drafter=NoDrafts()) for request in requests], slots=1)
+    requests = asked((Adapter(factors(model, 1)), Adapter(factors(model, 2, rank=2)), None), drafter)
+    wanted = [(r.tokens, r.logprobs) for r in run(model, [replace(r, drafter=NoDrafts()) for r in requests], slots=6)]
+    assert [(r.tokens, r.logprobs) for r in run(model, requests, slots=6)] == wanted
+    assert drafter.steps
+    for request, expected in zip(requests, wanted, strict=True):
+        drafter.proposed.clear()
+        [found] = run(model, [request], slots=1)
+        assert (found.tokens, found.logprobs) == expected
+        assert drafter.steps
+
+
+def test_native_calls_leave_what_they_cannot_add_to_single_steps(body: NativeBody) -> None:
+    """Factors in another precision than the rows are added by PyTorch."""
+    model = build(torch.bfloat16, seed=3).requires_grad_(False)
+    pack_decoder(model, body)
+    drafter = Noting(MultiStepPlain(model))
+    requests = asked((Adapter(factors(model, 1).float()), None), drafter)
+    wanted = [(r.tokens, r.logprobs) for r in run(model, [replace(r, drafter=NoDrafts()) for r in requests], slots=1)]
     for adapted, decides in ((True, False), (False, True)):
         drafter.proposed.clear()
         places = [place for place, request in enumerate(requests) if (request.adapter is not None) == adapted]
         found = run(model, [requests[place] for place in places], slots=1)
-        assert [(r.tokens, r.logprobs) for r in found] == [(wanted[p].tokens, wanted[p].logprobs) for p in places]
+        assert [(r.tokens, r.logprobs) for r in found] == [wanted[place] for place in places]
         assert bool(drafter.steps) == decides
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from vivace.checkpoint.families import family_of
 from vivace.checkpoint.load import read_config
-from vivace.checkpoint.peft import CONFIG, TENSORS, ModuleTable, load_lora
+from vivace.checkpoint.lora_config import CONFIG
+from vivace.checkpoint.peft import TENSORS, ModuleTable, load_lora
 from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder
 from vivace.errors import NotFoundError, UnsupportedError

@@ -31,17 +31,15 @@ from vivace.checkpoint.files import (
     staged,
     write_tensors,
 )
+from vivace.checkpoint.lora_config import CONFIG, LoraSettings, read_settings
 from vivace.checkpoint.peft import (
-    CONFIG,
     PREFIX,
     TENSORS,
-    LoraSettings,
     Module,
     ModuleTable,
     base_of,
     check_targets,
     checked,
-    read_settings,
     require_finite,
 )
 from vivace.checkpoint.save import copy_text_files, forget_shards
@@ -191,7 +189,7 @@ class _Merging:
         norm = parts.get("magnitude_vector")
         if norm is None or norm.numel() != len(rows):
             raise MismatchError(f"{self.place} is a DoRA and lacks the norms of {module}")
-        scale = norm.float().reshape(-1) / torch.linalg.norm(merged, dim=1)
+        scale: Tensor = norm.float().reshape(-1) / torch.linalg.norm(merged, dim=1)
         return merged * scale[:, None]
 
     def _stored_name(self, module: str) -> str:

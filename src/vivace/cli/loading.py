@@ -91,7 +91,7 @@ def _check_loras(adapters: str | dict[str, str] | None, use: str | None) -> bool
     """Refuse LoRAs that nobody uses, and the use of one that is not given; return whether draft weights are given."""
     if adapters is None and use is None:
         return False
-    from vivace.checkpoint.peft import is_lora
+    from vivace.checkpoint.lora_config import is_lora
 
     named = {Path(adapters).name: adapters} if isinstance(adapters, str) else adapters or {}
     loras = [name for name, folder in named.items() if is_lora(folder)]

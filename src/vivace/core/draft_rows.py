@@ -108,6 +108,10 @@ class Chain(Protocol):
         """Return whether it can draft with these draft rows."""
         ...
 
+    def can_wear(self, cache: KVCache, slots: Sequence[int]) -> bool:
+        """Return whether it can add what the adapters of these slots do."""
+        ...
+
     def prepare(self, rows: DraftRows | StreamRows, plan: ChainPlan) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         ...

@@ -34,22 +34,21 @@ class Deciding(NamedTuple):
 
 
 def native_chain(model: Decoder, context: Context) -> Chain | None:
-    """Return what drafts or decodes in native calls; None where the backend has none, or where a session pads its
-    calls.
+    """Return what drafts or decodes in native calls; None where the backend has none, where a session pads its calls,
+    or where it cannot add what an adapter does.
     """
-    return model.backend.chain if context.cache.row_count == 1 else None
+    chain = model.backend.chain if context.cache.row_count == 1 else None
+    return chain if chain is None or chain.can_wear(context.cache, context.slots) else None
 
 
 def deciding(model: Decoder, context: Context) -> Deciding | None:
     """Return what may decode all sequences of a step; None where the session has to verify each step.
 
     The session verifies where no native code runs the model, where it allows no steps in one call, where tokens are
-    sampled or processed, where a slot has an adapter, and where a slot has more than one token that is not stored yet.
+    sampled or processed, and where a slot has more than one token that is not stored yet.
     """
     chain = native_chain(model, context)
     if chain is None or context.steps_per_call == 0 or not context.distribution.is_greedy(context.slots):
-        return None
-    if context.cache.adapters.any_of(context.slots):  # native calls know the low-rank deltas of draft rows only
         return None
     lengths = context.cache.lengths
     if any(len(context.tokens[slot]) != lengths[slot] + 1 for slot in context.slots):

@@ -231,7 +231,7 @@ class ShallowState(Forgetful):
         tokens a pass against 4.2 at temperature 0.7), but drawing a draft takes as long as several of these.
         """
         cache, native = context.cache, self._native(context)
-        if native is None or cache.adapters.any_of(context.slots):
+        if native is None:
             return None
         roots = []
         for slot in context.slots:

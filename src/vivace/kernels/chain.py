@@ -27,10 +27,11 @@ class CChain(Structure):
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         ("places", POINTER(CPlaces)),
         ("deltas", POINTER(CDelta)),
+        ("worn", POINTER(CDelta)),
         ("reads", POINTER(CDeepRead)),
         *((name, Numbers) for name in ("slot", "length", "root", "limit", "ends")),
         *((name, c_void_p) for name in ("ids", "tokens", "slots", "nodes", "parents", "hidden")),
-        *((name, c_int64) for name in ("exit_layer", "sequences", "is_fed", "num_deltas", "num_ropes")),
+        *((name, c_int64) for name in ("exit_layer", "sequences", "is_fed", "num_deltas", "num_worn", "num_ropes")),
         *((name, c_int64) for name in ("num_offsets", "num_reads", "num_ends")),
         *((name, c_float) for name in ("embedding_scale", "min_confidence", "softcap", "certain")),
     ]

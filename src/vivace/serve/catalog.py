@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vivace.checkpoint.peft import is_lora
+from vivace.checkpoint.lora_config import is_lora
 from vivace.core.low_rank import AdapterSource
 from vivace.core.seams import Drafter
 from vivace.engine import Engine

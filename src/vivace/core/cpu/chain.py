@@ -21,6 +21,7 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers, quantized_copy
 from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, StreamRows
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
 from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
@@ -112,6 +113,10 @@ class NativeChain:
         for read in draft_rows.reads:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
+
+    def can_wear(self, cache: KVCache, slots: Sequence[int]) -> bool:
+        """Return whether it can add what the adapters of these slots do."""
+        return all(map(self._span.can_take, _worn(cache, slots)))
 
     def prepare(self, rows: DraftRows | StreamRows, plan: ChainPlan) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
@@ -248,10 +253,11 @@ class NativeChain:
         into.kept, into.guessed, into.steps, into.room = kept, guessed, plan.steps, plan.room
         last = cache.lengths[root.slot] + plan.room
         cache.extend([root.slot], [last])
-        self._place(call, [root], cache, last)
+        worn = self._place(call, [root], cache, last)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
         call.hidden = hidden.data_ptr() if hands_over else None  # where chains leave residuals for verification
         steps = self._span.body.speculate(drafting, self._span.plan, call, into)
+        del worn
         count = sum(kept[:steps])
         node = torch.arange(count)
         draft = Draft((root.slot,), (count,), tokens[:count], torch.full((count,), root.slot), node, node - 1)
@@ -306,8 +312,10 @@ class NativeChain:
         """The decoder's head, not quantized, which verification uses."""
         return quantized_copy(self._decoder.lm_head, "bf16")
 
-    def _place(self, call: CChain, roots: Sequence[ChainRoot], cache: KVCache, positions: int) -> None:
-        """Set the roots of a call and the addresses of a cache in which no position reaches ``positions``."""
+    def _place(self, call: CChain, roots: Sequence[ChainRoot], cache: KVCache, positions: int) -> object:
+        """Set the roots of a call, what their slots wear, and the addresses of a cache in which no position reaches
+        ``positions``; return what the call points into besides.
+        """
         slots, tokens, limits = zip(*roots, strict=True)
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * len(roots)
@@ -316,6 +324,9 @@ class NativeChain:
         call.slot, call.length = numbers(*slots), numbers(*(cache.lengths[slot] for slot in slots))
         call.root, call.limit = numbers(*tokens), numbers(*limits)
         call.sequences = len(roots)
+        worn, kept = self._span.native_deltas(_worn(cache, slots), 0, self._decoder.config.num_layers)
+        call.worn, call.num_worn = worn, len(worn)
+        return kept
 
     def _run(
         self, call: CChain, plan: CPlan, roots: Sequence[ChainRoot], cache: KVCache, *, hands_over: bool
@@ -325,10 +336,11 @@ class NativeChain:
         cache.extend([root.slot for root in roots], [entry + 1 for entry in deepest])
         made = torch.empty(4, len(roots) + sum(root.limit for root in roots), dtype=torch.int64)
         hidden = torch.empty(made.shape[1], self._decoder.config.width, dtype=torch.bfloat16) if hands_over else None
-        self._place(call, roots, cache, max(deepest) + 1)
+        kept = self._place(call, roots, cache, max(deepest) + 1)
         call.tokens, call.slots, call.nodes, call.parents = (line.data_ptr() for line in made)
         call.hidden = None if hidden is None else hidden.data_ptr()
         rows = self._span.body.chain(plan, call)
+        del kept
         return made[:, :rows], None if hidden is None else hidden[:rows]
 
     def _of(self, draft_rows: DraftRows, drafting: ChainPlan) -> _ChainCall:
@@ -388,6 +400,11 @@ class NativeChain:
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
         return _ChainCall(call, plan, feedback, kept)
+
+
+def _worn(cache: KVCache, slots: Sequence[int]) -> tuple[LowRankDeltas, ...]:
+    """Return the deltas of sequences in these slots."""
+    return cache.adapters.deltas(torch.tensor(slots)) if cache.adapters.any_of(slots) else ()
 
 
 def _at_top(hidden: Tensor) -> TargetPass:

@@ -133,9 +133,9 @@ class NativeSpan:
         if step.grid is not None or step.chunk is not None or not isinstance(step.memory, KVCache):
             return False
         fresh = (deltas for deltas in step.low_rank if deltas not in self._native_deltas)
-        return all(self._can_take(deltas) for deltas in fresh)
+        return all(self.can_take(deltas) for deltas in fresh)
 
-    def _can_take(self, deltas: LowRankDeltas) -> bool:
+    def can_take(self, deltas: LowRankDeltas) -> bool:
         """Return whether factors are contiguous and of the body's dtype; asked once for those that never change."""
         if deltas.kept is not None and (type(self), self.body.dtype) in deltas.kept:
             return True
@@ -247,7 +247,7 @@ class NativeSpan:
     def lay_out(self, factors: FixedFactors) -> int:
         """Pack an adapter's factors before its first call; return the bytes that this takes."""
         deltas = factors.deltas(torch.zeros(0, dtype=torch.int64))
-        if not self._can_take(deltas):
+        if not self.can_take(deltas):
             return 0
         _, packed = self._factors(deltas)
         assert isinstance(packed, list)

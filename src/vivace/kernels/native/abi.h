@@ -285,13 +285,14 @@ struct Chain {
     const bf16* const* sines;
     const Places* places;  // one per layer of the plan
     const Delta* deltas;  // deltas of draft rows, by layer; their `which` is not read
+    const Delta* worn;    // deltas of all rows of some sequences, by layer; their `which` is by sequence
     const DeepRead* reads;  // one before each of the first num_reads layers
     const int64_t *slot, *length, *root, *limit;  // (sequences,) slot, entries stored, last token, most guesses
     const int64_t* ends;                          // (num_ends,) end-of-text tokens, below which nothing is guessed
     const int64_t* ids;  // (head.out,) token of each output of the head; null: the outputs are all tokens, in order
     int64_t *tokens, *slots, *nodes, *parents;    // written for each row; sequences + the sum of limits at most
     bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
-    int64_t exit_layer, sequences, is_fed, num_deltas, num_ropes, num_offsets, num_reads, num_ends;
+    int64_t exit_layer, sequences, is_fed, num_deltas, num_worn, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // a guess less likely than the latter is its chain's last; 0: never
     float softcap, certain;  // of logits, 0: none; capping keeps the order of logits whose size is below the latter
 };

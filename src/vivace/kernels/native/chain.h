@@ -19,6 +19,7 @@ public:
         which_.resize(most);
         deltas_.assign(chain.deltas, chain.deltas + chain.num_deltas);
         for (Delta& delta : deltas_) delta.which = which_.data();
+        deltas_ = merged(rows_.worn, deltas_);
         if (chain.num_reads > 0) {
             const int64_t queries = plan.heads * plan.head_width;
             for (auto* rows : {&q_, &a_}) rows->reset(new bf16[chain.sequences * queries]);
@@ -71,7 +72,7 @@ private:
 
     Call call(int64_t rows, int64_t writing) const {
         Call c = rows_.call(rows, writing);
-        c.deltas = deltas_.data(), c.num_deltas = rows > writing ? chain_.num_deltas : 0;
+        if (rows > writing) c.deltas = deltas_.data(), c.num_deltas = (int64_t)deltas_.size();
         c.stop = chain_.exit_layer;
         c.num_feed = chain_.is_fed ? rows : writing;
         return c;
@@ -106,8 +107,6 @@ private:
     void pass(int64_t start, int64_t stop, int64_t rows, int64_t writing) {
         Call c = call(rows, writing);
         c.start = start, c.stop = stop;
-        while (c.num_deltas > 0 && c.deltas[0].layer < start) ++c.deltas, --c.num_deltas;
-        while (c.num_deltas > 0 && c.deltas[c.num_deltas - 1].layer >= stop) --c.num_deltas;
         worker_.span(plan_, c);
     }
 
@@ -171,7 +170,7 @@ private:
     std::unique_ptr<bf16[]> logits_, q_, a_, x_;
     std::unique_ptr<float[]> sums_;
     std::vector<int64_t> which_, verified_;
-    std::vector<Delta> deltas_;
+    std::vector<Delta> deltas_;  // of calls with draft rows: what every row wears, and theirs
 };
 
 }  // namespace

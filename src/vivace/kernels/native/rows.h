@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -53,12 +54,33 @@ struct Worker {
     void greedy(const Linear& head, int64_t* tokens, float* values = nullptr) const {
         vivace_greedy(index, threads, &head, tokens, values);
     }
-    void span(const Plan& plan, const Call& call) const { vivace_span(index, threads, &plan, &call); }
+    // Runs the layers of a call, which may have deltas of further layers.
+    void span(const Plan& plan, Call call) const {
+        while (call.num_deltas > 0 && call.deltas[0].layer < call.start) ++call.deltas, --call.num_deltas;
+        while (call.num_deltas > 0 && call.deltas[call.num_deltas - 1].layer >= call.stop) --call.num_deltas;
+        vivace_span(index, threads, &plan, &call);
+    }
 };
+
+// Deltas of two kinds of rows in one list, by layer, those of `first` before those of `then`.
+inline std::vector<Delta> merged(const std::vector<Delta>& first, const std::vector<Delta>& then) {
+    std::vector<Delta> all;
+    std::merge(first.begin(), first.end(), then.begin(), then.end(), std::back_inserter(all),
+               [](const Delta& one, const Delta& other) { return one.layer < other.layer; });
+    return all;
+}
 
 class Rows {
 public:
     Rows(const Plan& plan, const Chain& chain, int64_t most) : rotated_(plan.rotated), chain_(chain) {
+        for (int64_t t = 0; t < chain.num_worn; ++t) {
+            Delta delta = chain.worn[t];
+            const auto known = std::find(adapters_.begin(), adapters_.end(), delta.which);
+            const size_t place = known - adapters_.begin();
+            if (known == adapters_.end()) adapters_.push_back(delta.which), which_.emplace_back(most, -1);
+            delta.which = which_[place].data();  // stays where it is when further vectors are added
+            worn.push_back(delta);
+        }
         for (auto* rows : {&h, &out}) rows->reset(new bf16[most * plan.width]);
         for (auto* rows : {&slot, &seen, &entry}) rows->resize(most);
         for (int64_t rope = 0; rope < chain.num_ropes; ++rope) {
@@ -71,6 +93,7 @@ public:
     // Places row `at` of the call at an entry of a sequence.
     void seat(int64_t at, int64_t sequence, int64_t place) {
         slot[at] = chain_.slot[sequence], entry[at] = place, seen[at] = place + 1;
+        for (size_t a = 0; a < adapters_.size(); ++a) which_[a][at] = adapters_[a][sequence];
         const int64_t bytes = rotated_ * sizeof(bf16);
         for (int64_t rope = 0; rope < chain_.num_ropes; ++rope) {
             memcpy((bf16*)cosines_[rope] + at * rotated_, chain_.cosines[rope] + place * rotated_, bytes);
@@ -88,6 +111,7 @@ public:
         c.slot = slot.data(), c.seen = seen.data(), c.entry = entry.data();
         c.keys = chain_.keys, c.values = chain_.values, c.cosines = cosines_.data(), c.sines = sines_.data();
         c.places = chain_.places;
+        c.deltas = worn.data(), c.num_deltas = (int64_t)worn.size();
         c.rows = rows, c.num_write = c.num_feed = writing;
         return c;
     }
@@ -100,12 +124,15 @@ public:
 
     std::unique_ptr<bf16[]> h, out;
     std::vector<int64_t> slot, seen, entry;
+    std::vector<Delta> worn;  // deltas of the rows' sequences, which every row has, by layer
 
 private:
     const int64_t rotated_;
     const Chain& chain_;
     std::vector<std::unique_ptr<bf16[]>> rotations_;
     std::vector<const bf16*> cosines_, sines_;
+    std::vector<const int64_t*> adapters_;     // of each sequence, for each adapter
+    std::vector<std::vector<int64_t>> which_;  // the same of each row
     std::unique_ptr<uint8_t[]> space_;
     int64_t num_bytes_ = 0;
 };

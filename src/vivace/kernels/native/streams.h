@@ -14,6 +14,7 @@ public:
           which_(most) {
         deltas_.assign(streams.deltas, streams.deltas + streams.num_deltas);
         for (Delta& delta : deltas_) delta.which = which_.data();
+        deltas_ = merged(rows.worn, deltas_);
         x_.reset(new bf16[most * plan.width]);
         known_.reset(new bf16[2 * plan.width]);
         if (streams.has_feedback) offsets_.reset(new bf16[streams.feedback.out]);
@@ -79,7 +80,7 @@ private:
     Call call(int64_t rows) const {
         Call c = rows_.call(rows, rows);
         c.start = streams_.insertion_layer, c.stop = plan_.num_layers;
-        c.deltas = deltas_.data(), c.num_deltas = streams_.num_deltas;
+        c.deltas = deltas_.data(), c.num_deltas = (int64_t)deltas_.size();
         return c;
     }
 
