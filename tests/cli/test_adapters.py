@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import vivace
+from tests.adapters.loras import make_lora
 from tests.cli.conftest import FakeEngine, Outcome
+from tests.tiny_checkpoints import make_checkpoint
 
 Cli = Callable[..., Outcome]
 
@@ -57,3 +60,25 @@ def test_other_commands_take_none(cli: Cli, engine: FakeEngine, lora: Path) -> N
     outcome = cli("check", "--adapter", str(lora))
     assert outcome.status == 2
     assert "this command does not use it" in outcome.err
+
+
+def test_evaluate_compares_formats_that_wear_the_same(cli: Cli, tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", context=512)
+    make_lora(tmp_path / "sql", base)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Write SQL for: x", "reference": "a b c", "task": "wikisql"}\n', encoding="utf-8")
+    words = ("evaluate", base, "--prompts", prompts, "--max-new-tokens", 6, "--weights", "bf16,int8", "--json")
+    worn = cli(*words, "--adapter", f"sql={tmp_path / 'sql'}", "--use", "sql").json
+    bare = cli(*words).json
+    assert (worn["setting"]["adapter"], bare["setting"]["adapter"]) == ("sql", None)
+    for one, other in zip(worn["weights"], bare["weights"], strict=True):
+        assert one["reference_nll"] != other["reference_nll"]
+        assert one["num_bytes"] > other["num_bytes"]
+    engine = vivace.load(base, adapters={"sql": tmp_path / "sql"})
+    asked = engine.tokenizer.encode_prompt("Write SQL for: x")
+    answer = [*engine.tokenizer.encode("a b c", special=False), engine.tokenizer.eos_ids[0]]
+    logits = engine.logits([[*asked, *answer]], adapter="sql")[0].log_softmax(-1)
+    wanted = -sum(float(logits[len(asked) - 1 + at, token]) for at, token in enumerate(answer)) / len(answer)
+    assert worn["weights"][0]["reference_nll"] == pytest.approx(wanted, rel=1e-3)
+    outcome = cli(*words, "--adapter", f"sql={tmp_path / 'sql'}")
+    assert (outcome.status, "--use names" in outcome.err) == (2, True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -17,6 +18,8 @@ from vivace.prompts import PACKAGED, Prompt
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vivace.engine import Engine
     from vivace.evaluate.fidelity import Fidelity, Sheet
 
@@ -38,11 +41,16 @@ def evaluate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    adapter: options.Adapter = None,
+    use: options.Use = None,
     ignore_config_key: options.IgnoreConfigKey = None,
     raw: options.Raw = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure the quality of greedy answers for several weight formats, beside the model as stored."""
+    """Measure the quality of greedy answers for several weight formats, beside the model as stored.
+
+    With --use all of them wear the same LoRA.
+    """
     from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import Weights, check_weights
@@ -51,34 +59,58 @@ def evaluate(
     if not names:
         raise ConfigError(f"--weights {weights!r} names no format; give some of {', '.join(get_args(Weights))}")
     rows = read_prompts(prompts, limit)
-    load = options.LoadFlags(device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
-    base = open_engine(model, (), load)
+    if adapter and use is None:
+        raise ConfigError(
+            "--adapter has no effect on plain decoding unless it is a LoRA that --use names; leave it out"
+        )
+    load = options.LoadFlags(adapter, device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
+    base = open_engine(model, (), load, use=use)
     with console.progress("answering") as progress:
-        stored = answer(base, rows, max_new_tokens, raw=raw)
+        stored = answer(base, rows, max_new_tokens, raw=raw, use=use)
         found = []
         for name in names:
             engine, own = base, stored
             if name != STORED:
-                engine = open_engine(model, (), replace(load, weights=name))
-                own = answer(engine, rows, max_new_tokens, raw=raw)
-            found.append(compare_weights(name, engine, base, rows, own, stored, on_progress=progress))
+                engine = open_engine(model, (), replace(load, weights=name), use=use)
+                own = answer(engine, rows, max_new_tokens, raw=raw, use=use)
+            pair = Worn(engine, use), Worn(base, use)
+            found.append(compare_weights(name, *pair, rows, own, stored, on_progress=progress))
     if as_json:
         named = prompts if prompts in PACKAGED else Path(prompts).name
         setting = {"model": base.folder.name, "prompts": named, "num_prompts": len(rows)}
-        setting |= {"max_new_tokens": max_new_tokens, "kernels": base.kernels.name}
+        setting |= {"max_new_tokens": max_new_tokens, "kernels": base.kernels.name, "adapter": use}
         where = asdict(provenance(base.model.device))
         console.json({"provenance": where, "setting": setting, "weights": [asdict(one) for one in found]})
         return
     print_table(found)
 
 
-def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool) -> Sheet:
-    """Return greedy answers of an engine, and the references in its tokens."""
+@dataclass(frozen=True)
+class Worn:
+    """Fills ``Scorer``: an engine that wears a LoRA, or none."""
+
+    engine: Engine
+    use: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its weights, those of the LoRA included."""
+        return self.engine.num_bytes + (0 if self.use is None else self.engine.adapters.find(self.use).num_bytes)
+
+    def logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """Return the next-token logits at every position, (B, T) -> (B, T, V)."""
+        return self.engine.logits(token_ids, adapter=self.use)
+
+
+def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool, use: str | None = None) -> Sheet:
+    """Return greedy answers of an engine that wears a LoRA or none, and the references in its tokens."""
     from vivace.evaluate.fidelity import BATCH, Sheet
 
     requests = [row.request for row in rows]
     answers = engine.generate(
-        requests, method="plain", max_new_tokens=max_new_tokens, do_sample=False, batch_size=BATCH, raw=raw
+        requests,
+        **{"method": "plain", "max_new_tokens": max_new_tokens, "do_sample": False, "batch_size": BATCH, "raw": raw},
+        adapter=use,
     )
     end = engine.tokenizer.eos_ids[:1]
     encode = engine.tokenizer.encode

@@ -101,7 +101,7 @@ def _check_loras(adapters: str | dict[str, str] | None, use: str | None) -> bool
     if idle := [name for name in loras if name != use]:
         raise ConfigError(
             f"--adapter {idle[0]} is a LoRA, and this command does not use it; give --use {idle[0]} to "
-            "generate or chat, or leave it out"
+            "generate, chat or evaluate, or leave it out"
         )
     return len(named) > len(loras)
 
