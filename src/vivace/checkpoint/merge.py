@@ -79,7 +79,7 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) -> 
         raise ConfigError(f"{out} is the base or the adapter itself; name another folder for what comes of them")
     raw = read_json(folder / "config.json")
     if is_linked(folder) or "quantization_config" in raw:
-        raise UnsupportedError(f"the weights of {base} are stored in codes; merge into the checkpoint it was made from")
+        raise UnsupportedError(f"{base} is stored in codes; decode it first: vivace convert OUT --dense")
     merging = _Merging(folder, raw, place)
     tensors, changed = merging.tensors()
     config = {**raw, **({"tie_word_embeddings": False} if merging.is_untied else {})}
