@@ -62,6 +62,13 @@ PECULIARITIES = {
     "qwen3_moe": "mixture of experts in all or some layers",
     "gpt2": "learned positions, layer norm, transposed matrices",
     "opt": "learned positions with an offset, layer norm, untied or tied head",
+    "bart": "encoder-decoder; norms of sums and of embeddings, learned positions, a bias of logits",
+    "mbart": "encoder-decoder; as BART with norms before each half",
+    "pegasus": "encoder-decoder; norms before each half, sinusoids",
+    "marian": "encoder-decoder; norms of sums, sinusoids; one vocabulary for both sides",
+    "m2m_100": "encoder-decoder, also NLLB; norms before each half, sinusoids with an offset",
+    "t5": "encoder-decoder, 1.0, 1.1 and Flan; a bias by distance, no factor on scores, tied or untied heads",
+    "mt5": "encoder-decoder; as T5 1.1",
 }
 """One line per ``model_type``; a test fails if a family is missing here."""
 

@@ -24,9 +24,9 @@ from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.codes import note_on
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import choose_device, load_decoder, read_config
+from vivace.checkpoint.load import check_has_no_encoder, choose_device, load_decoder, read_config
 from vivace.checkpoint.lora_config import by_kind
-from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
+from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer, forced_first
 from vivace.core.backend import Backend
 from vivace.core.cpu.backend import backend_of
 from vivace.core.cuda.backend import graphs_backend
@@ -59,9 +59,6 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
 """Folder of the model that comes with the package."""
-
-DEFAULT_NEW_TOKENS = 256
-"""Length limit of an answer if neither the caller nor the checkpoint sets one; less if the context ends earlier."""
 
 EXACT_ROWS = 64
 """Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
@@ -172,7 +169,9 @@ def load(
         screens = False if screened_head is None and limit is not None else screened_head
         made_by = partial(backend, screens_head=screens)
         shared: dict[str, Any] = {"kv": kv, "kernels": choice.name, "weights": kept}
-        load_model: Callable[..., Decoder] = load_decoder if opening is None else partial(opening.load, **shared)
+        load_model: Callable[..., Decoder] = (
+            partial(load_decoder, reads_sources=True) if opening is None else partial(opening.load, **shared)
+        )
         model = load_model(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
     model.store_entries(kv)
     budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
@@ -265,6 +264,10 @@ class Engine:
         raw, size = read_config(self.folder), self.model.config.vocab_size
         found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
         return found + note_on(self.folder, self.weights, self.model.dtype) + self.tokenizer.notes(size)
+
+    def check_has_no_encoder(self) -> None:
+        """Raise an UnsupportedError if the model is an encoder-decoder, for callers that can use decoders only."""
+        check_has_no_encoder(self.model.config)
 
     @property
     def folder(self) -> Path:
@@ -374,6 +377,8 @@ class Engine:
             token_ids: texts of one length.
             adapter: name of a LoRA that all of them wear; None is the model as it is.
         """
+        if self.model.encoder is not None:
+            raise UnsupportedError("logits of a text depend on its source in an encoder-decoder model; use generate")
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.model.device)
         if ids.dim() != 2:
             raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
@@ -396,24 +401,31 @@ class Engine:
 
     def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
         """Do the same as ``request`` for a prompt that is already in tokens."""
-        tokens = tuple(prompt_tokens)
-        if not tokens:
+        given = tuple(prompt_tokens)
+        if not given:
             raise ConfigError("the prompt is empty; give at least one character")
-        self.tokenizer.check_ids(tokens, self.model.config.vocab_size)
+        size = self.model.config.vocab_size
+        self.tokenizer.check_ids(given, size)
+        if self.model.encoder is None and options.forced_bos_token_id is not None:
+            raise ConfigError("forced_bos_token_id is for encoder-decoder models; let the prompt end with that token")
+        source, tokens = (None, given) if self.model.encoder is None else (given, (options.start(self.defaults),))
         context = self.model.config.max_positions
         if len(tokens) >= context:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
-        limit, stops = self._limit(options, len(tokens)), self._stop_strings(options)
+        limit, stops = (
+            options.limit(self.defaults, self.model.config.room(len(tokens)), len(tokens)),
+            self._stop_strings(options),
+        )
         if stops and self.tokenizer.is_missing:
             raise UnsupportedError("this checkpoint has no tokenizer, so a text cannot end it; leave out stop_strings")
-        beams, least = options.beams(self.defaults), self._least(options, limit, len(tokens))
+        beams, least = options.beams(self.defaults), options.least(self.defaults, limit, len(tokens))
         stop = StopRule(
             end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
             stop_strings=stops,
             detokenize=self.tokenizer.decode if stops else None,
             min_new_tokens=least,
         )
-        method = options.method if beams is None else "plain"
+        method = options.method if beams is None and source is None else "plain"
         prefill, reason = self.prefills.of(options.reading, len(tokens))
         if options.prefill != "full":
             check_method(options.method, options.prefill, is_alone=prefill.drafter is not None)
@@ -430,12 +442,18 @@ class Engine:
             prefill=prefill,
             prefill_reason=reason,
             beams=beams,
+            source=source,
+            barred=tuple(word[0] for word in self.defaults.get("bad_words_ids", ())),
+            forced_first=forced_first(options.forced_bos_token_id, self.defaults, self.tokenizer, size)
+            if len(tokens) == 1
+            else None,
             forced_last=self.defaults.get("forced_eos_token_id"),
             adapter=None if options.adapter is None else self.adapters.source(options.one_adapter),
             prefix=self.prefix(self.prefix_cache),
         )
         request.check_fits(context)
         request.check_rotation(self.model.config)
+        request.check_source(self.model.config)
         return request
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
@@ -451,33 +469,6 @@ class Engine:
             memory=self.memory,
             progress=options.progress,
         )
-
-    def _limit(self, options: Options, num_prompt_tokens: int) -> int:
-        """Return the largest number of new tokens: the one asked for, or else the checkpoint's or the default, if they
-        fit.
-        """
-        if options.max_new_tokens is not None:
-            return options.max_new_tokens
-        room = max(1, self.model.config.room(num_prompt_tokens) - num_prompt_tokens)
-        if "max_new_tokens" in self.defaults:
-            return min(room, int(self.defaults["max_new_tokens"]))
-        if "max_length" in self.defaults:
-            return min(room, max(1, int(self.defaults["max_length"]) - num_prompt_tokens))
-        return min(room, DEFAULT_NEW_TOKENS)
-
-    def _least(self, options: Options, limit: int, num_prompt_tokens: int) -> int:
-        """Return the least number of new tokens: the one asked for, or else the checkpoint's.
-
-        Raises:
-            ConfigError: more than ``limit`` are asked for.
-        """
-        least = options.min_new_tokens
-        if least is None:
-            length = int(self.defaults.get("min_length", 0)) - num_prompt_tokens
-            return min(limit, max(0, length, int(self.defaults.get("min_new_tokens", 0))))
-        if least > limit:
-            raise ConfigError(f"min_new_tokens is {least}, more than the {limit} tokens at most")
-        return least
 
     def _stop_strings(self, options: Options) -> tuple[str, ...]:
         """Return the stop strings of the options, or else of the checkpoint."""

@@ -13,6 +13,8 @@ from vivace.decode.session import Progress
 from vivace.errors import ConfigError, UnsupportedError, nearest
 from vivace.prefill.table import Reading
 
+DEFAULT_NEW_TOKENS = 256
+"""Length limit of an answer if neither the caller nor the checkpoint sets one; less if the context ends earlier."""
 _SEARCHES_ONLY = ("length_penalty", "early_stopping", "num_return_sequences")
 """Options that have no effect without beams."""
 _SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
@@ -48,6 +50,10 @@ class Options:
     """
     num_return_sequences: int | None = None
     """Number of texts that a search returns: the best, and others as ``Result.alternatives``."""
+    forced_bos_token_id: int | str | None = None
+    """First new token of an encoder-decoder model, as an id or as the tokenizer spells it: the target language of
+    multilingual translation.
+    """
     stop_strings: str | Sequence[str] | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -132,6 +138,57 @@ class Options:
         if self.do_sample is False:
             raise ConfigError(f"{asked[0]} has no effect on greedy decoding; leave it out, or drop do_sample=False")
         return True
+
+    def limit(self, defaults: Mapping[str, Any], room: int, num_prompt_tokens: int) -> int:
+        """Return the largest number of new tokens: the one asked for, or else the checkpoint's or the default, if they
+        fit.
+
+        Args:
+            defaults: settings of the checkpoint.
+            room: positions that the text may have.
+            num_prompt_tokens: tokens that it has already.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        room = max(1, room - num_prompt_tokens)
+        if "max_new_tokens" in defaults:
+            return min(room, int(defaults["max_new_tokens"]))
+        if "max_length" in defaults:
+            return min(room, max(1, int(defaults["max_length"]) - num_prompt_tokens))
+        return min(room, DEFAULT_NEW_TOKENS)
+
+    def least(self, defaults: Mapping[str, Any], limit: int, num_prompt_tokens: int) -> int:
+        """Return the least number of new tokens: the one asked for, or else the checkpoint's.
+
+        Raises:
+            ConfigError: more than ``limit`` are asked for.
+        """
+        if self.min_new_tokens is None:
+            length = int(defaults.get("min_length", 0)) - num_prompt_tokens
+            return min(limit, max(0, length, int(defaults.get("min_new_tokens", 0))))
+        if self.min_new_tokens > limit:
+            raise ConfigError(f"min_new_tokens is {self.min_new_tokens}, more than the {limit} tokens at most")
+        return self.min_new_tokens
+
+    def start(self, defaults: Mapping[str, Any]) -> int:
+        """Return the token with which the text of an encoder-decoder model begins.
+
+        Raises:
+            UnsupportedError: something is asked for that such a model does not do.
+            ConfigError: the checkpoint does not name the token.
+        """
+        if self.method not in ("auto", "plain"):
+            raise UnsupportedError(f"method {self.method} drafts for decoders without an encoder; leave it out")
+        if self.prefill != "full":
+            raise UnsupportedError(f"an encoder reads its whole source; leave out prefill {self.prefill}")
+        if self.adapter is not None:
+            raise UnsupportedError("LoRAs are for decoders without an encoder; leave out adapter")
+        start = defaults.get("decoder_start_token_id")
+        if not isinstance(start, int):
+            raise ConfigError(
+                "generation_config.json names no decoder_start_token_id, with which texts of this model begin; add it"
+            )
+        return start
 
     def beams(self, defaults: Mapping[str, Any]) -> BeamPlan | None:
         """Return how the likeliest text is searched for, None where one token is taken after the other.

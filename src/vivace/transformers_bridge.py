@@ -86,8 +86,8 @@ def custom_generate(
     """Generate text; pass this function as ``generate(custom_generate=...)``.
 
     Args:
-        model: a transformers causal language model of a supported family.
-        input_ids: (B, T), padded on the left.
+        model: a causal language model, or an encoder-decoder model, of a supported family of transformers.
+        input_ids: (B, T), padded on the left; of an encoder-decoder model what the decoder begins with.
         logits_processor: prepared by ``generate``; called with (1, S) ids and (1, V) scores.
         stopping_criteria: prepared by ``generate``; called with (1, S) ids.
         generation_config: prepared by ``generate``.
@@ -96,7 +96,7 @@ def custom_generate(
         kernels: as for ``vivace.load``; "torch" lays out nothing and takes no memory for weights.
         stream: a streamer of transformers (``TextStreamer``, ``TextIteratorStreamer``), for one row: new tokens are put
             into it as they come. ``generate`` does not hand its own argument ``streamer`` to a custom function.
-        model_kwargs: arguments of the forward pass; only the attention mask is used.
+        model_kwargs: arguments of the forward pass; only the attention mask and the encoder's output are used.
 
     Returns:
         (B, T + new) ids padded on the right, or ``GenerateDecoderOnlyOutput`` with a further field
@@ -107,16 +107,20 @@ def custom_generate(
     """
     beams = _beams(generation_config)
     _refuse(generation_config, beams)
-    if beams is not None:
+    if beams is not None or _has_encoder(model):
         if method not in ("auto", "plain"):
-            raise UnsupportedError(f"method {method} drafts for one text, and there are beams; leave out one of them")
+            what = "there are beams" if beams is not None else "the model has an encoder"
+            raise UnsupportedError(
+                f"method {method} drafts for one text of a decoder, and {what}; leave out one of them"
+            )
         method = "plain"
     width = 1 if beams is None else beams.num_beams
     input_ids = input_ids[::width]
+    sources = _sources(model_kwargs, width) if _has_encoder(model) else [None] * len(input_ids)
     if stream is not None and len(input_ids) > 1:
         raise UnsupportedError(f"stream takes the tokens of one row, and there are {len(input_ids)}; leave it out")
     methods = _methods(model, adapter, kernels)
-    mask = model_kwargs.get("attention_mask")
+    mask = None if sources[0] is not None else model_kwargs.get("attention_mask")
     padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(input_ids))]
     seeds = torch.randint(0, 2**31, (len(input_ids),)).tolist()
     criteria = _Criteria.of(stopping_criteria)
@@ -130,6 +134,7 @@ def custom_generate(
             seed=seeds[row],
             processors=tuple(_of_row(processor, row * width, ids[:padded]) for processor in logits_processor),
             beams=beams,
+            source=sources[row],
         )
         for row, (ids, padded) in enumerate(zip(input_ids, padding, strict=True))
     ]
@@ -140,11 +145,26 @@ def custom_generate(
         stream.end()
     stats = [one.stats for one in last]
     if beams is None:
-        return _output(input_ids, new, stats, generation_config)
+        return _output(input_ids, new, stats, generation_config, has_encoder=_has_encoder(model))
     found = [one for each in last for one in each.hypotheses]
     repeated = input_ids.repeat_interleave(beams.num_return_sequences, 0)
     texts, scores = [list(one.tokens) for one in found], [one.score for one in found]
-    return _output(repeated, texts, stats, generation_config, scores)
+    return _output(repeated, texts, stats, generation_config, scores, has_encoder=_has_encoder(model))
+
+
+def _has_encoder(model: Any) -> bool:
+    """Return whether a module has an encoder, whose output ``generate`` has prepared."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _sources(prepared: dict[str, Any], width: int) -> list[Tensor | None]:
+    """Return what the encoder has made of each source, without padding; rows repeated for beams are let go."""
+    outputs = prepared.pop("encoder_outputs")
+    states, mask = outputs.last_hidden_state[::width].clone(), prepared.get("attention_mask")
+    outputs.last_hidden_state = states
+    if mask is None:
+        return list(states)
+    return [own[rows.bool()] for own, rows in zip(states, mask[::width], strict=True)]
 
 
 def _beams(config: Any) -> BeamPlan | None:
@@ -279,7 +299,13 @@ def _decode(model: Decoder, requests: Sequence[Request], stream: Any = None) -> 
 
 
 def _output(
-    input_ids: Tensor, new: list[list[int]], stats: list[DecodeStats], config: Any, scores: list[float] | None = None
+    input_ids: Tensor,
+    new: list[list[int]],
+    stats: list[DecodeStats],
+    config: Any,
+    scores: list[float] | None = None,
+    *,
+    has_encoder: bool,
 ) -> Any:
     """Return the ids with the new tokens, in the form that the configuration asks for."""
     longest = max(map(len, new))
@@ -292,11 +318,14 @@ def _output(
     sequences = torch.cat((input_ids, tails), 1)
     if not config.return_dict_in_generate:
         return sequences
-    from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+    from transformers import generation
 
+    kind = "EncoderDecoder" if has_encoder else "DecoderOnly"
     if scores is None:
-        result = GenerateDecoderOnlyOutput(sequences=sequences)
+        result = getattr(generation, f"Generate{kind}Output")(sequences=sequences)
     else:
-        result = GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=torch.tensor(scores))
+        result = getattr(generation, f"GenerateBeam{kind}Output")(
+            sequences=sequences, sequences_scores=torch.tensor(scores)
+        )
     result["speculation"] = stats
     return result

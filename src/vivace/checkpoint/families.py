@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from vivace.checkpoint import names, translators
+from vivace.checkpoint import names, seq2seq_families, translators
 from vivace.checkpoint.config_keys import Keys
 from vivace.checkpoint.names import Names
 from vivace.checkpoint.translators import Fields
@@ -62,23 +62,41 @@ _OLMOE: Fields = _OLMO | {
 }
 _PHI3: Fields = {"vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 _OPT: Fields = {"vocab_size": 50272, "max_position_embeddings": 2048}
+_BART: Fields = {
+    **{"vocab_size": 50265, "max_position_embeddings": 1024, "d_model": 1024, "encoder_layers": 12},
+    **{"decoder_layers": 12, "encoder_attention_heads": 16, "decoder_attention_heads": 16},
+    **{"encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096, "activation_function": "gelu"},
+}
+_M2M: Fields = _BART | {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True}
+_MARIAN: Fields = _BART | {"vocab_size": 58101}
+_T5: Fields = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+_MT5: Fields = _T5 | {
+    **{"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"},
+}
 _GPT2: Fields = {"vocab_size": 50257, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 
 FAMILIES: dict[str, Family] = {
+    "bart": Family(seq2seq_families.bart, seq2seq_families.BART, _BART, "facebook/bart-large-cnn"),
     "gemma2": Family(translators.gemma2, names.GEMMA, _GEMMA2, "google/gemma-2-2b-it"),
     "gemma3": Family(translators.gemma3, names.GEMMA3_MULTIMODAL, _GEMMA3, "google/gemma-3-4b-it"),
     "gemma3_text": Family(translators.gemma3, names.GEMMA3, _GEMMA3, "google/gemma-3-270m"),
     "gpt2": Family(translators.gpt2, names.GPT2, _GPT2, "openai-community/gpt2"),
     "llama": Family(translators.llama, names.LLAMA, _LLAMA, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "m2m_100": Family(seq2seq_families.m2m_100, seq2seq_families.M2M_100, _M2M, "facebook/nllb-200-distilled-600M"),
+    "marian": Family(seq2seq_families.marian, seq2seq_families.MARIAN, _MARIAN, "Helsinki-NLP/opus-mt-en-de"),
+    "mbart": Family(seq2seq_families.mbart, seq2seq_families.MBART, _BART, "facebook/mbart-large-50-many-to-many-mmt"),
+    "mt5": Family(seq2seq_families.t5, seq2seq_families.T5, _MT5, "google/mt5-small"),
     "mistral": Family(translators.mistral, names.LLAMA, _MISTRAL, "mistralai/Mistral-7B-Instruct-v0.3"),
     "mixtral": Family(translators.mixtral, names.MIXTRAL, _MIXTRAL, "mistralai/Mixtral-8x7B-v0.1"),
     "olmo2": Family(translators.olmo2, names.OLMO2, _OLMO, "allenai/OLMo-2-1124-7B"),
     "olmoe": Family(translators.olmoe, names.OLMOE, _OLMOE, "allenai/OLMoE-1B-7B-0924"),
     "opt": Family(translators.opt, names.OPT, _OPT, "facebook/opt-1.3b"),
+    "pegasus": Family(seq2seq_families.pegasus, seq2seq_families.PEGASUS, _BART, "google/pegasus-xsum"),
     "phi3": Family(translators.phi3, names.PHI3, _PHI3, "microsoft/Phi-3-mini-4k-instruct"),
     "qwen2": Family(translators.qwen2, names.LLAMA, _QWEN, "Qwen/Qwen2.5-7B-Instruct"),
     "qwen3": Family(translators.qwen3, names.QWEN3, _QWEN | {"head_dim": 128}, "Qwen/Qwen3-0.6B"),
     "qwen3_moe": Family(translators.qwen3_moe, names.QWEN3_MOE, _QWEN3_MOE, "Qwen/Qwen3-30B-A3B"),
+    "t5": Family(seq2seq_families.t5, seq2seq_families.T5, _T5, "google/flan-t5-base"),
 }
 """All supported families by ``model_type``."""
 

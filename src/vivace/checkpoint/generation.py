@@ -12,13 +12,26 @@ from vivace.errors import UnsupportedError
 HONOURED = (
     *("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "stop_strings", "forced_eos_token_id"),
+    *("decoder_start_token_id", "forced_bos_token_id", "bad_words_ids"),
     *("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
 )
 """Settings that are used as defaults."""
 
+_IN_CONFIG = (
+    *(
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "bad_words_ids",
+        "num_beams",
+        "max_length",
+    ),
+    *("min_length", "length_penalty", "early_stopping", "no_repeat_ngram_size"),
+)
+"""Settings that encoder-decoder checkpoints without ``generation_config.json`` have in ``config.json``."""
+
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "assistant_early_exit": (None,),
-    "bad_words_ids": (None, []),
     "begin_suppress_tokens": (None, []),
     "constraints": (None,),
     "diversity_penalty": (None, 0.0),
@@ -28,7 +41,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "eta_cutoff": (None, 0.0),
     "exponential_decay_length_penalty": (None,),
     "force_words_ids": (None,),
-    "forced_bos_token_id": (None,),
     "guidance_scale": (None, 1, 1.0),
     "num_beam_groups": (None, 1),
     "penalty_alpha": (None, 0.0),
@@ -53,13 +65,21 @@ def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
         NotFoundError: there is no such checkpoint.
         CorruptError: the file is not JSON.
     """
-    found = _read(resolve(path))
+    folder = resolve(path)
+    found = _read(folder)
+    if not found and read_json(folder / "config.json").get("is_encoder_decoder"):
+        found = {name: value for name, value in read_json(folder / "config.json").items() if name in _IN_CONFIG}
     for name, neutral in _NEUTRAL.items():
         if found.get(name) not in neutral:
             raise UnsupportedError(
                 f"generation_config.json asks for {name} = {found[name]!r}, which is not supported; "
                 f"set it to {neutral[-1]!r} there"
             )
+    words = found.get("bad_words_ids") or []
+    if any(len(word) != 1 for word in words):
+        raise UnsupportedError(
+            "generation_config.json asks for bad_words_ids of several tokens; only single ones are barred"
+        )
     forced = found.get("forced_eos_token_id")
     if isinstance(forced, list):
         if len(forced) != 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def load_decoder(
     backend: Callable[[torch.dtype], Backend | None] | None = None,
     ignored: Sequence[str] = (),
     shard: Shard | None = None,
+    reads_sources: bool = False,
 ) -> Decoder:
     """Load a decoder with the weights of a checkpoint, without gradients.
 
@@ -92,6 +93,7 @@ def load_decoder(
             memory in its stored form.
         ignored: unknown keys of config.json that are read as if they were not there.
         shard: what is read of the model, built by ``parts``; None is all of it.
+        reads_sources: whether the caller can run a decoder behind an encoder; otherwise such a checkpoint is refused.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -103,6 +105,9 @@ def load_decoder(
     raw = read_config(folder, ignored)
     family, config = family_of(raw), translate(raw)
     stored = open_tensors(folder)
+    if not reads_sources:
+        check_has_no_encoder(config)
+    config = as_stored(family, config, stored)
     plan = plan_of(family, config, stored.names)
     check(plan, stored, family, config)
     place = choose_device(device)
@@ -128,6 +133,7 @@ def load_decoder(
         for name in [name for name, _ in decoder.named_parameters()]:
             if has_ends or name.startswith("layers."):
                 put(decoder, name, read(name))
+        decoder.tie()
     return decoder.requires_grad_(False).eval()
 
 
@@ -156,6 +162,7 @@ def pack_parts(
 
     if has_ends:
         found = fill("layers.", is_within=False)
+        decoder.tie()
         decoder.backend.pack_ends(decoder)
         let_go(decoder, found)
     for index, layer in enumerate(decoder.layers):
@@ -238,6 +245,34 @@ def plan_of(family: Family, config: ModelConfig, stored: Sequence[str]) -> dict[
     root = next((r for r in names.roots if f"{r}{names.embedding}.weight" in present), names.roots[0])
     head = next((h for h in names.heads if f"{h}.weight" in present), names.heads[0])
     return layout(spelling(names, present, root), config, root, head)
+
+
+def check_has_no_encoder(config: ModelConfig) -> None:
+    """Refuse an encoder-decoder model, for callers that can run decoders only.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if config.encoder is not None:
+        raise UnsupportedError(
+            "this checkpoint is an encoder-decoder model, which `vivace generate`, engine.generate and custom_generate "
+            "run; everything else is for decoders without an encoder"
+        )
+
+
+def as_stored(family: Family, config: ModelConfig, stored: Tensors) -> ModelConfig:
+    """Return the configuration with a head of its own, or without a bias of logits, where a family's files may differ
+    from what ``config.json`` says.
+    """
+    names = family.names
+    if config.logits_bias and names.logits_bias not in stored.names:  # transformers takes zeros then
+        config = replace(config, logits_bias=False)
+    head = f"{names.heads[0]}.weight"
+    if not (names.may_untie and config.tied_head and head in stored.names):
+        return config
+    embedding = f"{names.roots[0]}{names.embedding}.weight"
+    is_same = embedding in stored.names and torch.equal(stored.tensor(head), stored.tensor(embedding))
+    return config if is_same else replace(config, tied_head=False)
 
 
 def spelling(names: Names, present: set[str], root: str) -> Names:

@@ -48,6 +48,21 @@ class Names:
     """All experts in one tensor (X, 2F, E), as a module of transformers holds them."""
     packed_down: str = ""
     packed_router: str = ""
+    up_plain: str = ""
+    """The one projection in place of gate and up, in checkpoints whose feed-forward has no gate."""
+    embedding_norm: str = ""
+    relative: str = ""
+    """Table of a relative position bias."""
+    logits_bias: str = ""
+    """Added to logits; without a root."""
+    encoder: Names | None = None
+    """Names of the encoder's tensors, behind the same root."""
+    cross_norm: str = ""
+    cross_q: str = ""
+    cross_kv: tuple[str, ...] = ()
+    cross_output: str = ""
+    may_untie: bool = False
+    """Whether a head that is stored counts although the configuration says that it is tied."""
     transposed: bool = False
     """Whether matrices are stored as (in, out)."""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
@@ -191,16 +206,30 @@ def layout(names: Names, config: ModelConfig, root: str, head: str) -> dict[str,
     """
     c = config
     table = {"embedding": _whole(f"{root}{names.embedding}.weight", (c.vocab_size, c.width))}
-    if names.positions:
-        rows = c.max_positions + c.position_offset
-        table["position_embedding"] = _whole(f"{root}{names.positions}.weight", (rows, c.width))
-    table.update(_norm("final_norm", root + names.final_norm, c.width, c))
     if not c.tied_head:
         table["lm_head.weight"] = _whole(f"{head}.weight", (c.vocab_size, c.width))
-    for index in range(c.num_layers):
-        stem = root + names.layer.format(index)
-        table.update(_layer(names, c, index, stem))
+    if c.logits_bias:
+        table["logits_bias"] = _whole(names.logits_bias, (1, c.vocab_size))
+    table.update(_stack(names, c, root))
+    if c.encoder is not None:
+        assert names.encoder is not None
+        table.update({f"encoder.{name}": target for name, target in _stack(names.encoder, c.encoder, root)})
     return table
+
+
+def _stack(names: Names, c: ModelConfig, root: str) -> Iterator[tuple[str, Target]]:
+    """Yield the parameters of a stack of layers, without its embedding and head."""
+    if names.positions:
+        rows = c.max_positions + c.position_offset
+        yield "position_embedding", _whole(f"{root}{names.positions}.weight", (rows, c.width))
+    if c.embedding_norm:
+        yield from _norm("embedding_norm", root + names.embedding_norm, c.width, c)
+    if c.relative is not None:
+        yield "relative.weight", _whole(f"{root}{names.relative}.weight", (c.relative.num_buckets, c.num_heads))
+    if c.final_norm:
+        yield from _norm("final_norm", root + names.final_norm, c.width, c)
+    for index in range(c.num_layers):
+        yield from _layer(names, c, index, root + names.layer.format(index))
 
 
 def _layer(names: Names, c: ModelConfig, index: int, stem: str) -> Iterator[tuple[str, Target]]:
@@ -217,13 +246,26 @@ def _layer(names: Names, c: ModelConfig, index: int, stem: str) -> Iterator[tupl
         for norm, width in (("q_norm", query), ("k_norm", key)):
             stored = f"{stem}{getattr(names, norm)}.weight"
             yield f"{ours}{norm}.weight", _whole(stored, (width if full else c.head_dim,))
+    if c.encoder is not None:
+        yield from _cross(names, c, c.encoder.width, f"{ours}cross.", stem)
     ours += "feed_forward."
     if c.is_moe(index):
         yield from _experts(names, c, ours, stem)
         return
     parts = (c.ffn_width,) * (2 if c.gated else 1)
-    yield from _linear(f"{ours}up", _stems(stem, names.up), parts, c.width, c.ffn_bias, names.transposed)
+    ups = names.up if c.gated or not names.up_plain else (names.up_plain,)
+    yield from _linear(f"{ours}up", _stems(stem, ups), parts, c.width, c.ffn_bias, names.transposed)
     yield from _linear(f"{ours}down", (stem + names.down,), (c.width,), c.ffn_width, c.ffn_bias, names.transposed)
+
+
+def _cross(names: Names, c: ModelConfig, width: int, ours: str, stem: str) -> Iterator[tuple[str, Target]]:
+    """Yield what reads a source of this width in one layer."""
+    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    norm = "sum_norm" if c.norm_placement == "sum" else "norm"
+    yield from _norm(ours + norm, stem + names.cross_norm, c.width, c)
+    yield from _linear(f"{ours}q", (stem + names.cross_q,), (query,), c.width, c.qkv_bias, False)
+    yield from _linear(f"{ours}kv", _stems(stem, names.cross_kv), (key, key), width, c.qkv_bias, False)
+    yield from _linear(f"{ours}o", (stem + names.cross_output,), (c.width,), query, c.output_bias, False)
 
 
 def _experts(names: Names, c: ModelConfig, ours: str, stem: str) -> Iterator[tuple[str, Target]]:

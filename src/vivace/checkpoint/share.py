@@ -23,9 +23,10 @@ from vivace.checkpoint.load import fused, pack_parts, put
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
+from vivace.core.cross import CrossAttention
 from vivace.core.layers import Linear, SplitLinear
 from vivace.core.model import Decoder
-from vivace.core.parts import DenseParts
+from vivace.core.parts import DenseParts, Parts
 from vivace.errors import MismatchError
 from vivace.kernels.library import open_library
 
@@ -56,9 +57,24 @@ class SplitParts(DenseParts):
         """
         made = super().feed_forward(layer)
         c = self.config
-        if not c.is_moe(layer) and len(self.names.up) > 1:
+        if not c.is_moe(layer) and len(self.names.up) > 1 and (c.gated or not self.names.up_plain):
             made.up = SplitLinear([Linear(c.width, c.ffn_width, bias=c.ffn_bias) for _ in self.names.up])
         return made
+
+    def cross(self, layer: int) -> CrossAttention | None:
+        """Return what reads a source, with keys and values as two projections."""
+        made, c = super().cross(layer), self.config
+        if made is not None and c.encoder is not None:
+            keys = c.num_kv_heads * c.head_dim
+            made.kv = SplitLinear([Linear(c.encoder.width, keys, bias=c.qkv_bias) for _ in self.names.cross_kv])
+        return made
+
+    def encoder(self) -> Parts | None:
+        """Return the same for the encoder."""
+        if self.config.encoder is None:
+            return None
+        assert self.names.encoder is not None
+        return SplitParts(self.config.encoder, self.names.encoder)
 
 
 def share_module(hf_module: nn.Module) -> Decoder:
@@ -77,6 +93,7 @@ def share_module(hf_module: nn.Module) -> Decoder:
     for ours, target in table.items():
         for place, piece in enumerate(target.pieces):
             put(decoder, _part(ours, target, place), _view(theirs[piece.name], piece))
+    decoder.tie()
     return decoder.eval()
 
 
@@ -112,6 +129,7 @@ def _parameters(hf_module: nn.Module) -> tuple[ModelConfig, Names, dict[str, Tar
     names = family.names.packed() if config.moe is not None else family.names
     table = layout(names, config, names.roots[0], names.heads[0])
     theirs = dict(hf_module.named_parameters(remove_duplicate=False))
+    theirs |= {name: nn.Parameter(buffer, requires_grad=False) for name, buffer in hf_module.named_buffers()}
     missing = sorted({p.name for t in table.values() for p in t.pieces} - set(theirs))
     if missing:
         raise MismatchError(f"the module has no parameter {missing[0]} (quantised or wrapped modules cannot be shared)")

@@ -132,6 +132,11 @@ class Tokenizer:
             )
         return found
 
+    def id_of(self, piece: str) -> int | None:
+        """Return the id of a token as the tokenizer spells it, None if there is no such token."""
+        found = self.inner.convert_tokens_to_ids(piece)
+        return found if found is not None and self.inner.convert_ids_to_tokens(found) == piece else None
+
     def stream(self) -> TextStream:
         """Return a decoder that turns tokens into text as they come."""
         return TextStream(self)
@@ -238,6 +243,27 @@ def find_tokenizer(path: str | Path) -> Tokenizer:
     """
     folder = resolve(path)
     return load_tokenizer(folder) if _has_tokenizer(folder) else Tokenizer(NoTokenizer(), load_eos_ids(folder))
+
+
+def forced_first(
+    asked: int | str | None, defaults: Mapping[str, Any], tokenizer: Tokenizer, num_tokens: int
+) -> int | None:
+    """Return the token that a text has to begin with: the one asked for, else the checkpoint's, else None.
+
+    Args:
+        asked: an id, or a token as the tokenizer spells it.
+        defaults: generation settings of the checkpoint.
+        tokenizer: knows the spellings.
+        num_tokens: of the model.
+
+    Raises:
+        ConfigError: there is no such token.
+    """
+    named = defaults.get("forced_bos_token_id") if asked is None else asked
+    found = tokenizer.id_of(named) if isinstance(named, str) else named
+    if named is not None and (found is None or not 0 <= found < num_tokens):
+        raise ConfigError(f"forced_bos_token_id is {named!r}; this model has no such token (0 to {num_tokens - 1})")
+    return found
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -54,7 +54,7 @@ def generate(
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file, token_ids)
-    engine = open_engine(model, [method], load, store, cache, ranks, use=use)
+    engine = open_engine(model, [method], load, store, cache, ranks, use=use, reads_sources=True)
     settings = options.given(
         max_new_tokens=max_new_tokens,
         method=method,

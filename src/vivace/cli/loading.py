@@ -33,6 +33,7 @@ def open_engine(
     ranks: ParallelFlags = NO_RANKS,
     *,
     use: str | None = None,
+    reads_sources: bool = False,
 ) -> Engine:
     """Load a model and say so on stderr.
 
@@ -45,6 +46,7 @@ def open_engine(
         cache: flags that say where texts are kept on disk.
         ranks: flags that say how processes share it; on all but the first of them this function does not return.
         use: name of the LoRA that answers wear; None for none.
+        reads_sources: whether the command can use an encoder-decoder model.
 
     Raises:
         UsageError: a method is unknown, a flag has no effect on any of the methods, or a LoRA is used that is not given
@@ -76,6 +78,8 @@ def open_engine(
         link_interface=ranks.link_interface,
         timeout=ranks.timeout,
     )
+    if not reads_sources:
+        engine.check_has_no_encoder()
     for note in engine.notes:
         console.note(note)
     if engine.storage is not None:

@@ -222,6 +222,14 @@ EarlyStopping = Annotated[
 NumReturnSequences = Annotated[
     int | None, typer.Option(help="Number of texts that are returned; left out: 1.", rich_help_panel=_BEAMS)
 ]
+ForcedBos = Annotated[
+    str | None,
+    typer.Option(
+        "--forced-bos-token-id",
+        help="First new token, as an id or spelt as the tokenizer has it, such as fra_Latn: the target language.",
+        metavar="ID|TOKEN",
+    ),
+]
 Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
 
 
@@ -300,6 +308,7 @@ class BeamFlags:
     length_penalty: LengthPenalty = None
     early_stopping: EarlyStopping = None
     num_return_sequences: NumReturnSequences = None
+    forced_bos_token_id: ForcedBos = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -311,7 +320,12 @@ class BeamFlags:
         kinds: dict[str | None, bool | str | None] = {None: None, "true": True, "false": False, "never": "never"}
         if self.early_stopping not in kinds:
             raise ConfigError(f"--early-stopping is {self.early_stopping!r}; write true, false or never")
-        return {**vars(self), "early_stopping": kinds[self.early_stopping]}
+        first = self.forced_bos_token_id
+        return {
+            **vars(self),
+            "early_stopping": kinds[self.early_stopping],
+            "forced_bos_token_id": int(first) if first is not None and first.isdigit() else first,
+        }
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

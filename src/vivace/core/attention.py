@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
+from vivace.core.relative import RelativeTable
 from vivace.core.step import Step
 from vivace.kernels import reference as kernels
 
@@ -27,6 +28,8 @@ class Attention:
         self.scale = config.scale
         self.softcap = config.attention_softcap
         self.window = config.window(layer)
+        self.relative: RelativeTable | None = None
+        """What is added to scores by distance, where the stack has such a table; it sets this."""
 
     def __call__(self, q: Tensor, step: Step) -> Tensor:
         """Return the attention of queries (T, H, D) to the entries that their rows read, (T, H, D)."""
@@ -41,7 +44,9 @@ class Attention:
         assert step.grid is not None
         keys, values = step.memory.stored(self.layer)
         batch, length = step.grid
-        visible = step.visible_dense(self.window, q.dtype)
+        visible = step.visible_dense(self.window, q.dtype, is_plain=self.relative is None)
+        if self.relative is not None and visible is not None:
+            visible = visible + self.relative.of(step)
         streams = [  # the writing rows, then each set of rows that read what they stored
             kernels.attend_chunk(
                 rows.view(batch, length, *q.shape[1:]), keys, values, visible, scale=self.scale, softcap=self.softcap
@@ -55,7 +60,9 @@ class Attention:
         out = torch.empty_like(q)
         for slot, first, stop in step.chunk:
             longest = int(step.seen[stop - 1])
-            visible = step.visible_in_chunk(first, stop, self.window, q.dtype)
+            visible = step.visible_in_chunk(first, stop, self.window, q.dtype, is_plain=self.relative is None)
+            if self.relative is not None and visible is not None:
+                visible = visible + self.relative.of(step)[first:stop, :, :longest].transpose(0, 1)
             k, v = cache.entries(self.layer, slot, longest)
             chunk = q[None, first:stop]
             a = kernels.attend_chunk(chunk, k[None], v[None], visible, scale=self.scale, softcap=self.softcap)
@@ -71,7 +78,8 @@ class Attention:
             address = step.read(cache.store.place_of_layer[self.layer][0])
             keys, values = (part.transpose(0, 1) for part in cache.at(self.layer, address))
         visible = step.visible(self.window, q.dtype)
-        return kernels.attend_rows(q, keys, values, visible, scale=self.scale, softcap=self.softcap)
+        bias = None if self.relative is None else self.relative.of(step)
+        return kernels.attend_rows(q, keys, values, visible, scale=self.scale, softcap=self.softcap, bias=bias)
 
     def _indexed(self, q: Tensor, step: Step) -> Tensor:
         """Attend slot by slot, so that what rows of a slot read is gathered once."""

@@ -115,6 +115,8 @@ class KVCache:
             self.pruned = torch.zeros((len(specs), num_slots), dtype=torch.int64)
         """(layers, slots) number of prompt tokens that a layer has no entries of (``prune``)."""
         self.has_pruned = False
+        self.beside: KVCache | None = None
+        """Entries of the sources that the slots' texts have, where the model reads sources."""
         self.adapters = SlotAdapters()
         """Low-rank deltas that the rows of each slot carry in every call."""
         self._writable = [(0, 0)] * num_slots
@@ -375,6 +377,8 @@ class KVCache:
             self._writable[source] = 0, 0
             self.lengths[target], self.prompts[target] = length, self.prompts[source]
             self.pending[target] = self.pending[source].copy()
+        if self.beside is not None:
+            self.beside.fork(sources, targets)
 
     def _copy(self, source: int, target: int, length: int) -> None:
         """Give an empty slot copies of all entries of another one."""
@@ -394,6 +398,8 @@ class KVCache:
             self.adapters.give(slot, None)
             if self.has_pruned:
                 self.prune(slot, [0] * len(self.pruned))
+        if self.beside is not None:
+            self.beside.release(slots)
 
     def saved(self) -> object:
         """Return the lengths and pending entries of all slots; entries beyond a length are rewritten before a read."""

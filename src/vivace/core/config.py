@@ -63,8 +63,18 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class RelativeBias:
+    """What attention adds to scores for the distance between two positions, one number for each head (T5)."""
+
+    num_buckets: int = 32
+    """Distances that are told apart."""
+    max_distance: int = 128
+    """All larger distances are one."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a decoder-only transformer."""
+    """The architecture of a transformer: a decoder, or with ``is_causal=False`` an encoder."""
 
     vocab_size: int
     width: int
@@ -82,8 +92,13 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     """Added to every norm weight (Gemma stores weight - 1)."""
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Whether each half of a layer has a norm before it, after it (OLMo 2), or both (Gemma 2 and 3)."""
+    norm_placement: Literal["pre", "post", "sandwich", "sum"] = "pre"
+    """Whether each half of a layer has a norm before it, after it (OLMo 2), both (Gemma 2 and 3), or of the sum of
+    residual and half (BART)."""
+    final_norm: bool = True
+    """Whether there is a norm after the last layer."""
+    embedding_norm: bool = False
+    """Whether embeddings are normed when positions have been added (BART)."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMS norm of queries and keys before the rotation: for each head, or over all heads at once."""
     qkv_clip: float | None = None
@@ -100,10 +115,22 @@ class ModelConfig:
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     tied_head: bool = True
+    head_scale: float = 1.0
+    """Factor on what enters the head (T5)."""
+    logits_bias: bool = False
+    """Whether a number is added to the logit of each token, also where the head is the embedding (BART)."""
 
-    positions: Literal["rotary", "learned"] = "rotary"
+    positions: Literal["rotary", "learned", "sinusoid", "relative"] = "rotary"
     position_offset: int = 0
-    """Index of the first row of the learned position table that is used (OPT: 2)."""
+    """Row of the position table for the first token (OPT: 2)."""
+    sinusoid_span: int = 1
+    """Frequency i of sinusoids is ``10000 ** (-i / span)``."""
+    relative: RelativeBias | None = None
+    """Of positions "relative"; one table for all layers."""
+    is_causal: bool = True
+    """Whether a row reads the positions up to its own; otherwise whole texts are read at once."""
+    encoder: ModelConfig | None = None
+    """Architecture of the encoder whose output every layer reads too; None for decoders without one."""
     ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
     rope_of_layer: tuple[int, ...] = ()
     """Index into ``ropes`` for each layer; empty means 0 for every layer."""

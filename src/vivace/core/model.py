@@ -21,6 +21,7 @@ from vivace.core.layers import make_norm
 from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.parts import DenseParts, Parts
+from vivace.core.relative import RelativeTable
 from vivace.core.rope import Rotary
 from vivace.core.seams import Stateful
 from vivace.core.step import Step
@@ -37,7 +38,9 @@ KV_FORMATS = ("same", "int8")
 
 
 class Layer(nn.Module):
-    """One transformer layer: ``forward = feed(attend(h))``, ``attend = output(read(project(h)))``."""
+    """One transformer layer: ``forward = feed(cross(attend(h)))``, ``attend = output(read(project(h)))``; only layers
+    behind an encoder have ``cross``.
+    """
 
     def __init__(self, config: ModelConfig, index: int, parts: Parts, rotary: Rotary | None) -> None:
         super().__init__()
@@ -50,7 +53,8 @@ class Layer(nn.Module):
         self.rotary = rotary
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv_widths = {"q": query, "k": key, "v": key}
-        before = config.norm_placement != "post"
+        self.cross = parts.cross(index)
+        before = config.norm_placement in ("pre", "sandwich")
         after = config.norm_placement != "pre"
         self.attention_norm = make_norm(config) if before else None
         self.ffn_norm = make_norm(config) if before else None
@@ -152,7 +156,14 @@ class Layer(nn.Module):
             return y
         y = self.o(a)
         add_low_rank(y, a, step.low_rank, self.index, {"o": y.shape[1]})
-        return h + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        return self._sum(h, y, self.attention_post_norm)
+
+    def _sum(self, h: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
+        """Add a half of the layer to the residual, with the norm after it where there is one."""
+        if norm is None:
+            return h + y
+        total: Tensor = norm(h + y) if self.config.norm_placement == "sum" else h + norm(y)
+        return total
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """Compute the attention half of the layer, (T, E) -> (T, E)."""
@@ -169,11 +180,12 @@ class Layer(nn.Module):
         if step.num_feed < step.num_rows:
             y = F.pad(y, (0, 0, 0, step.num_rows - step.num_feed))
         add_low_rank(y, x, step.low_rank, self.index, {"mlp": y.shape[1]})
-        return u + (y if self.ffn_post_norm is None else self.ffn_post_norm(y))
+        return self._sum(u, y, self.ffn_post_norm)
 
     def forward(self, h: Tensor, step: Step) -> Tensor:
         """Run rows through the layer, (T, E) -> (T, E)."""
-        return self.feed(self.attend(h, step), step)
+        u = self.attend(h, step)
+        return self.feed(u if self.cross is None else self.cross(u, step), step)
 
     def route(self, h: Tensor) -> Tensor:
         """Return router logits (T, X) of residuals after attention (T, E), which are normed here."""
@@ -182,7 +194,11 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer whose layers can be run one at a time or as a span."""
+    """A transformer whose layers can be run one at a time or as a span.
+
+    It is a stack of layers between an embedding and a head. An encoder is the same stack, whose rows read their whole
+    text at once and whose head is not used; a decoder behind an encoder has it as ``encoder``.
+    """
 
     def __init__(self, config: ModelConfig, parts: Parts | None = None, backend: Backend | None = None) -> None:
         """Build the modules; a loader then fills them with weights and calls the backend for each part.
@@ -203,18 +219,38 @@ class Decoder(nn.Module):
         if config.positions == "learned":
             rows = config.max_positions + config.position_offset
             self.position_embedding = nn.Parameter(torch.empty(rows, config.width))
+        self.relative = None
+        if config.relative is not None:
+            self.relative = RelativeTable(config.relative, config.num_heads, is_causal=config.is_causal)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         which = config.rope_of_layer or (0,) * config.num_layers
         self.layers = nn.ModuleList(Layer(config, i, parts, rotaries[which[i]]) for i in range(config.num_layers))
-        self.final_norm = make_norm(config)
+        self.final_norm = make_norm(config) if config.final_norm else nn.Identity()
         self.lm_head = parts.head()
+        self.logits_bias = nn.Parameter(torch.empty(1, config.vocab_size)) if config.logits_bias else None
+        within = parts.encoder()
+        self.encoder: Decoder | None = None
+        if within is not None:
+            assert config.encoder is not None
+            self.encoder = Decoder(config.encoder, within)
         self.embedding_rows: nn.Module | None = None
         """Module that returns rows of the embedding where a backend packs it; ``embedding`` then has no rows."""
+        self.tie()
         self.backend: Backend = TorchBackend() if backend is None else backend
         self.has_int8_entries = False
         """Whether keys and values are stored in eight bits."""
         self._blocks: BlockStore | None = None
         self.stateful: Sequence[Stateful] = parts.stateful()
         """Parts with state for each sequence (windows of neurons); every session opens a state of each."""
+
+    def tie(self) -> None:
+        """Let the tables that layers and stacks share be the same tensors, once they have been read."""
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                layer.attention.relative = self.relative
+        if self.encoder is not None:
+            self.encoder.embedding = self.embedding
+            self.encoder.embedding_rows = self.embedding_rows
 
     def run_on(self, backend: Backend) -> None:
         """Pack all parts of a decoder that is in memory for a backend, which runs it from then on.
@@ -267,9 +303,41 @@ class Decoder(nn.Module):
             account: whose memory blocks are taken from; None has no limit.
         """
         store = self.blocks
-        return KVCache(
+        cache = KVCache(
             store.specs, num_slots, capacity, row_count=row_count, dtype=store.dtype, store=store, account=account
         )
+        if self.config.encoder is not None:
+            most = self.config.encoder.max_positions
+            cache.beside = KVCache(store.specs, num_slots, most, dtype=store.dtype, store=store, account=account)
+        return cache
+
+    def read_source(self, source: Sequence[int] | Tensor, slot: int, cache: KVCache) -> None:
+        """Read a source and store what the rows of a slot read of it in every layer.
+
+        Args:
+            source: token ids, or what the encoder has made of them, (S, E).
+            slot: whose source it is; it has none yet.
+            cache: of the texts; sources are beside them.
+        """
+        assert self.encoder is not None, "the model has an encoder"
+        assert cache.beside is not None
+        states = source if isinstance(source, Tensor) else self.encoder.states(source)
+        step = Step.at(cache.beside, [slot] * len(states), list(range(len(states))))
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            assert layer.cross is not None
+            layer.cross.store(states.to(self.dtype), step)
+        cache.beside.commit([slot], [range(len(states))])
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """Return what an encoder makes of one text, (S, E): by itself, so that its bits depend on nothing else."""
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        step = Step.dense(1, len(ids), causal=False, device=self.device)
+        return self.norm(self.run(self.embed(ids, step), step))
+
+    def source_bytes(self, count: int) -> int:
+        """Return the bytes that a source of so many tokens takes in the cache; 0 without an encoder."""
+        return 0 if self.config.encoder is None else self.slot_bytes(count)
 
     @property
     def blocks(self) -> BlockStore:
@@ -293,7 +361,9 @@ class Decoder(nn.Module):
             h = h * torch.tensor(c.embedding_scale, dtype=h.dtype)
         if self.position_embedding is not None:
             h = h + F.embedding(step.position + c.position_offset, self.position_embedding)
-        return h
+        if c.positions == "sinusoid":
+            h = h + sinusoids(step.position + c.position_offset, c.width, c.sinusoid_span).to(h.dtype)
+        return h if self.embedding_norm is None else self.embedding_norm(h)
 
     def run(
         self, h: Tensor, step: Step, start: int = 0, stop: int | None = None, *, watch: Watch | None = None
@@ -338,20 +408,31 @@ class Decoder(nn.Module):
         if count % row_count:
             h = torch.cat((h, h.new_zeros(-count % row_count, h.shape[1])))
         x = self.norm(h)
+        if self.config.head_scale != 1.0:
+            x = x * self.config.head_scale
         logits = kernels.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
         logits = logits[:count].float()
+        if self.logits_bias is not None:
+            logits = logits + self.logits_bias
         cap = self.config.logit_softcap
         return logits if cap is None else cap * kernels.pointwise(torch.tanh, logits / cap)
 
     def greedy(self, h: Tensor, *, row_count: int = 1) -> Tensor:
         """Return the likeliest token of each row, (n, E) -> (n,); ties go to the smallest id."""
         choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(self.lm_head, "greedy", None)
-        if choose is not None and row_count == 1:
+        if choose is not None and row_count == 1 and self.logits_bias is None:
             tokens, logits = choose(self.norm(h))
             most = self.config.certain_logit
             if most is None or (h.dtype == torch.bfloat16 and bool((logits.abs() < most).all())):
                 return tokens
         return self.head(h, row_count=row_count).argmax(-1)
+
+
+def sinusoids(position: Tensor, width: int, span: int) -> Tensor:
+    """Return sines and then cosines of positions (T,) at falling frequencies, (T, width) (Vaswani et al. 2017)."""
+    frequency = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64, device=position.device) / span)
+    angle = position[:, None].double() * frequency
+    return torch.cat((angle.sin(), angle.cos()), 1).float()
 
 
 def _padded(h: Tensor, step: Step) -> tuple[Tensor, Step]:

@@ -7,12 +7,14 @@ Streamed or sharded weights implement the same interface, ``Parts``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import nn
 
 from vivace.core.attention import Attention
 from vivace.core.config import ModelConfig
+from vivace.core.cross import CrossAttention
 from vivace.core.layers import FeedForward, Linear, RMSNorm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Stateful
@@ -35,6 +37,14 @@ class Parts(Protocol):
 
     def feed_forward(self, layer: int) -> nn.Module:
         """Make the feed-forward of a layer, which is called with ``(x, step, residual)``."""
+        ...
+
+    def cross(self, layer: int) -> CrossAttention | None:
+        """Make what reads a source at a layer, or return None where there is none."""
+        ...
+
+    def encoder(self) -> Parts | None:
+        """Return what makes the modules of the encoder, or None where the model has none."""
         ...
 
     def head(self) -> nn.Module | None:
@@ -84,6 +94,24 @@ class DenseParts:
         c = self.config
         up = Linear(c.width, width * (2 if c.gated else 1), bias=c.ffn_bias)
         return FeedForward(c, layer, up, Linear(width, c.width, bias=c.ffn_bias))
+
+    def cross(self, layer: int) -> CrossAttention | None:
+        """Make attention to the output of an encoder, or return None where the model has none."""
+        c = self.config
+        if c.encoder is None:
+            return None
+        heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return CrossAttention(
+            c,
+            Linear(c.width, heads, bias=c.qkv_bias),
+            Linear(c.encoder.width, 2 * keys, bias=c.qkv_bias),
+            Linear(heads, c.width, bias=c.output_bias),
+            Attention(replace(c, windows=(), relative=None), layer),
+        )
+
+    def encoder(self) -> Parts | None:
+        """Return the same for the encoder, or None where the model has none."""
+        return None if self.config.encoder is None else DenseParts(self.config.encoder)
 
     def head(self) -> nn.Module | None:
         """Make the head, or return None when it is tied to the embedding."""

@@ -417,7 +417,9 @@ class Step:
             self._masks[window, dtype] = cached
         return cached
 
-    def visible_in_chunk(self, first: int, stop: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def visible_in_chunk(
+        self, first: int, stop: int, window: int | None, dtype: torch.dtype, *, is_plain: bool = True
+    ) -> Tensor | None:
         """Return the additive mask (T', S') of one prompt chunk, or None where plain causal attention is the same."""
         key = (first, window, dtype)
         if key not in self._masks:
@@ -427,15 +429,15 @@ class Step:
             hidden = ordinal > last[:, None]
             if window is not None:
                 hidden |= ordinal <= (last - window)[:, None]
-            plain = longest == count and (window is None or window >= longest)
+            plain = is_plain and longest == count and (window is None or window >= longest)
             self._masks[key] = None if plain else _additive(hidden, dtype)
         return self._masks[key]
 
-    def visible_dense(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def visible_dense(self, window: int | None, dtype: torch.dtype, *, is_plain: bool = True) -> Tensor | None:
         """Return the additive mask (T/B, T/B) of a dense call, or None where plain causal attention is the same."""
         assert self.grid is not None
         length = self.grid[1]
-        if self.causal and (window is None or window >= length):
+        if is_plain and self.causal and (window is None or window >= length):
             return None
         key = (-1, window, dtype)
         if key not in self._masks:
@@ -455,6 +457,20 @@ class Step:
     def rotations(self) -> dict[object, tuple[Tensor, Tensor]]:
         """Cosines and sines of this call by rotary embedding, filled by the layers."""
         return {}
+
+    @cached_property
+    def biases(self) -> dict[object, Tensor]:
+        """What is added to scores in this call by distance, filled by the tables that have it."""
+        return {}
+
+    @cached_property
+    def beside(self) -> Step:
+        """The call in which these rows read the sources of their texts, each all of it."""
+        assert isinstance(self.memory, KVCache)
+        sources = self.memory.beside
+        assert sources is not None, "the model reads sources"
+        lengths = torch.tensor(sources.lengths, device=self.device)
+        return Step(sources, self.slot, self.position, self.entry[:0], lengths[self.slot], None, 0, self.num_rows)
 
     @cached_property
     def laid_out(self) -> dict[object, Any]:

@@ -70,8 +70,8 @@ class Distributions:
                 scores[place] = -math.inf
         barred = [_barred(request, prefix) for prefix in prefixes]
         for place, prefix in enumerate(prefixes):
-            if _is_forced(request, prefix):  # nothing else is asked of this token
-                scores[place], prefixes[place], barred[place] = _only(request, scores[place]), [], ()
+            if (token := _forced(request, prefix)) is not None:  # nothing else is asked of this token
+                scores[place], prefixes[place], barred[place] = _only(token, scores[place]), [], ()
         return distribution(scores, request.sampling, prefixes, barred)
 
     def _prefix(self, draft: Draft, slot: int, row: int) -> list[int]:
@@ -93,28 +93,32 @@ def processed(request: Request, prefixes: Sequence[Sequence[int]], logprobs: Ten
             logprobs[row] = _processed(request, prefix, logprobs[row])
         if request.sampling.reads_prefix:
             penalise(logprobs[row], request.sampling, prefix)
-        if _is_forced(request, prefix):
-            logprobs[row] = _only(request, logprobs[row])
+        if (token := _forced(request, prefix)) is not None:
+            logprobs[row] = _only(token, logprobs[row])
         elif barred := _barred(request, prefix):
             logprobs[row, list(barred)] = -math.inf
     return logprobs
 
 
 def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:
-    """Return the end tokens while the text is shorter than its least length, else nothing."""
+    """Return what is never written, with the end tokens while the text is shorter than its least length."""
     new = len(prefix) - len(request.tokens)
-    return tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
+    ends = tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
+    return (*request.barred, *ends)
 
 
-def _is_forced(request: Request, prefix: Sequence[int]) -> bool:
-    """Return whether only the last token of the longest text may come next."""
-    return request.forced_last is not None and len(prefix) == len(request.tokens) + request.max_new_tokens - 1
+def _forced(request: Request, prefix: Sequence[int]) -> int | None:
+    """Return the only token that may come next, None where there is no such token."""
+    new = len(prefix) - len(request.tokens)
+    if new == request.max_new_tokens - 1 and request.forced_last is not None:
+        return request.forced_last
+    return request.forced_first if new == 0 else None
 
 
-def _only(request: Request, scores: Tensor) -> Tensor:
-    """Return scores (V,) that exclude all but the forced last token, whose score is 0."""
+def _only(token: int, scores: Tensor) -> Tensor:
+    """Return scores (V,) that exclude all but one token, whose score is 0."""
     forced = torch.full_like(scores, -math.inf)
-    forced[request.forced_last] = 0.0
+    forced[token] = 0.0
     return forced
 
 

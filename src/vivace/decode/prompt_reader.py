@@ -58,6 +58,11 @@ class PromptReader:
         if self.num_read == self.num_asked:
             self.num_read = self.num_asked = 0
         known = 0
+        if sequence.request.source is not None:
+            started = time.perf_counter()
+            with blaming(sequence.slot, "reading its source"):
+                self._model.read_source(sequence.request.source, sequence.slot, self._cache)
+            sequence.stats.prefill_s += time.perf_counter() - started
         if sequence.shares:
             with blaming(sequence.slot, "its cached prompt"):
                 known = self._attach(sequence)

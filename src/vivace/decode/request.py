@@ -95,6 +95,12 @@ class Request:
     """Why the prompt is read in full although something else was asked for."""
     beams: BeamPlan | None = None
     """How the likeliest text is searched for; None takes or draws one token after the other."""
+    source: tuple[int, ...] | Tensor | None = field(default=None, compare=False)
+    """What the encoder of an encoder-decoder model reads: token ids, or its output for them, (S, E)."""
+    barred: tuple[int, ...] = ()
+    """Tokens that are never written."""
+    forced_first: int | None = None
+    """First new token, whatever the model says."""
     forced_last: int | None = None
     """Token that a text of ``max_new_tokens`` has to end with, if nothing else has ended it."""
     prefix: Prefix | None = None
@@ -123,7 +129,8 @@ class Request:
 
     @property
     def _changes_scores(self) -> bool:
-        return self.stop.min_new_tokens > 0 or bool(self.processors) or self.forced_last is not None
+        is_forced = self.forced_first is not None or self.forced_last is not None
+        return self.stop.min_new_tokens > 0 or bool(self.processors) or bool(self.barred) or is_forced
 
     def without_a_token(self, num_new: int) -> NoTokenError:
         """Return the error for a text after whose ``num_new`` new tokens none may follow: it names what
@@ -162,6 +169,26 @@ class Request:
             raise CapacityError(
                 f"{self.beams.num_beams} beams of {self.max_new_tokens} tokens behind a prompt of {len(self.tokens)} "
                 f"may need {self.num_entries} entries; there are {capacity}: ask for fewer beams or a shorter answer"
+            )
+
+    def check_source(self, config: ModelConfig) -> None:
+        """Raise an error for a source that the model's encoder cannot read, and for one that it lacks.
+
+        Raises:
+            ConfigError: there is none, or the model has no encoder.
+            CapacityError: it is longer than the encoder's positions.
+        """
+        if (self.source is None) != (config.encoder is None):
+            what = "reads a source beside its text" if self.source is None else "has no encoder that reads a source"
+            raise ConfigError(f"this model {what}; make the request with an engine of this model")
+        if self.source is None or config.encoder is None:
+            return
+        count, most = len(self.source), config.encoder.max_positions
+        if not count:
+            raise ConfigError("the source is empty; give at least one character")
+        if count > most:
+            raise CapacityError(
+                f"the source has {count} tokens; the encoder of this model holds {most}; shorten or divide it"
             )
 
     def check_rotation(self, config: ModelConfig) -> None:

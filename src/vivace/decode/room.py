@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
         request = self.request
         return DecodeStats(
             method=request.drafter.name,
-            num_prompt_tokens=len(request.tokens),
+            num_prompt_tokens=len(request.tokens if request.source is None else request.source),
             prefill=request.prefill.name,
             prefill_reason=request.prefill_reason,
         )
@@ -71,19 +71,24 @@ class Room:
         request.check_fits(capacity)
         request.check_entries(self._cache.capacity - DRAFT_SLACK)
         request.check_rotation(self._model.config)
+        request.check_source(self._model.config)
         if request.beams is not None and self._model.stateful and self._model.backend.num_ranks == 1:
             raise UnsupportedError("a store of neurons cannot go on with one text in several ways; leave out num_beams")
         self.memory.check_text(self.most_bytes(request), len(request.tokens) + request.max_new_tokens)
 
     def most_bytes(self, request: Request) -> int:
         """Return the largest number of bytes that keys and values of a request can take."""
-        return text_bytes(self._model, request.drafter, request.num_entries)
+        return text_bytes(self._model, request.drafter, request.num_entries) + self._source_bytes(request)
 
     def first_bytes(self, request: Request, num_tokens: int | None = None) -> int:
         """Return the bytes of keys and values that a request needs to begin, or to go on with so many tokens."""
         if self.is_pinned(request):
             return self.most_bytes(request)
-        return text_bytes(self._model, request.drafter, num_tokens or len(request.tokens))
+        text = text_bytes(self._model, request.drafter, num_tokens or len(request.tokens))
+        return text + self._source_bytes(request)
+
+    def _source_bytes(self, request: Request) -> int:
+        return 0 if request.source is None else self._model.source_bytes(len(request.source))
 
     def is_pinned(self, request: Request) -> bool:
         """Return whether what a request stores could not be read again, so that it must never lose its memory."""

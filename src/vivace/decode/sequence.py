@@ -80,9 +80,9 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Return whether its prompt uses the prefix cache: only where its entries are exactly the model's own."""
-        adapter = self.request.adapter
+        request, adapter = self.request, self.request.adapter
         has_name = adapter is None or adapter.version is not None
-        return self.request.prefix is not None and self.request.prefill.is_exact and has_name
+        return request.prefix is not None and request.prefill.is_exact and has_name and request.source is None
 
     @property
     def keeps_answer(self) -> bool:

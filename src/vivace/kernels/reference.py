@@ -169,7 +169,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of single rows, each to its own entries.
 
@@ -180,6 +187,7 @@ def attend_rows(
         visible: additive mask (T, S), 0 or -inf, in q's dtype; None when every row reads all S entries.
         scale: factor on q.k.
         softcap: scores become ``c * tanh(score / c)`` when set (Gemma 2).
+        bias: (T, H, S) added to scores.
 
     Returns:
         (T, H, D).
@@ -189,24 +197,35 @@ def attend_rows(
     grouped = q.view(rows, kv_heads, heads // kv_heads, width)
     is_float = q.dtype == torch.float32 and q.device.type == "cpu"
     if is_float and rows > 1:
-        each = [_one_row(grouped, keys, values, visible, row, scale, softcap) for row in range(rows)]
+        each = [_one_row(grouped, keys, values, visible, row, scale, softcap, bias) for row in range(rows)]
         return torch.cat(each).view(rows, heads, width)
     if is_float:
-        return _one_row(grouped, keys, values, visible, 0, scale, softcap).view(rows, heads, width)
+        return _one_row(grouped, keys, values, visible, 0, scale, softcap, bias).view(rows, heads, width)
     mask = None if visible is None else visible[:, None, None, :]
+    if bias is not None:
+        mask = bias.view(rows, kv_heads, -1, bias.shape[-1]) + (0 if mask is None else mask)
     keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
     return _attend(grouped, keys, values, mask, scale, softcap).reshape(rows, heads, width)
 
 
 def _one_row(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, row: int, scale: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    row: int,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None,
 ) -> Tensor:
     at = row if keys.shape[0] > 1 else 0
     k, v = keys[at : at + 1], values[at : at + 1]
+    mask = None if bias is None else bias[row].view(1, q.shape[1], -1, bias.shape[-1])
     if visible is not None:
         seen = (visible[row] == 0).nonzero()[:, 0]
         k, v = k[:, :, seen], v[:, :, seen]
-    return _attend(q[row : row + 1], k, v, None, scale, softcap)
+        mask = None if mask is None else mask[..., seen]
+    return _attend(q[row : row + 1], k, v, mask, scale, softcap)
 
 
 def attend_chunk(

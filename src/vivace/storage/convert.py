@@ -20,7 +20,15 @@ from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX as SHARDS
 from vivace.checkpoint.files import Tensors, open_tensors, resolve, staged
-from vivace.checkpoint.load import assemble, check, choose_device, choose_dtype, plan_of, read_config
+from vivace.checkpoint.load import (
+    assemble,
+    check,
+    check_has_no_encoder,
+    choose_device,
+    choose_dtype,
+    plan_of,
+    read_config,
+)
 from vivace.checkpoint.names import Target
 from vivace.checkpoint.quantized.settings import dense_config, dtype_of, is_quantized
 from vivace.core.config import ModelConfig
@@ -92,6 +100,7 @@ def write_store(
         raise ConfigError(f"{target} holds something else than a store; name a folder that is not there yet")
     raw = read_config(folder, ignored)
     config = translate(raw)
+    check_has_no_encoder(config)
     check_fits(config, check_layout(layout))
     stored = open_tensors(folder)
     family = family_of(raw)

@@ -7,6 +7,7 @@ draft whole chains (``chain.py``), with the bits they have one by one.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -188,16 +189,28 @@ class CpuBackend:
         layer = decoder.layers[index]
         assert isinstance(layer, Layer)
         self._replace(layer)
-        is_plain = type(layer.attention) is Attention and decoder.config.group <= MAX_GROUP
-        if self.body is not None and is_plain:
+        fits = self.body is not None and decoder.config.group <= MAX_GROUP
+        if self.body is not None and fits and type(layer.attention) is Attention and layer.attention.relative is None:
             layer.attention = NativeAttention(decoder.config, layer.index, self.body)
             self.rows_up_to = ROWS_UP_TO
+        if self.body is not None and fits and layer.cross is not None and type(layer.cross.attention) is Attention:
+            layer.cross.attention = NativeAttention(replace(decoder.config, windows=()), layer.index, self.body)
 
     def finish(self, decoder: Decoder) -> None:
-        """Make the span and the chain where the layers are of the common kind."""
+        """Make the span and the chain where the layers are of the common kind, and pack an encoder."""
+        if decoder.encoder is not None:
+            self._pack_encoder(decoder, decoder.encoder)
         if self.body is not None and self.joins_layers:
             self.span = span = NativeSpan.of(decoder, self.body)
             self.chain = NativeChain.of(decoder, span) if self.body.dtype == torch.bfloat16 else None
+
+    def _pack_encoder(self, decoder: Decoder, encoder: Decoder) -> None:
+        """Pack the layers of an encoder; attention over whole texts stays PyTorch's."""
+        encoder.embedding, encoder.embedding_rows = decoder.embedding, decoder.embedding_rows
+        for layer in encoder.layers:
+            self._replace(layer)
+        if self.body is not None and isinstance(encoder.final_norm, RMSNorm | LayerNorm):
+            encoder.final_norm = NativeNorm(self.body, encoder.final_norm)
 
     def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         """Make a module that multiplies by a matrix (out, in) of a method, in bfloat16."""

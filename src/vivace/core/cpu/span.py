@@ -333,6 +333,10 @@ def _version(weight: Tensor) -> int:
 
 def why_no_span(c: ModelConfig) -> str | None:
     """Return why layers run one by one on native kernels and not several in one call, or None where they do not."""
+    if c.encoder is not None:
+        return "its layers read a source"
+    if c.norm_placement == "sum" or c.positions in ("sinusoid", "relative"):
+        return "its layers norm sums, or its positions are sinusoids or relative"
     if c.group > MAX_GROUP:
         return f"more than {MAX_GROUP} query heads share a key/value head"
     if len({rope.width or c.head_dim for rope in c.ropes}) > 1:
