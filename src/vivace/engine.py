@@ -120,8 +120,9 @@ def load(
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
         ignore_config_keys: keys of ``config.json`` that are unknown and that you take to change nothing, also of the
             draft model's where it has them. ``Engine.notes`` says that they were ignored.
-        parallel: under torchrun, how its processes share the model: "tensor" (each computes a part of every layer).
-            Only on rank 0 this function returns; the others follow it, and their processes end with it.
+        parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
+            "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
+            the others follow it, and their processes end with it.
         link_interface: network interface through which they talk, such as "eth0"; None is the loopback interface.
             Nothing that they say is authenticated or encrypted.
         timeout: seconds without an answer after which a rank is said to hang; None is 120.
@@ -205,7 +206,8 @@ def load(
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
     engine.ignored_config_keys = ignored
-    engine.world = None if opening is None else opening.world
+    if opening is not None:
+        engine.world, engine.prefills = opening.world, Prefills(model, folder, opening.prefill)
     engine.adapters.max_bytes = None if adapter_memory is None else parse_bytes(adapter_memory)
     for name, lora in loras.items():
         engine.adapters.add(name, lora)

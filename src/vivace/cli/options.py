@@ -127,7 +127,8 @@ PromptCacheBytes = Annotated[
 Parallel = Annotated[
     str | None,
     typer.Option(
-        help="Under torchrun, how its processes share the model: tensor (each a part of every layer).",
+        help="Under torchrun, how its processes share the work: tensor (each a part of every layer) or runahead (each "
+        "a piece of every prompt; the first one decodes).",
         metavar="MODE",
         rich_help_panel=_RANKS,
     ),

@@ -37,7 +37,7 @@ class Backend(Protocol):
     chain: Chain | None
     """Drafts and verifies several tokens in one call; None before ``finish`` and where that is not possible."""
     num_ranks: int
-    """Number of machines that compute every layer together; 1 for a decoder on one machine."""
+    """Number of machines that share the work of the decoder."""
     rows_up_to: int
     """Prompt chunks that end at or before this position are computed as single rows, later ones as chunks. The choice
     depends only on the place in the text, so that a prompt gives the same bits whatever else is running."""

@@ -33,6 +33,8 @@ INLINE_BYTES = 32 << 10
 that write to each other at once do not wait for each other."""
 
 BUFFER_BYTES = 1 << 20
+MOST_PARTS = 512
+"""Pieces of memory that are written or read in one call of the system, which takes twice as many."""
 LOOK_S = 0.5
 """How often a rank that waits for one link looks at the others."""
 
@@ -135,7 +137,7 @@ class Link:
     def _write(self, parts: Sequence[memoryview]) -> None:
         left = list(parts)
         while left:
-            count = self.connection.sendmsg(left)
+            count = self.connection.sendmsg(left[:MOST_PARTS])
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
@@ -184,22 +186,23 @@ class Links:
         except OSError as error:
             self._lost(rank, error)
 
-    def receive(self, rank: int, tag: int, into: Tensor) -> None:
-        """Wait for a rank's frame of this tag and put it into a contiguous tensor, which it must fill.
+    def receive(self, rank: int, tag: int, *into: Tensor) -> None:
+        """Wait for a rank's frame of this tag and put it into contiguous tensors, which it must fill.
 
         Raises:
             WorldError: a rank is gone, hangs or has given up, or sends something else.
         """
         self._check()
-        header, view = bytearray(HEADER.size), view_of(into)
-        count = self._read(rank, [memoryview(header), view])
+        header, views = bytearray(HEADER.size), [view_of(part) for part in into]
+        expected = sum(map(len, views))
+        count = self._read(rank, [memoryview(header), *views])
         kind, found, size = HEADER.unpack(header)
         if kind == FAILED:
-            self._told(rank, size, bytes(view[: count - HEADER.size]))
-        if (kind, found, size) != (DATA, tag, len(view)):
+            self._told(rank, size, b"".join(views)[: count - HEADER.size])
+        if (kind, found, size) != (DATA, tag, expected):
             self.fail(
                 f"rank {rank} sent a frame ({kind}, {found}, {size} bytes) where rank {self.rank} waits for "
-                f"({DATA}, {tag}, {len(view)} bytes); the ranks are out of step"
+                f"({DATA}, {tag}, {expected} bytes); the ranks are out of step"
             )
 
     def message(self, rank: int, *, is_idle: bool = False) -> bytearray:
@@ -292,7 +295,7 @@ class Links:
         total, waited_from = 0, time.monotonic()
         while left:
             try:
-                count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
+                count = connection.recvmsg_into(left[:MOST_PARTS], 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 self._look_around(rank)
                 if time.monotonic() - waited_from > self.timeout_s and not is_idle:

@@ -17,24 +17,29 @@ from vivace.core.backend import Backend, TorchBackend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
+from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
 from vivace.parallel.collective import LinkedSum
 from vivace.parallel.following import Follower
 from vivace.parallel.leading import Leader, LedBackend
+from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
 from vivace.parallel.shares import shares_of
 from vivace.parallel.tensor import ShareParts, shard_of
 from vivace.parallel.world import World
 
-MODES = ("tensor",)
-"""Ways to share a model's work."""
+MODES = ("tensor", "runahead")
+"""Ways to share work: every layer is divided among ranks, or every prompt is."""
 
 
 class SharedLoading:
     """Loads one model on all ranks of a world."""
 
-    def __init__(self, world: World) -> None:
-        """Load among the ranks of a world, which all make the same calls."""
+    def __init__(self, world: World, mode: str) -> None:
+        """Load among the ranks of a world, which all make the same calls, for a way to share work."""
         self.world = world
+        self.mode = mode
+        self.prefill: Prefill = RunaheadPrefill(world) if mode == "runahead" else FULL
+        """How prompts are read in full."""
 
     @staticmethod
     def of(
@@ -62,7 +67,7 @@ class SharedLoading:
             raise UnsupportedError(f"ranks compute on the CPU, found device {settings['device']!r}; leave out device")
         if settings.get("reader", "auto") != "auto":
             raise UnsupportedError("a store is not read by several ranks; leave out reader or parallel")
-        return SharedLoading(worlds.join(interface=interface, timeout_s=timeout_s))
+        return SharedLoading(worlds.join(interface=interface, timeout_s=timeout_s), mode)
 
     def load(
         self,
@@ -93,6 +98,40 @@ class SharedLoading:
             ConfigError: so many ranks cannot share the model.
             UnsupportedError: such a model is not shared.
         """
+        if self.mode == "tensor":
+            decoder = self._load_share(folder, dtype, device, backend, ignored)
+        else:
+            decoder = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
+        decoder.store_entries(kv)
+        self.world.compare(
+            {
+                "mode": self.mode,
+                "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
+                "checkpoint": base_hash(folder)[:16],
+                "kernels": kernels,
+                "weights": weights,
+                "dtype": str(decoder.dtype).removeprefix("torch."),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "keys and values": kv,
+            }
+        )
+        if not self.world.leads:
+            self._follow(decoder)
+        if isinstance(self.prefill, RunaheadPrefill):
+            decoder.backend.num_ranks = self.world.size
+            self.prefill.measure(decoder)
+        return decoder
+
+    def _load_share(
+        self,
+        folder: Path,
+        dtype: str,
+        device: str,
+        backend: Callable[[torch.dtype], Backend | None],
+        ignored: Sequence[str],
+    ) -> Decoder:
+        """Load this rank's share of every layer."""
         config = load_config(folder, ignored)
         check_model(config)
         share = shares_of(config, self.world.size)[self.world.rank]
@@ -109,27 +148,13 @@ class SharedLoading:
 
         shard = shard_of(config, share, has_ends=self.world.leads)
         decoder = load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored, shard=shard)
-        decoder.store_entries(kv)
-        self.world.compare(
-            {
-                "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
-                "checkpoint": base_hash(folder)[:16],
-                "kernels": kernels,
-                "weights": weights,
-                "dtype": str(decoder.dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "keys and values": kv,
-            }
-        )
-        if leader is None:
-            self._follow(decoder)
         return decoder
 
     def _follow(self, decoder: Decoder) -> NoReturn:
         """Repeat what rank 0 does until it has ended, and end the process."""
+        follower = Follower(self.world, decoder) if self.mode == "tensor" else RunaheadFollower(self.world, decoder)
         try:
-            Follower(self.world, decoder).run()
+            follower.run()
         except WorldError:
             sys.exit(1)  # rank 0 says what happened
         self.world.close()

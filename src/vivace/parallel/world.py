@@ -48,6 +48,8 @@ class World:
         self.rank = rank
         self.size = size
         self.links = links
+        self.link: object | None = None
+        """How fast the link to rank 1 is, where it was measured (``LinkSpeed``)."""
         self.store: object | None = None
         """Where the ranks have met; rank 0 may hold it while the others still read."""
 

@@ -21,10 +21,14 @@ MOST_KEPT = 64
 class Prefills:
     """The ways to read prompts of one model, each made when it is first asked for."""
 
-    def __init__(self, model: Decoder, folder: Path | None = None) -> None:
-        """Read prompts of ``model``; what was learnt for it lies in ``folder``, where its checkpoint is."""
+    def __init__(self, model: Decoder, folder: Path | None = None, full: Prefill = FULL) -> None:
+        """Read prompts of ``model``; what was learnt for it lies in ``folder``, where its checkpoint is.
+
+        ``full`` is how prompts are read in full.
+        """
         self._model = model
         self._folder = folder
+        self._full = full
         self._read: LearnedScores | None = None
         self._made: OrderedDict[tuple[object, ...], PrunedPrefill] = OrderedDict()
 
@@ -47,7 +51,7 @@ class Prefills:
                     raise ConfigError(
                         f"{what} has no effect on prefill {name}; leave it out, or choose another", field=what
                     )
-            return FULL, None
+            return self._full, None
         if decode_keep is not None and not spec.can_return:
             able = " or ".join(other.name for other in PREFILLS.values() if other.can_return)
             raise ConfigError(
@@ -60,7 +64,7 @@ class Prefills:
         schedule = self.schedule(spec, keep)
         shares = None if decode_keep is None else parse_decode_keep(decode_keep, schedule)
         if length < shortest:
-            return FULL, f"the prompt has {length} tokens; prefill {name} begins at {shortest}"
+            return self._full, f"the prompt has {length} tokens; prefill {name} begins at {shortest}"
         key = name, schedule, shares
         if key not in self._made:
             row_bytes = self._model.config.width * self._model.dtype.itemsize

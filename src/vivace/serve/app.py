@@ -108,7 +108,7 @@ class Server:
         if asked > context:
             raise APIError(400, f"max_model_len is {asked}; the context of this model holds {context}")
         prefix = engine.prefix_cache
-        if prefix is None and config.prefix_cache_bytes and not engine.model.stateful:
+        if prefix is None and config.prefix_cache_bytes and not engine.model.stateful and engine.world is None:
             prefix = engine.new_prefix_cache(config.prefix_cache_bytes)
         drafter = self.catalog.drafter(config.served_model_name, config.method, None)
         if config.max_model_len is None:

@@ -1,0 +1,153 @@
+"""Which piece of a prompt each rank reads in KV-Runahead, and what a partition costs (Cho et al. 2024, 2405.05329).
+
+Rank i of the chain has ``c_i`` tokens behind a prefix of ``o_i = c_0 + ... + c_(i-1)``. Its attention computes
+``c_i (o_i + c_i)`` products where it is dense and ``c_i o_i + c_i^2 / 2`` where it is causal, as here. Later pieces see
+more tokens, so that balanced pieces get shorter along the chain. A layer of a rank can attend when its own keys and the
+prefix are there:
+
+    ready[i, l]   = begun[i, l] + project(c_i)
+    arrived[i, l] = max(passed[i-1, l], arrived[i, l-1]) + latency + bytes(o_i) / bandwidth
+    passed[i, l]  = max(ready[i, l], arrived[i, l])
+    begun[i, l+1] = passed[i, l] + attend(c_i, o_i) + feed(c_i)
+
+The paper searches on the machine; boundaries here are searched in this model, from the even split and from a balance of
+work, since sweeps that start at the even split alone stop before the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from vivace.core.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a layer takes, in seconds."""
+
+    project_s: float
+    """Norm, queries, keys and values of one token."""
+    feed_s: float
+    """Output projection and feed-forward of one token."""
+    attend_s: float
+    """One query token's attention to one entry."""
+    num_layers: int
+    latency_s: float = 0.0
+    """Of a message."""
+    entry_s: float = 0.0
+    """Sending one entry of one layer."""
+
+    @staticmethod
+    def of(config: ModelConfig, *, rate: float = 1e9) -> Costs:
+        """Return costs by the number of multiplications, at ``rate`` of them in a second and with a free link."""
+        heads = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        matrices = 3 if config.gated else 2
+        return Costs(
+            project_s=config.width * (heads + 2 * keys) / rate,
+            feed_s=config.width * (heads + matrices * config.ffn_width) / rate,
+            attend_s=2 * heads / rate,
+            num_layers=config.num_layers,
+        )
+
+
+def first_token_s(counts: Sequence[int], costs: Costs) -> float:
+    """Return when the last rank of a chain has the entries of the last layer, in the model above."""
+    offsets = [0, *accumulate(counts)]
+    passed = [0.0] * costs.num_layers
+    for place, count in enumerate(counts):
+        begun = arrived = 0.0
+        send_s = costs.latency_s + offsets[place] * costs.entry_s if place else 0.0
+        attend_s = costs.attend_s * count * (offsets[place] + count / 2) + costs.feed_s * count
+        for layer in range(costs.num_layers):
+            arrived = max(passed[layer], arrived) + send_s if place else 0.0
+            passed[layer] = max(begun + costs.project_s * count, arrived)
+            begun = passed[layer] + attend_s
+    return passed[-1]
+
+
+def even(length: int, num_ranks: int, grid: int) -> list[int]:
+    """Return lengths of neighbouring pieces that are as equal as the grid allows; the last one ends the prompt.
+
+    Args:
+        length: tokens of the prompt.
+        num_ranks: number of pieces.
+        grid: pieces begin at multiples of it.
+    """
+    return _on_grid([length * (place + 1) / num_ranks for place in range(num_ranks - 1)], length, grid)
+
+
+def balanced(length: int, num_ranks: int, grid: int, costs: Costs) -> list[int]:
+    """Return the best pieces that coordinate sweeps find, from several starts.
+
+    Args:
+        length: tokens of the prompt.
+        num_ranks: number of pieces; there are at least as many portions of the grid.
+        grid: pieces begin at multiples of it.
+        costs: of the machine.
+    """
+    starts = [even(length, num_ranks, grid), _on_grid(_equal_work(length, num_ranks, costs), length, grid)]
+    return min((_swept(start, grid, costs) for start in starts), key=lambda counts: first_token_s(counts, costs))
+
+
+def _swept(counts: list[int], grid: int, costs: Costs) -> list[int]:
+    """Move one boundary at a time, in ever smaller steps, while that makes the chain faster."""
+    best, best_s = counts, first_token_s(counts, costs)
+    stride = max(grid, sum(counts) // (4 * len(counts)) // grid * grid)
+    while stride >= grid:
+        improved = False
+        for place in range(len(counts) - 1):
+            for step in (-2 * stride, -stride, stride, 2 * stride):
+                moved = list(best)
+                moved[place] += step
+                moved[place + 1] -= step
+                if min(moved) <= 0:
+                    continue
+                moved_s = first_token_s(moved, costs)
+                if moved_s < best_s * (1 - 1e-9):
+                    best, best_s, improved = moved, moved_s, True
+        if not improved:
+            stride //= 2
+            stride -= stride % grid
+    return best
+
+
+def _equal_work(length: int, num_ranks: int, costs: Costs) -> list[float]:
+    """Return boundaries between pieces of equal work, links left aside."""
+    per_token = costs.project_s + costs.feed_s
+
+    def work(tokens: float) -> float:
+        return per_token * tokens + costs.attend_s * tokens * tokens / 2
+
+    found = []
+    for place in range(1, num_ranks):
+        low, high = 0.0, float(length)
+        while high - low > 0.5:
+            middle = (low + high) / 2
+            low, high = (middle, high) if work(middle) < work(length) * place / num_ranks else (low, middle)
+        found.append(low)
+    return found
+
+
+def _on_grid(bounds: Sequence[float], length: int, grid: int) -> list[int]:
+    """Return the lengths of pieces between boundaries that are moved onto the grid, none of them empty."""
+    num_portions = -(-length // grid)
+    assert num_portions > len(bounds), "every piece has a portion of its own"
+    portions: list[int] = []
+    for place, bound in enumerate(bounds):
+        least = (portions[-1] if portions else 0) + 1
+        portions.append(min(max(round(bound / grid), least), num_portions - (len(bounds) - place)))
+    places = [0, *(grid * portion for portion in portions), length]
+    return [stop - start for start, stop in pairwise(places)]
+
+
+def entries_sent(counts: Sequence[int]) -> int:
+    """Return how many entries of each layer the chain sends: every rank but the last its prefix and its own."""
+    return sum(list(accumulate(counts))[:-1])
+
+
+def busiest_square(counts: Sequence[int]) -> int:
+    """Return the most products of one query with one key that a rank of the chain computes, with dense attention."""
+    return max(count * stop for count, stop in zip(counts, accumulate(counts), strict=True))
