@@ -265,7 +265,7 @@ class Engine:
         """What is unusual about the checkpoint and may surprise, one line each; commands print them."""
         raw, size = read_config(self.folder), self.model.config.vocab_size
         found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
-        return found + note_on(self.folder, self.weights, self.model.dtype) + self.tokenizer.notes(size)
+        return found + note_on(self.folder, self.weights, self.model.dtype, self.model) + self.tokenizer.notes(size)
 
     def check_has_no_encoder(self) -> None:
         """Raise an UnsupportedError if the model is an encoder-decoder, for callers that can use decoders only."""

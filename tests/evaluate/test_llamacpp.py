@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.checkpoint.gguf.families import make, write_file
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.gguf.written import write_checkpoint
 from vivace.engine import SHIPPED, load
@@ -54,6 +55,25 @@ def test_logits_of_the_shipped_model_are_ours(tmp_path: Path) -> None:
     for place in range(5, len(ids)):
         (row,) = theirs.run(LlamaRows([ids[place]], [place], [0], [0]))
         assert np.abs(row - ours[place]).max() < 2e-4
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_gguf_file_is_run_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also of an architecture that is not written here."""
+    monkeypatch.setenv("VIVACE_CACHE_DIR", str(tmp_path / "cache"))
+    path = write_file("gemma3", make("gemma3"), tmp_path / "m.gguf", "q8_0")
+    ours = load(path)
+    questions = [BenchmarkPrompt("a", tuple(ids)) for ids in ([5, 17, 40, 3], [88, 21, 60, 9, 7])]
+    (peer,) = enter_llama_cpp(["llama.cpp"], ours.folder, questions, max_new_tokens=6, batch_size=1)
+    assert peer.engine.num_bytes <= path.stat().st_size
+    for question in questions:
+        theirs = peer.engine
+        rows = logits_of(theirs, list(question.token_ids))
+        theirs.forget(0, 0)
+        expected = ours.logits([list(question.token_ids)])[0].numpy()
+        assert np.abs(rows - expected).max() < 0.05 * np.abs(expected).max()
+    with pytest.raises(UnsupportedError, match="only llama checkpoints can be written"):
+        enter_llama_cpp(["llama.cpp-q4_0"], ours.folder, questions, max_new_tokens=6, batch_size=1)
 
 
 @pytest.mark.usefixtures("installed")

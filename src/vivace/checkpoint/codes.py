@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from vivace.checkpoint.files import is_linked, named_file, open_tensors, read_json
 from vivace.checkpoint.quantized.settings import PALETTE, is_quantized, settings_of
+from vivace.kernels.grid_codes import GridCodes
 
 
 def holds_codes(folder: Path) -> bool:
@@ -15,13 +17,14 @@ def holds_codes(folder: Path) -> bool:
     return is_linked(folder) or is_quantized(read_json(folder / "config.json"))
 
 
-def note_on(folder: Path, weights: str, dtype: torch.dtype) -> list[str]:
+def note_on(folder: Path, weights: str, dtype: torch.dtype, model: nn.Module) -> list[str]:
     """Return what became of a checkpoint's codes in memory, one line; nothing where it holds none.
 
     Args:
         folder: folder of a checkpoint.
         weights: format of the matrices in memory.
         dtype: dtype of the model.
+        model: the model in memory.
     """
     if not holds_codes(folder):
         return []
@@ -32,5 +35,8 @@ def note_on(folder: Path, weights: str, dtype: torch.dtype) -> list[str]:
     if weights == "bf16" and (settings_of(read_json(folder / "config.json")) or ("",))[0] == PALETTE:
         return []  # native kernels multiply these codes as they are
     of_file = f" of {Path(named_file(folder)).name}" if is_linked(folder) else ""
+    found = f"the {', '.join(kinds)} weights{of_file}"
+    if any(isinstance(getattr(module, "weight", None), GridCodes) for module in model.modules()):
+        return [f"{found} keep the codes and scales of the file, and are multiplied with inputs in eight bits"]
     again = "" if weights == "bf16" else f" and rounded once more, to {weights}"
-    return [f"the {', '.join(kinds)} weights{of_file} are decoded to {str(dtype).removeprefix('torch.')}{again}"]
+    return [f"{found} are decoded to {str(dtype).removeprefix('torch.')}{again}"]

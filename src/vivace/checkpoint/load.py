@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vivace.checkpoint.codes import holds_codes
 from vivace.checkpoint.families import Family, family_of, translate
 from vivace.checkpoint.files import Tensors, open_tensors, read_json, resolve, summary
+from vivace.checkpoint.gguf.tensors import GgufTensors
 from vivace.checkpoint.names import Names, Target, TensorPiece, layout
 from vivace.checkpoint.neutral_keys import without
 from vivace.checkpoint.quantized.palette import PaletteTensors
 from vivace.checkpoint.quantized.settings import PALETTE, dtype_of, settings_of
+from vivace.checkpoint.quantized.stored import QuantizedTensors
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import num_bytes
@@ -29,6 +32,7 @@ from vivace.core.model import Decoder
 from vivace.core.parts import Parts
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.coded import Coded, RowCodes, stacked
+from vivace.kernels.grid_codes import grid_rows
 from vivace.kernels.low_bit import Weights
 
 
@@ -194,8 +198,9 @@ def least_bytes(path: str | Path, dtype: str = "auto", weights: Weights = "bf16"
     written = dtype_of(raw) or "bfloat16"
     kind = choose_dtype(dtype, written, torch.device("cpu"))
     method, _ = settings_of(raw) or (None, None)
-    if method == PALETTE and weights == "bf16" and kind == torch.bfloat16:
-        stored = open_tensors(resolve(path))
+    folder = resolve(path)
+    if (method == PALETTE or holds_codes(folder)) and weights == "bf16" and kind == torch.bfloat16:
+        stored = open_tensors(folder)
         return sum(stored.num_bytes(name) for name in stored.names)
     in_bfloat16 = num_bytes(translate(raw), weights)
     return in_bfloat16 if weights != "bf16" else in_bfloat16 * kind.itemsize // torch.bfloat16.itemsize
@@ -334,9 +339,17 @@ def assemble(target: Target, stored: Tensors, dtype: torch.dtype, device: torch.
 
 def _coded(target: Target, stored: Tensors, backend: Backend, *, is_table: bool) -> Coded | None:
     """Return one parameter in the few bits that it is stored in; None where it is stored otherwise, or is wanted
-    otherwise. A table of embeddings can only stay in eight bits.
+    otherwise. Of palettes, a table of embeddings can only stay in eight bits. Experts of grids are decoded: those of a
+    layer have to be of one format, which a file does not promise.
     """
-    if not isinstance(stored, PaletteTensors) or not backend.keeps_codes:
+    if not backend.keeps_codes:
+        return None
+    if isinstance(stored, GgufTensors | QuantizedTensors):
+        if len(target.shape) != 2 or ".experts." in target.pieces[0].name or target.pieces[0].transposed:
+            return None
+        grids = [stored.grid(piece.name) for piece in target.pieces]
+        return grid_rows([grid for grid in grids if grid is not None]) if None not in grids else None
+    if not isinstance(stored, PaletteTensors):
         return None
     parts = [stored.coded(piece.name) for piece in target.pieces]
     known = [part for part in parts if part is not None]

@@ -1,5 +1,7 @@
 """llama.cpp in the benchmark: the same weights as GGUF, the same token ids, the same number of threads.
 
+A model that is a GGUF file is compared with llama.cpp on that very file.
+
 It is called through the C functions of llama-cpp-python instead of its ``Llama`` class, whose loop costs more
 per token than a small model does; so the time is that of llama.cpp and one ``argmax``. Settings are its defaults:
 float16 cache, flash attention where available, weights repacked while loading where it can. K-quants are made by
@@ -26,7 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vivace.checkpoint.files import is_linked
 from vivace.checkpoint.generation import load_eos_ids
+from vivace.checkpoint.gguf.folder import linked_file
 from vivace.checkpoint.gguf.written import write_checkpoint
 from vivace.checkpoint.load import load_config
 from vivace.errors import CapacityError, DependencyError, VivaceError
@@ -87,7 +91,7 @@ class LlamaCpp:
         """Load a file.
 
         Args:
-            path: file written by ``write_checkpoint``; it may be deleted afterwards.
+            path: a GGUF file; it may be deleted afterwards.
             num_threads: number of threads for prompts and for single tokens.
             capacity: number of cache entries per sequence.
             num_sequences: number of sequences decoded at once.
@@ -298,7 +302,7 @@ class LlamaCppPeer:
 def enter_llama_cpp(
     names: Sequence[str], folder: Path, questions: Sequence[BenchmarkPrompt], *, max_new_tokens: int, batch_size: int
 ) -> list[LlamaCppPeer]:
-    """Write a checkpoint as GGUF, once for each format, and load the files.
+    """Write a checkpoint as GGUF, once for each format, and load the files; a GGUF file is loaded itself.
 
     Args:
         names: keys of `LLAMA_CPP`.
@@ -322,15 +326,23 @@ def enter_llama_cpp(
     for name in names:
         kind = LLAMA_CPP[name]
         with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
-            path = Path(place) / "model.gguf"
-            write_checkpoint(folder, path, kind.weights, tokenizer=False)
-            if kind.quantized is not None:
-                path = _quantized(path, kind.quantized)
+            path = _file_for(kind, folder, Path(place))
             _probe(name, path)
             engine = LlamaCpp(path, num_threads=torch.get_num_threads(), capacity=longest, num_sequences=batch_size)
         drafter = _ngram_drafter(kind.num_drafted) if kind.num_drafted else None
         peers.append(LlamaCppPeer(name, engine, max_new_tokens, ends, entry_bytes, drafter))
     return peers
+
+
+def _file_for(kind: LlamaKind, folder: Path, place: Path) -> Path:
+    """Return the file that llama.cpp runs: the user's own if the model is one and no other format was asked for, or
+    one that is written to a folder.
+    """
+    if is_linked(folder) and kind.weights == "auto" and kind.quantized is None:
+        return linked_file(folder)
+    path = place / "model.gguf"
+    write_checkpoint(folder, path, kind.weights, tokenizer=False)
+    return path if kind.quantized is None else _quantized(path, kind.quantized)
 
 
 def _quantized(path: Path, kind: int) -> Path:

@@ -26,7 +26,7 @@ SITES = {"q": 0, "k": 1, "v": 2, "o": 3, "gate": 4, "up": 5, "down": 6, "mlp": 7
 FORMATS = {
     **{"row_major": 0, "tiles": 1, "int8": 2, "q4": 3, "lut4": 4, "exact12": 5, "exact12_rows": 6},
     **{"float16_tiles": 7, "float16_rows": 8, "bfloat16_tiles": 9, "bfloat16_rows": 10},
-    **{"lut2": 11, "lut3": 12, "lut2_ints": 13, "lut3_ints": 14, "lut4_ints": 15},
+    **{"lut2": 11, "lut3": 12, "lut2_ints": 13, "lut3_ints": 14, "lut4_ints": 15, "grid4": 16, "grid8": 17},
 }
 LANES = 16
 """Number of outputs in a tile of a packed matrix: the float32 numbers of a 512-bit register."""

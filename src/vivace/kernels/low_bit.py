@@ -7,6 +7,7 @@
 * ``lut2``, ``lut3``, ``lut4``: codes into a codebook of four, eight or sixteen bfloat16 numbers for each sixteen
   outputs (``palette.py``), which also has codebooks of integers, for models that were stored so.
 * ``exact12``: bfloat16 in twelve bits, without loss (``exact.py``).
+* ``grid4``, ``grid8``: a file's own codes with their scales and offsets, without loss (``grid_codes.py``).
 
 For ``int8`` and ``q4`` the inputs are quantized too, to integers -127..127 with a scale for each group of 64, so that
 one large input costs precision in its own group only. Sums of products within a group are exact integers; groups are
@@ -31,6 +32,7 @@ from torch import Tensor
 from vivace.errors import ConfigError, nearest
 from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
+from vivace.kernels.grid_codes import GridCodes
 from vivace.kernels.library import GROUP as GROUP
 from vivace.kernels.library import LANES, CQuantised, found_library, runnable
 from vivace.kernels.palette import IntPalette, Palette
@@ -143,7 +145,7 @@ def _table(device: torch.device) -> Tensor:
     return torch.tensor(TABLE, dtype=torch.int8, device=device)
 
 
-Rounded = LowBit | Palette | IntPalette | Exact
+Rounded = LowBit | Palette | IntPalette | Exact | GridCodes
 """A matrix in any of the quantized or packed formats."""
 
 
@@ -294,6 +296,9 @@ def multiply(x: Tensor, weight: Rounded, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, Palette | Exact):
         return weight.multiply(x, bias)
+    if isinstance(weight, GridCodes):
+        total = weight.products(*prepare(x if weight.order is None else x[:, weight.order]))
+        return (total if bias is None else total + bias.float()).to(x.dtype)
     whole, scales = prepare(x)
     integers = weight.integers().view(-1, weight.groups, GROUP).permute(1, 2, 0).float()
     factors = weight.factors()

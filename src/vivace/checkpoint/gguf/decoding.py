@@ -17,7 +17,7 @@ added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from vivace.checkpoint.gguf.blocks import Bytes, Floats
 from vivace.errors import CorruptError, UnsupportedError
+from vivace.kernels.grid import Grid
 from vivace.kernels.low_bit import TABLE
 
 ROWS_BYTES = 1 << 22
@@ -45,6 +46,10 @@ class CodeBlocks:
     """(n, groups)."""
     offsets: Floats | None = None
     """(n, groups), or None for zeros."""
+    units: Floats | None = None
+    """(n, 1) what the scales of a block are integer multiples of, or None."""
+    offset_units: Floats | None = None
+    """The same of the offsets."""
 
     def dense(self) -> Floats:
         """Return the weights, (n, block) float32."""
@@ -114,7 +119,8 @@ def _two_bits(part: Bytes) -> Bytes:
 
 def _q2_k(b: Bytes) -> CodeBlocks:
     scales, offsets = b[:, :16] & 15, b[:, :16] >> 4
-    return CodeBlocks(_two_bits(b[:, 16:80]).astype(np.int16), _half(b, 80) * scales, -_half(b, 82) * offsets)
+    unit, less = _half(b, 80), -_half(b, 82)
+    return CodeBlocks(_two_bits(b[:, 16:80]).astype(np.int16), unit * scales, less * offsets, unit, less)
 
 
 def _q3_k(b: Bytes) -> CodeBlocks:
@@ -122,7 +128,8 @@ def _q3_k(b: Bytes) -> CodeBlocks:
     codes = _two_bits(b[:, 32:96]).astype(np.int16) + 4 * high.reshape(len(b), 256) - 4
     low = np.concatenate([b[:, 96:104] & 15, b[:, 96:104] >> 4], axis=1)
     top = np.concatenate([b[:, 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    return CodeBlocks(codes, _half(b, 108) * ((low | top << 4).astype(np.float32) - 32))
+    unit = _half(b, 108)
+    return CodeBlocks(codes, unit * ((low | top << 4).astype(np.float32) - 32), units=unit)
 
 
 def _six_bits(part: Bytes) -> tuple[Bytes, Bytes]:
@@ -135,21 +142,24 @@ def _six_bits(part: Bytes) -> tuple[Bytes, Bytes]:
 def _q4_k(b: Bytes) -> CodeBlocks:
     scales, offsets = _six_bits(b[:, 4:16])
     codes = _nibbles(b[:, 16:].reshape(len(b), 4, 32)).reshape(len(b), 256)
-    return CodeBlocks(codes.astype(np.int16), _half(b, 0) * scales, -_half(b, 2) * offsets)
+    unit, less = _half(b, 0), -_half(b, 2)
+    return CodeBlocks(codes.astype(np.int16), unit * scales, less * offsets, unit, less)
 
 
 def _q5_k(b: Bytes) -> CodeBlocks:
     scales, offsets = _six_bits(b[:, 4:16])
     low = _nibbles(b[:, 48:].reshape(len(b), 4, 32)).reshape(len(b), 256)
     high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(len(b), 256)
-    return CodeBlocks((low | high << 4).astype(np.int16), _half(b, 0) * scales, -_half(b, 2) * offsets)
+    unit, less = _half(b, 0), -_half(b, 2)
+    return CodeBlocks((low | high << 4).astype(np.int16), unit * scales, less * offsets, unit, less)
 
 
 def _q6_k(b: Bytes) -> CodeBlocks:
     low = _nibbles(b[:, :128].reshape(len(b), 2, 64)).reshape(len(b), 256)
     high = _two_bits(b[:, 128:192])
     codes = (low | high << 4).astype(np.int16) - 32
-    return CodeBlocks(codes, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32))
+    unit = _half(b, 208)
+    return CodeBlocks(codes, unit * b[:, 192:208].view(np.int8).astype(np.float32), units=unit)
 
 
 _TABLE = np.array(TABLE, np.int16)
@@ -164,7 +174,8 @@ def _iq4_xs(b: Bytes) -> CodeBlocks:
     high = (np.ascontiguousarray(b[:, 2:4]).view(np.uint16) >> shifts & 3).astype(np.uint8)
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
     codes = _TABLE[_nibbles(b[:, 8:].reshape(len(b), 8, 16))].reshape(len(b), 256)
-    return CodeBlocks(codes, _half(b, 0) * ((low | high << 4).astype(np.float32) - 32))
+    unit = _half(b, 0)
+    return CodeBlocks(codes, unit * ((low | high << 4).astype(np.float32) - 32), units=unit)
 
 
 TYPES: Mapping[str, Type] = {
@@ -231,14 +242,46 @@ def decode(raw: Bytes, shape: tuple[int, ...], name: str, what: str, dtype: torc
     if kind.grid is None:
         assert kind.dtype is not None
         return torch.frombuffer(raw, dtype=kind.dtype).view(shape)
+    values = torch.empty(len(raw) // kind.block_bytes, kind.block, dtype=dtype or torch.float32)
+    for first, found in _decoded(raw, kind, f"{what}: a scale of the {name} weights"):
+        values[first : first + len(found.codes)] = torch.from_numpy(found.dense())
+    return values.view(shape)
+
+
+def grid_of(raw: Bytes, shape: tuple[int, ...], name: str, what: str) -> Grid | None:
+    """Return the codes of a matrix with their scales, as the file has them; None for whole values.
+
+    Args:
+        raw: its bytes.
+        shape: (out, in).
+        name: its number format.
+        what: the matrix, for messages.
+
+    Raises:
+        CorruptError: a scale is not a finite number.
+    """
+    kind = TYPES[name]
+    if kind.grid is None:
+        return None
+    codes = torch.empty(len(raw) // kind.block_bytes, kind.block, dtype=torch.int8)
+    parts: dict[str, list[Tensor]] = {}
+    for first, found in _decoded(raw, kind, f"{what}: a scale of the {name} weights"):
+        codes[first : first + len(found.codes)] = torch.from_numpy(found.codes.astype(np.int8))
+        for part in ("scales", "offsets", "units", "offset_units"):
+            if (numbers := getattr(found, part)) is not None:
+                parts.setdefault(part, []).append(torch.from_numpy(np.ascontiguousarray(numbers)))
+    rows = {part: torch.cat(each).view(shape[0], -1) for part, each in parts.items()}
+    scales = rows.pop("scales")
+    return Grid(codes.view(shape), scales, shape[1] // scales.shape[1], **rows)
+
+
+def _decoded(raw: Bytes, kind: Type, what: str) -> Iterator[tuple[int, CodeBlocks]]:
+    """Yield the blocks of a tensor, some at a time, with the number of the first of them; raises as ``decode``."""
+    assert kind.grid is not None
     blocks = raw.reshape(-1, kind.block_bytes)
-    values = torch.empty(len(blocks), kind.block, dtype=dtype or torch.float32)
     step = max(1, ROWS_BYTES // kind.block_bytes)
     for first in range(0, len(blocks), step):
-        grid = kind.grid(blocks[first : first + step])
-        if not (np.isfinite(grid.scales).all() and (grid.offsets is None or np.isfinite(grid.offsets).all())):
-            raise CorruptError(
-                f"{what}: a scale of the {name} weights is infinite or not a number; the file is damaged"
-            )
-        values[first : first + step] = torch.from_numpy(grid.dense())
-    return values.view(shape)
+        found = kind.grid(blocks[first : first + step])
+        if not (np.isfinite(found.scales).all() and (found.offsets is None or np.isfinite(found.offsets).all())):
+            raise CorruptError(f"{what} is infinite or not a number; the file is damaged")
+        yield first, found

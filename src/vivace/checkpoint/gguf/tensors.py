@@ -12,10 +12,11 @@ from torch import Tensor
 
 from vivace.checkpoint.gguf.blocks import Bytes
 from vivace.checkpoint.gguf.configuration import ROPE_TENSORS, find_architecture
-from vivace.checkpoint.gguf.decoding import TYPES, decode
+from vivace.checkpoint.gguf.decoding import TYPES, decode, grid_of
 from vivace.checkpoint.gguf.header import Header, read_header
 from vivace.checkpoint.gguf.names import gguf_names
 from vivace.checkpoint.names import Target
+from vivace.kernels.grid import Grid
 
 
 class GgufTensors:
@@ -81,6 +82,21 @@ class GgufTensors:
             return values - self._architecture.norm_offset
         heads = self._heads.get(theirs.split(".")[-2])
         return values if heads is None else _halves(values, heads)
+
+    def grid(self, name: str) -> Grid | None:
+        """Return a stored matrix as its codes; None where it is not stored as codes.
+
+        Raises:
+            CorruptError: a scale in the file is not a finite number.
+        """
+        theirs = self._theirs[name]
+        entry = self.header.tensors[theirs]
+        if len(entry.shape) != 2:
+            return None
+        part = self._raw[entry.start : entry.start + entry.num_bytes]
+        found = grid_of(part, entry.shape, entry.type, f"{self.header.path}: {theirs}")
+        heads = self._heads.get(theirs.split(".")[-2])
+        return found if found is None or heads is None else found.reordered(heads)
 
     def _type(self, name: str) -> str:
         return self.header.tensors[self._theirs[name]].type

@@ -27,6 +27,7 @@ from vivace.core.low_rank import FixedFactors, LowRankDeltas
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
+from vivace.kernels.grid_codes import GridCodes
 from vivace.kernels.library import (
     ACTIVATIONS,
     FORMATS,
@@ -441,6 +442,8 @@ def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -
         return Matrix(made, matrix.bias, matrix.in_width, matrix.out_width)
     if weights == "bf16" or isinstance(matrix.weight, LowBit | Palette | IntPalette):
         return matrix
+    if isinstance(matrix.weight, GridCodes) and (matrix.weight.format == "grid4" or weights == "int8"):
+        return matrix  # a file's codes take no more bits than the copy would
     if weights == "int8" and matrix.screen is not None:  # the screen is that copy
         return Matrix(matrix.screen.codes, matrix.bias, matrix.in_width, matrix.out_width)
     return Matrix(quantise(matrix.rows_of_weights(), weights), matrix.bias, matrix.in_width, matrix.out_width)

@@ -47,12 +47,34 @@ constexpr int64_t INT_GROUP = 64;  // inputs that share a scale in integer produ
 //            of the first two in the low halves of the bytes. `scales` is an ExactSide.
 // EXACT12_ROWS  [ceil(out / 4)][3][ceil(in / 32)][64] bytes, in the order of sums of ROW_MAJOR: a step is 32 inputs of
 //            four outputs.
+// GRID4, GRID8  the codes of a file: a weight is scale (code - zero) + offset. Codes lie as those of Q4 (through the
+//            table of the GridSide) and of INT8; `scales` is a GridSide.
 // FLOAT16_TILES, FLOAT16_ROWS, BFLOAT16_TILES, BFLOAT16_ROWS  for a body for float32: TILES and ROW_MAJOR of its layout,
 //            whose weights take 16 bits and are widened in registers. The sums have the bits of the same weights in
 //            float32.
 enum Format : int64_t {
     ROW_MAJOR, TILES, INT8, Q4, LUT4, EXACT12, EXACT12_ROWS, FLOAT16_TILES, FLOAT16_ROWS, BFLOAT16_TILES, BFLOAT16_ROWS,
-    LUT2, LUT3, LUT2_INTS, LUT3_INTS, LUT4_INTS
+    LUT2, LUT3, LUT2_INTS, LUT3_INTS, LUT4_INTS, GRID4, GRID8
+};
+
+// How a number of each group of a GRID matrix is stored: not at all, as float16, as float32, or as an int8 multiple of
+// a float16 for each 256 inputs.
+enum Factor : int64_t { NOTHING, HALVES, FLOATS, MULTIPLES };
+
+// The part of a GRID matrix beside its codes. Places are in bytes from the beginning of this struct; numbers of groups
+// lie [ceil(out / 16)][ceil(in / 64)][64 / group][16], those for 256 inputs [ceil(out / 16)][ceil(in / 256)][16].
+struct GridSide {
+    int64_t group;          // neighbouring inputs that share a scale: 16, 32 or 64
+    int64_t scale, offset;  // Factor of scales and of offsets
+    int64_t has_zeros;      // whether groups have a code that stands for zero (int8); it is 0 otherwise
+    int64_t is_ordered;     // whether inputs are taken in another order than they come in
+    int64_t scales, scale_units, offsets, offset_units, zeros;
+    int64_t order;          // of (in,) int32: which input comes at each place
+    int8_t table[16];       // of GRID4: what codes stand for, before zeros and scales
+    uint8_t unused[24];     // to 128 bytes
+
+    template <class T>
+    const T* at(int64_t place) const { return (const T*)((const uint8_t*)this + place); }
 };
 
 // The part of an EXACT12 matrix beside its planes. A step with an upper byte that has no code is stored uncompressed:
@@ -78,7 +100,7 @@ struct Matrix {
     const bf16* bias;  // (out,) or null
     int64_t in, out;
     int64_t format;
-    const void* scales;   // of INT8, Q4 and LUT*_INTS, entries of LUT*, ExactSide of EXACT12
+    const void* scales;   // of INT8, Q4 and LUT*_INTS, entries of LUT*, ExactSide of EXACT12, GridSide of GRID4 and GRID8
     const int8_t* table;  // of Q4 and LUT*_INTS
     const Screen* screen;  // null: none
 };

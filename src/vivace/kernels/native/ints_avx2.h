@@ -76,21 +76,24 @@ struct Ints {
     }
 #else
     explicit Ints(int32_t) : low(_mm256_setzero_si256()), high(low) {}
-    // |x| times w with x's sign. vpmaddubsw saturates at 16 bits: two products of at most 127 * 127 add up to 32,258,
-    // below 32,767. Weights of -128 do not occur.
-    static __m256i dot(__m256i acc, __m256i w, __m256i x, __m256i size) {
-        const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(w, x));
+    // |w| times x with w's sign. vpmaddubsw saturates at 16 bits: two products of at most 128 * 127 add up to 32,512,
+    // below 32,767. Inputs of -128 do not occur.
+    static __m256i dot(__m256i acc, __m256i w, __m256i x) {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     void step(const Codes& w, const int8_t* p) {
         const Four x(p);
-        const __m256i size = _mm256_abs_epi8(x.bytes);
-        low = dot(low, w.low, x.bytes, size);
-        high = dot(high, w.high, x.bytes, size);
+        low = dot(low, w.low, x.bytes);
+        high = dot(high, w.high, x.bytes);
     }
 #endif
     Vec part(int which) const { return _mm256_cvtepi32_ps(which == 0 ? low : high); }
 };
+inline Vec load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec load_integers(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 struct Table {
     __m256i entries, mask = _mm256_set1_epi8(15);
     Table(const int8_t* p, int offset)  // 128 or 0, which is added to each entry

@@ -61,6 +61,12 @@ struct Ints {
     }
     Vec part(int) const { return _mm512_cvtepi32_ps(value); }
 };
+// Sixteen numbers of float16, and sixteen integers of a byte.
+inline Vec load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec load_integers(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+
 // A table of sixteen bytes, which is in every 128-bit lane of its register as the byte shuffle needs it; look_up
 // decodes the low and the high halves of 64 bytes.
 struct Table {

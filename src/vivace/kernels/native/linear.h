@@ -29,7 +29,8 @@ inline int64_t row_stride(const Matrix& m) {
 // Quantizes a row of inputs for a matrix of integers; does nothing for other matrices, and float32 has no others.
 inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row) {
 #if !defined(VIVACE_FLOAT32)
-    if (is_low_bit(m)) prepare_int_row(x + row * m.in, m.in, prepared + row * prepared_width(m));
+    if (is_grid(m)) prepare_grid_row(m, x + row * m.in, prepared + row * prepared_width(m));
+    else if (is_low_bit(m)) prepare_int_row(x + row * m.in, m.in, prepared + row * prepared_width(m));
 #endif
 }
 
@@ -64,6 +65,10 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
             return sum_lut_tiles<3>(m, tile, count, x, stride, rows, sums);
         case LUT4:
             return sum_lut_tiles<4>(m, tile, count, x, stride, rows, sums);
+        case GRID4:
+            return sum_grid_tiles<4>(m, tile, count, x, stride, rows, sums);
+        case GRID8:
+            return sum_grid_tiles<8>(m, tile, count, x, stride, rows, sums);
         case LUT2_INTS:
             return sum_int_tiles<IntPalette<2>>(m, tile, count, x, stride, rows, sums);
         case LUT3_INTS:

@@ -3,6 +3,7 @@
 // integer products are exact, so they have the bits of every other body.
 #pragma once
 #include "linear_exact.h"
+#include "linear_grid.h"
 #include "linear_palette.h"
 #include "tiles_amx.h"
 

@@ -67,6 +67,9 @@ struct Floats {
         for (int i = 0; i < LANES / WIDTH; ++i)
             parts[i] = fma(ints.part(i), mul(scales.parts[i], broadcast(scale)), parts[i]);
     }
+    void add(const Floats& factors, float scale) {
+        for (int i = 0; i < LANES / WIDTH; ++i) parts[i] = fma(factors.parts[i], broadcast(scale), parts[i]);
+    }
     void put(float* p) const {
         for (int i = 0; i < LANES / WIDTH; ++i) store(p + i * WIDTH, parts[i]);
     }

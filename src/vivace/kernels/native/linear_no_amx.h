@@ -4,6 +4,7 @@
 #include "linear_bf16.h"
 #else
 #include "linear_exact.h"
+#include "linear_grid.h"
 #include "linear_palette.h"
 #endif
 

@@ -99,13 +99,14 @@ inline Matrix up_of(const Delta& t, int64_t adapter) {
     return {t.up + adapter * size, nullptr, t.rank, t.out, TILES, nullptr, nullptr};
 }
 
-// Weights of int8, q4 and codes into integers are multiplied as integers, so rows are quantized first. A quantized row takes prepared_width
-// bfloat16 numbers, a whole number of cache lines.
+// Weights of int8, q4, codes into integers and codes of files are multiplied as integers, so rows are quantized first. A
+// quantized row takes prepared_width bfloat16 numbers, a whole number of cache lines.
+inline bool is_grid(const Matrix& m) { return m.format == GRID4 || m.format == GRID8; }
 inline bool is_low_bit(const Matrix& m) { return m.format == INT8 || m.format == Q4 || m.format >= LUT2_INTS; }
 inline int64_t prepared_width(const Matrix& m) {
     if (!is_low_bit(m)) return 0;
-    const int64_t groups = (m.in + INT_GROUP - 1) / INT_GROUP;
-    return (groups * (int64_t)(sizeof(float) + sizeof(int32_t) + INT_GROUP) + 63) / 64 * 32;
+    const int64_t groups = (m.in + INT_GROUP - 1) / INT_GROUP, sums = is_grid(m) ? 4 * sizeof(int16_t) : sizeof(int32_t);
+    return (groups * ((int64_t)sizeof(float) + sums + INT_GROUP) + 63) / 64 * 32;
 }
 inline const bf16* inputs(const Matrix& m, const bf16* x, const bf16* prepared) { return is_low_bit(m) ? prepared : x; }
 
