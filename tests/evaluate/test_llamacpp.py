@@ -71,7 +71,7 @@ def test_a_gguf_file_is_run_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         rows = logits_of(theirs, list(question.token_ids))
         theirs.forget(0, 0)
         expected = ours.logits([list(question.token_ids)])[0].numpy()
-        assert np.abs(rows - expected).max() < 0.05 * np.abs(expected).max()
+        assert np.abs(rows - expected).max() < 0.1 * np.abs(expected).max()  # inputs in eight bits on both sides
     with pytest.raises(UnsupportedError, match="only llama checkpoints can be written"):
         enter_llama_cpp(["llama.cpp-q4_0"], ours.folder, questions, max_new_tokens=6, batch_size=1)
 
