@@ -5,9 +5,11 @@ holds all that occur in the matrix; others take eight. Scales and offsets are ke
 each 256 inputs where the file has them so (the K-quants of llama.cpp), as float16 where that holds them all exactly,
 and as float32 otherwise. Groups have 16, 32 or 64 inputs; larger ones repeat their scale.
 
-Inputs are quantized as for ``int8`` and ``q4`` (``low_bit.py``): integers with a scale for each 64. A group's products
-are summed exactly, and so are its inputs, which its zero and its offset are multiplied with. ``GridCodes.products``
-computes that in PyTorch, to the bits of the native kernels.
+Inputs are quantized to integers -127..127 with a scale for each 16, where ``int8`` and ``q4`` have one for each 64:
+here that rounding is all that is lost, and a large input costs precision in its own 16 only. Products of 16 inputs are
+summed exactly; the sums are scaled and added in order, first within the inputs that share a scale of the weights,
+whose scaled sum is multiplied with zero and offset. ``GridCodes.products`` computes that in PyTorch, to the bits of
+the native kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch import Tensor
 from vivace.kernels.grid import WIDE, Grid, stacked
 from vivace.kernels.library import GROUP, LANES
 
+INPUTS = 16
+"""Number of neighbouring inputs that share a scale of theirs."""
 HEADER = 128
 """Bytes before the numbers of groups (``GridSide`` in ``native/abi.h``)."""
 KINDS = {"nothing": 0, "halves": 1, "floats": 2, "multiples": 3}
@@ -114,26 +118,29 @@ class GridCodes:
         """Return ``x W^T`` in float32, (T, out).
 
         Args:
-            whole: (T, groups, 64) integers of x, in the order of the codes, as float32.
-            scales: (T, groups) their scales.
+            whole: (T, n, 16) integers of x, in the order of the codes, as float32; n = groups * 4.
+            scales: (T, n) their scales.
         """
         own, zeros, offsets = (self.factors(name) for name in ("scales", "zeros", "offsets"))
         assert own is not None
-        parts = own.shape[1] // whole.shape[1]
-        integers = self.integers().view(len(own), own.shape[1], -1).float()
-        split = whole.reshape(len(whole), own.shape[1], -1)
+        quarters = whole.shape[1] // own.shape[1]
+        integers = self.integers().view(len(own), whole.shape[1], INPUTS).float()
         total = torch.zeros(len(whole), len(own))
 
-        def add(values: Tensor, factors: Tensor) -> Tensor:
-            return (total.double() + values.double() * factors.double()).float()
+        def add(to: Tensor, values: Tensor, factors: Tensor) -> Tensor:
+            return (to.double() + values.double() * factors.double()).float()
 
-        for place in range(own.shape[1]):
-            scale, inputs = scales[:, place // parts, None], split[:, place].sum(1, keepdim=True)
-            total = add(split[:, place] @ integers[:, place].t(), scale * own[:, place])
+        for part in range(own.shape[1]):
+            some, inputs = torch.zeros_like(total), torch.zeros(len(whole), 1)
+            for place in range(part * quarters, (part + 1) * quarters):
+                scale = scales[:, place, None]
+                some = add(some, whole[:, place] @ integers[:, place].t(), scale)
+                inputs = inputs + scale * whole[:, place].sum(1, keepdim=True)
+            total = add(total, some, own[:, part])
             if zeros is not None:
-                total = add(own[:, place] * zeros[:, place], scale * -inputs)
+                total = add(total, own[:, part] * zeros[:, part], -inputs)
             if offsets is not None:
-                total = add(offsets[:, place], scale * inputs)
+                total = add(total, offsets[:, part], inputs)
         return total[:, : self.out_width]
 
 

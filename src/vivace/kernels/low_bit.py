@@ -32,7 +32,7 @@ from torch import Tensor
 from vivace.errors import ConfigError, nearest
 from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
-from vivace.kernels.grid_codes import GridCodes
+from vivace.kernels.grid_codes import INPUTS, GridCodes
 from vivace.kernels.library import GROUP as GROUP
 from vivace.kernels.library import LANES, CQuantised, found_library, runnable
 from vivace.kernels.palette import IntPalette, Palette
@@ -280,9 +280,9 @@ def search_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8).view(weight.shape), kept.view(len(weight), -1)
 
 
-def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows (T, in) to integers (T, groups, 64), held as float32, with scales (T, groups)."""
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+def prepare(x: Tensor, size: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Quantize rows (T, in) to integers (T, groups, size), held as float32, with scales (T, groups)."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % size)).view(len(x), -1, size)
     most = groups.abs().amax(2)
     inverse = torch.where(most < TINY, 0.0, torch.full_like(most, 127.0) / most)
     return (groups * inverse[:, :, None]).round(), torch.where(most < TINY, 0.0, most / 127.0)
@@ -297,7 +297,8 @@ def multiply(x: Tensor, weight: Rounded, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, Palette | Exact):
         return weight.multiply(x, bias)
     if isinstance(weight, GridCodes):
-        total = weight.products(*prepare(x if weight.order is None else x[:, weight.order]))
+        taken = x if weight.order is None else x[:, weight.order]
+        total = weight.products(*prepare(F.pad(taken, (0, -taken.shape[1] % GROUP)), INPUTS))
         return (total if bias is None else total + bias.float()).to(x.dtype)
     whole, scales = prepare(x)
     integers = weight.integers().view(-1, weight.groups, GROUP).permute(1, 2, 0).float()

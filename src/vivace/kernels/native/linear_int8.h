@@ -70,6 +70,9 @@ struct Floats {
     void add(const Floats& factors, float scale) {
         for (int i = 0; i < LANES / WIDTH; ++i) parts[i] = fma(factors.parts[i], broadcast(scale), parts[i]);
     }
+    void add(const Floats& values, const Floats& factors) {
+        for (int i = 0; i < LANES / WIDTH; ++i) parts[i] = fma(values.parts[i], factors.parts[i], parts[i]);
+    }
     void put(float* p) const {
         for (int i = 0; i < LANES / WIDTH; ++i) store(p + i * WIDTH, parts[i]);
     }

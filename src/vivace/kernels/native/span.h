@@ -105,8 +105,9 @@ inline bool is_grid(const Matrix& m) { return m.format == GRID4 || m.format == G
 inline bool is_low_bit(const Matrix& m) { return m.format == INT8 || m.format == Q4 || m.format >= LUT2_INTS; }
 inline int64_t prepared_width(const Matrix& m) {
     if (!is_low_bit(m)) return 0;
-    const int64_t groups = (m.in + INT_GROUP - 1) / INT_GROUP, sums = is_grid(m) ? 4 * sizeof(int16_t) : sizeof(int32_t);
-    return (groups * ((int64_t)sizeof(float) + sums + INT_GROUP) + 63) / 64 * 32;
+    const int64_t groups = (m.in + INT_GROUP - 1) / INT_GROUP;
+    if (is_grid(m)) return groups * INT_GROUP;  // sizeof(GridInputs) bytes for each group
+    return (groups * (int64_t)(sizeof(float) + sizeof(int32_t) + INT_GROUP) + 63) / 64 * 32;
 }
 inline const bf16* inputs(const Matrix& m, const bf16* x, const bf16* prepared) { return is_low_bit(m) ? prepared : x; }
 
