@@ -64,8 +64,8 @@ def test_what_is_written_is_read(base: Path, texts: Texts, tmp_path: Path, bits:
     assert done.measured is not None
     assert done.measured.kl > 0
     stored = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
-    assert done.num_bytes == stored
-    assert done.all_bits == pytest.approx(stored * 8 / done.num_weights)
+    assert done.written.num_bytes == stored
+    assert done.written.all_bits == pytest.approx(stored * 8 / done.written.num_weights)
     engine = vivace.load(out)
     for module in engine.model.layers.modules():
         if isinstance(module, LowBitLinear) and bits < 8:
@@ -124,7 +124,7 @@ def test_a_budget(base: Path, texts: Texts, tmp_path: Path) -> None:
     losses = []
     for budget in (3.0, 4.0, 6.0):
         done = compress(base, tmp_path / str(budget), CompressConfig(None, budget, "kmeans", has_scales=False), texts)
-        assert done.matrix_bits <= budget
+        assert done.written.matrix_bits <= budget
         assert done.predicted is not None
         assert done.measured is not None
         assert 0.2 < done.predicted / done.measured.kl < 5

@@ -93,11 +93,11 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 def _facts(made: Compressed, config: CompressConfig) -> dict[str, object]:
     return {
-        "folder": str(made.folder),
+        "folder": str(made.written.folder),
         "method": config.method,
-        "bytes": made.num_bytes,
-        "bits_a_weight": made.all_bits,
-        "bits_a_matrix_weight": made.matrix_bits,
+        "bytes": made.written.num_bytes,
+        "bits_a_weight": made.written.all_bits,
+        "bits_a_matrix_weight": made.written.matrix_bits,
         "predicted_kl": made.predicted,
         "measured": None if made.measured is None else asdict(made.measured),
         "matrices": dict(made.bits),
@@ -105,10 +105,13 @@ def _facts(made: Compressed, config: CompressConfig) -> dict[str, object]:
 
 
 def _print(made: Compressed, config: CompressConfig) -> None:
+    written = made.written
     counts = Counter(made.bits.values())
     listed = ", ".join(f"{counts[bits]} in {bits} bits" for bits in sorted(counts))
-    console.result(f"{made.folder}: {format_bytes(made.num_bytes)}, {made.all_bits:.2f} bits a weight over all of it")
-    console.result(f"  matrices of the layers: {listed}; {made.matrix_bits:.2f} bits a weight, by {config.method}")
+    console.result(
+        f"{written.folder}: {format_bytes(written.num_bytes)}, {written.all_bits:.2f} bits a weight over all of it"
+    )
+    console.result(f"  matrices of the layers: {listed}; {written.matrix_bits:.2f} bits a weight, by {config.method}")
     if made.predicted is not None:
         console.result(f"  predicted divergence from the stored model: {made.predicted:.4f} nats a token")
     if made.measured is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +74,16 @@ class CompressConfig:
 
 
 @dataclass(frozen=True)
-class Compressed:
-    """What was written."""
+class WrittenFolder:
+    """A folder of palettes and its sizes."""
 
     folder: Path
-    bits: Mapping[str, int]
-    """Bits of each matrix of the layers, by our name."""
     matrix_bytes: int
-    """Bytes of these matrices in the file."""
+    """Bytes of the matrices of the layers in the file."""
     num_matrix_weights: int
     num_bytes: int
     """Bytes of all tensors in the file."""
     num_weights: int
-    predicted: float | None
-    """Loss that the plan predicted, nats a token; None without a plan."""
-    measured: Distance | None
-    """Distance from the stored model on text that was held back; None without text."""
 
     @property
     def matrix_bits(self) -> float:
@@ -99,6 +94,19 @@ class Compressed:
     def all_bits(self) -> float:
         """Bits a weight of everything."""
         return self.num_bytes * 8 / self.num_weights
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What was written, and what it costs."""
+
+    written: WrittenFolder
+    bits: Mapping[str, int]
+    """Bits of each matrix of the layers, by our name."""
+    predicted: float | None
+    """Loss that the plan predicted, nats a token; None without a plan."""
+    measured: Distance | None
+    """Distance from the stored model on text that was held back; None without text."""
 
 
 @torch.no_grad()
@@ -131,43 +139,84 @@ def compress(
         raise ConfigError(f"{reason}; give --data FILE, prompts with references or plain text")
     if out.resolve() == source.resolve():
         raise ConfigError(f"{out} is the model itself; name another folder for what comes of it")
-    raw = read_config(source)
-    stored = open_tensors(source)
-    family, shape = family_of(raw), translate(raw)
-    table = plan_of(family, shape, stored.names)
+    opened = source_of(source)
+    table = opened.table
     model = load_decoder(source, dtype="float32")
     parts = matrices(model)
-    _check(table, parts)
+    check_shapes(table, parts)
     for part in parts.values():
         part.weight.data = part.weight.data.clone()  # it may be a view of the file
     found = Statistics() if texts is None else _statistics(model, config, texts, note)
     chosen = _chosen_bits(parts, config, found, note)
     coded: dict[str, Coded] = {}
-    for index, layer in enumerate(_rounded_layers(model, chosen.bits, config, texts, found)):
+    for index, layer in enumerate(rounded_layers(model, chosen.bits, config, texts, found)):
         coded |= layer
         if progress is not None:
             progress(index + 1, len(model.layers))
-    ends = _ends(model, table) if config.rounds_ends else {}
-    tensors = _tensors(stored, table, coded | ends)
-    with staged(out) as folder:
-        write_tensors(folder / WEIGHTS, tensors)
-        written = {**_plain(raw), "dtype": "bfloat16", "quantization_config": dict(CONFIG)}
-        text = json.dumps(written, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-        copy_text_files(source, folder)
-    forget_shards(out)
+    written = write_folder(opened, out, coded, config)
     measured = None
     if texts is not None:
         note("comparing with the stored model on text that was held back")
         made = load_decoder(out, dtype="float32")
         measured = distance(made, load_decoder(source, dtype="float32"), texts.held_back)
-    weights = {name: table[name].shape[0] * table[name].shape[1] for name in parts}
-    matrix_bytes = sum(tensor.nbytes for name in coded for tensor in _stored_parts(tensors, table[name]))
+    predicted = chosen.loss if config.bits_per_weight is not None else None
+    return Compressed(written, chosen.bits, predicted, measured)
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint to round."""
+
+    folder: Path
+    raw: Mapping[str, Any]
+    """Its ``config.json``."""
+    stored: Tensors
+    table: Mapping[str, Target]
+    """Which stored tensors our parameters are made of."""
+
+
+def source_of(folder: Path) -> OpenedCheckpoint:
+    """Open a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or broken.
+        UnsupportedError: its family is not read.
+    """
+    raw = read_config(folder)
+    family, shape = family_of(raw), translate(raw)
+    stored = open_tensors(folder)
+    return OpenedCheckpoint(folder, raw, stored, plan_of(family, shape, stored.names))
+
+
+def write_folder(
+    source: OpenedCheckpoint, out: Path, coded: Mapping[str, Coded], config: CompressConfig
+) -> WrittenFolder:
+    """Write matrices in few bits, and everything else as it is stored, all or nothing.
+
+    Args:
+        source: the checkpoint that they are of.
+        out: folder to write.
+        coded: the matrices of the layers, by our names.
+        config: says what becomes of embedding and head.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
+    table = source.table
+    ends = _ends(source) if config.rounds_ends else {}
+    tensors = _tensors(source.stored, table, {**coded, **ends})
+    with staged(out) as folder:
+        write_tensors(folder / WEIGHTS, tensors)
+        written = {**_plain(source.raw), "dtype": "bfloat16", "quantization_config": dict(CONFIG)}
+        text = json.dumps(written, indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        copy_text_files(source.folder, folder)
+    forget_shards(out)
+    parts = [tensor for name in coded for tensor in _stored_parts(tensors, table[name])]
     total = sum(tensor.nbytes for tensor in tensors.values())
-    num_weights = sum(tensor.numel() for tensor in model.parameters())
-    is_planned = config.bits_per_weight is not None
-    predicted = chosen.loss if is_planned else None
-    return Compressed(out, chosen.bits, matrix_bytes, sum(weights.values()), total, num_weights, predicted, measured)
+    num_weights = sum(prod(target.shape) for target in table.values())
+    num_matrix_weights = sum(prod(table[name].shape) for name in coded)
+    return WrittenFolder(out, sum(part.nbytes for part in parts), num_matrix_weights, total, num_weights)
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +224,12 @@ def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key not in ("quantization_config", "torch_dtype")}
 
 
-def _check(table: Mapping[str, Target], parts: Mapping[str, Linear]) -> None:
+def check_shapes(table: Mapping[str, Target], parts: Mapping[str, Linear]) -> None:
+    """Refuse matrices that palettes cannot be written of.
+
+    Raises:
+        UnsupportedError: one has such a shape, or is stored (in, out).
+    """
     for name, part in parts.items():
         pieces = table[name].pieces
         if any(piece.transposed for piece in pieces):
@@ -240,9 +294,9 @@ def _file_bytes(height: int, width: int, bits: int, config: CompressConfig) -> i
     return codes + (tiles << bits) + height * -(-width // 64) * 2
 
 
-def _rounded_layers(
+def rounded_layers(
     model: Decoder, bits: Mapping[str, int], config: CompressConfig, texts: Texts | None, found: Statistics
-) -> Any:
+) -> Iterator[dict[str, Coded]]:
     """Yield the matrices of each layer, first to last, and leave the rounded weights in the model.
 
     With text every layer sees the inputs that the rounded layers before it give.
@@ -279,11 +333,10 @@ def _rounded_layers(
         yield layer
 
 
-def _ends(model: Decoder, table: Mapping[str, Target]) -> dict[str, Coded]:
+def _ends(source: OpenedCheckpoint) -> dict[str, Coded]:
     """Return embedding and head in eight bits."""
-    head = getattr(model.lm_head, "weight", None)
-    weights = {"embedding": model.embedding} | ({} if head is None else {"lm_head.weight": head})
-    return {name: RowCodes.of(weight) for name, weight in weights.items() if not table[name].pieces[0].transposed}
+    pieces = {name: source.table[name].pieces[0] for name in ("embedding", "lm_head.weight") if name in source.table}
+    return {name: RowCodes.of(source.stored.tensor(piece.name)) for name, piece in pieces.items()}
 
 
 def _tensors(stored: Tensors, table: Mapping[str, Target], coded: Mapping[str, Coded]) -> dict[str, Tensor]:

@@ -212,7 +212,9 @@ class TrainContext:
             return []
         asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
         questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
-        systems = [MethodSystem(name, ready, max_new_tokens=MEASURED_TOKENS) for name in ("plain", saved.method)]
+        systems = [
+            MethodSystem(name, ready, max_new_tokens=MEASURED_TOKENS) for name in dict.fromkeys(("plain", saved.method))
+        ]
         return summarise(run_benchmark(systems, questions, repeats=1), "plain")
 
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:

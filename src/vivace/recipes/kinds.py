@@ -20,6 +20,7 @@ from vivace.recipes.method import method_recipe
 from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.multistream import MultistreamRecipe
+from vivace.recipes.palette import PaletteRecipe
 from vivace.recipes.quantized import QuantizedRecipe
 from vivace.recipes.reading import RECIPES as PACKAGED
 from vivace.recipes.reading import read_recipe
@@ -41,6 +42,7 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
         ConfidenceRecipe,
         QuantizedRecipe,
         LoraRecipe,
+        PaletteRecipe,
     )
     for kind in get_args(get_type_hints(recipe)["kind"])
 }
@@ -53,7 +55,7 @@ LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
-    return list(dict.fromkeys(("decoder", "supervised", "shared", "lora", *methods)))
+    return list(dict.fromkeys(("decoder", "supervised", "shared", "lora", "palette", *methods)))
 
 
 def recipe_named(name: str) -> dict[str, Any]:

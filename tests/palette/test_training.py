@@ -1,0 +1,153 @@
+"""Training palettes begins at GPTQ's codes and comes nearer to the stored model; a killed run gives the same bits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.cli.app import run
+from vivace.errors import ConfigError
+from vivace.kernels.coded import PaletteCodes
+from vivace.palette.rounding import round_matrix
+from vivace.palette.training import ClusteredLinear
+from vivace.prompts import Prompt, save_prompts
+from vivace.recipes.palette import PaletteRecipe
+from vivace.recipes.trainer import train_beside
+from vivace.train.config import LoopConfig
+from vivace.train.optim import OptimiserConfig
+from vivace.train.report import Report
+
+RECIPE = PaletteRecipe(
+    loop=LoopConfig(steps=16, warmup_steps=1, evaluate_steps=8, snapshot_s=0),
+    optimiser=OptimiserConfig(adamw_rate=0.05),
+    bits=2,
+    held_back=4,
+    longest=96,
+    tokens_per_batch=256,
+    calibration_tokens=512,
+    cooling_steps=8,
+)
+WORDS = re.findall(r"\w+", "the cat sat on a mat and the dog ate what was left of it by the river")
+
+
+class Notes(Report):
+    """Keeps what is noted."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+    def reading(self, *_: object) -> None:
+        pass
+
+    def held_back(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("base") / "model")
+
+
+def rows() -> list[Prompt]:
+    turned = [WORDS[n % 16 :] + WORDS[: n % 16] for n in range(24)]
+    return [Prompt(" ".join(each[:4]), (" ".join(each[4:]),)) for each in turned]
+
+
+def trained(base: Path, out: Path, recipe: PaletteRecipe = RECIPE) -> list[str]:
+    report = Notes()
+    train_beside(recipe, vivace.load(base, kernels="torch"), rows(), out, report)
+    return report.lines
+
+
+def test_it_comes_nearer(base: Path, tmp_path: Path) -> None:
+    """Nearer to the stored model than the codes that it began with; the folder is read as any other."""
+    lines = trained(base, tmp_path / "out")
+    last = lines[-1]
+    assert "training came no nearer" not in last
+    kl, gptq = (float(found) for found in re.findall(r"(?:: |gptq )(\d\.\d+)", last))
+    assert kl < 0.95 * gptq
+    engine = vivace.load(tmp_path / "out")
+    assert engine.generate("the cat", max_new_tokens=5)[0].token_ids
+
+
+def test_a_killed_run_gives_the_same_bits(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(base, tmp_path / "whole")
+    from vivace.palette.training import PaletteObjective
+
+    updated, count = PaletteObjective.updated, [0]
+
+    def killed(self: PaletteObjective) -> None:
+        updated(self)
+        count[0] += 1
+        if count[0] == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PaletteObjective, "updated", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trained(base, tmp_path / "parts")
+    monkeypatch.setattr(PaletteObjective, "updated", updated)
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    lines = trained(base, tmp_path / "parts")
+    assert any("resumed after step" in line for line in lines)
+    assert "training came no nearer" not in lines[-1]
+    whole, parts = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+
+
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_it_begins_at_the_codes(has_scales: bool) -> None:
+    """Values lie in the cells of GPTQ's codes, as near to the stored ones as these let them; zeros are no harm."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 128, generator=generator) * 0.05
+    weight[3], weight[:, 7] = 0, 0
+    x = torch.randn(400, 128, generator=generator) @ torch.randn(128, 128, generator=generator)
+    codes = round_matrix(weight, 3, "gptq", moments=x.T @ x / 400, has_scales=has_scales)
+    assert isinstance(codes, PaletteCodes)
+    linear = ClusteredLinear(weight, codes, None, rounds=1)
+    assert torch.equal(linear.codes().dense(), codes.dense())
+    with torch.no_grad():
+        hard = linear(x)
+    assert torch.allclose(hard, x @ codes.dense().T, rtol=1e-5, atol=1e-4)
+    linear(x).square().sum().backward()
+    gradient = linear.values.grad
+    assert isinstance(gradient, Tensor)
+    assert torch.isfinite(gradient).all()
+    assert gradient.abs().sum() > 0
+
+
+def test_the_command(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_prompts(tmp_path / "rows.jsonl", rows())
+    words = ["train", "palette", "--model", str(base), "--data", str(tmp_path / "rows.jsonl"), "--out"]
+    changes = [
+        "loop.steps=2",
+        "loop.warmup_steps=0",
+        "held_back=4",
+        "longest=96",
+        "calibration_tokens=256",
+        "tokens_per_batch=256",
+    ]
+    assert run([*words, str(tmp_path / "out"), *changes]) == 0
+    assert "bits a weight" in capsys.readouterr().err
+    assert run(["inspect", str(tmp_path / "out")]) == 0
+    assert "lut3_ints" in capsys.readouterr().out
+    assert run([*words, str(tmp_path / "out2"), "bits=5"]) != 0
+    assert "bits are 2, 3 or 4, found 5" in capsys.readouterr().err
+    assert run([*words, str(base), *changes]) != 0
+    assert "is the model itself" in capsys.readouterr().err
+
+
+def test_recipes_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="shares fall"):
+        replace(RECIPE, share=0.01, last_share=0.1)
+    with pytest.raises(ConfigError, match="rounds and calibration_tokens"):
+        replace(RECIPE, rounds=0)
