@@ -85,6 +85,7 @@ def load(
     screened_head: bool | None = None,
     ignore_config_keys: Sequence[str] = (),
     parallel: str | SharedLoading | None = None,
+    wire: str | None = None,
     link_interface: str | None = None,
     timeout: float | None = None,
 ) -> Engine:
@@ -123,8 +124,8 @@ def load(
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
             "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
             the others follow it, and their processes end with it.
-        link_interface: network interface through which they talk, such as "eth0"; None is the loopback interface.
-            Nothing that they say is authenticated or encrypted.
+        wire: how they send the sums of "tensor": None as they are, "bf16" or "int8", which are lossy.
+        link_interface: network interface through which they talk, in the clear; None is the loopback interface.
         timeout: seconds without an answer after which a rank is said to hang; None is 120.
 
     Raises:

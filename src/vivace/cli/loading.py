@@ -75,6 +75,7 @@ def open_engine(
         prompt_cache_bytes=cache.prompt_cache_bytes,
         ignore_config_keys=load.ignore_config_key or (),
         parallel=ranks.parallel,
+        wire=ranks.wire,
         link_interface=ranks.link_interface,
         timeout=ranks.timeout,
     )

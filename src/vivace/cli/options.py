@@ -133,6 +133,14 @@ Parallel = Annotated[
         rich_help_panel=_RANKS,
     ),
 ]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        help="How they send the sums of tensor: bf16 or int8, which are lossy; left out: as they are.",
+        metavar="FORM",
+        rich_help_panel=_RANKS,
+    ),
+]
 LinkInterface = Annotated[
     str | None,
     typer.Option(
@@ -271,6 +279,7 @@ class ParallelFlags:
     """Flags that say how several processes share a model."""
 
     parallel: Parallel = None
+    wire: Wire = None
     link_interface: LinkInterface = None
     timeout: Timeout = None
 

@@ -19,7 +19,7 @@ from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
-from vivace.parallel.collective import LinkedSum
+from vivace.parallel.collective import LinkedSum, find_wire
 from vivace.parallel.following import Follower
 from vivace.parallel.leading import Leader, LedBackend
 from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
@@ -34,9 +34,10 @@ MODES = ("tensor", "runahead")
 class SharedLoading:
     """Loads one model on all ranks of a world."""
 
-    def __init__(self, world: World, mode: str) -> None:
+    def __init__(self, world: World, mode: str, wire: str) -> None:
         """Load among the ranks of a world, which all make the same calls, for a way to share work."""
         self.world = world
+        self.wire = wire
         self.mode = mode
         self.prefill: Prefill = RunaheadPrefill(world) if mode == "runahead" else FULL
         """How prompts are read in full."""
@@ -63,11 +64,16 @@ class SharedLoading:
         for name in ("memory", "prefix_cache", "prompt_cache", "adapters"):
             if settings.get(name) is not None:
                 raise UnsupportedError(f"{name} is not supported on several ranks; leave out {name} or parallel")
+        wire = settings.get("wire")
+        find_wire("same" if wire is None else str(wire))
+        if wire is not None and mode != "tensor":
+            raise ConfigError(f"wire has no effect on parallel {mode}, which sends keys and values as they are")
         if settings.get("device", "auto") not in ("auto", "cpu"):
             raise UnsupportedError(f"ranks compute on the CPU, found device {settings['device']!r}; leave out device")
         if settings.get("reader", "auto") != "auto":
             raise UnsupportedError("a store is not read by several ranks; leave out reader or parallel")
-        return SharedLoading(worlds.join(interface=interface, timeout_s=timeout_s), mode)
+        world = worlds.join(interface=interface, timeout_s=timeout_s)
+        return SharedLoading(world, mode, "same" if wire is None else str(wire))
 
     def load(
         self,
@@ -106,6 +112,7 @@ class SharedLoading:
         self.world.compare(
             {
                 "mode": self.mode,
+                "wire": self.wire,
                 "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
                 "checkpoint": base_hash(folder)[:16],
                 "kernels": kernels,
@@ -137,7 +144,11 @@ class SharedLoading:
         share = shares_of(config, self.world.size)[self.world.rank]
         leader = Leader(self.world) if self.world.leads else None
         parts = ShareParts(
-            config, share, LinkedSum(self.world), () if leader is None else (leader,), has_ends=self.world.leads
+            config,
+            share,
+            LinkedSum(self.world, find_wire(self.wire)),
+            () if leader is None else (leader,),
+            has_ends=self.world.leads,
         )
 
         def made(kind: torch.dtype) -> Backend | None:
@@ -186,8 +197,9 @@ def on_all_ranks(load: Callable[P, T]) -> Callable[P, T]:
     def load_together(*args: P.args, **settings: P.kwargs) -> T:
         mode, interface, timeout_s = (settings.get(name) for name in ("parallel", "link_interface", "timeout"))
         if mode is None:
-            if interface is not None or timeout_s is not None:
-                raise ConfigError("link_interface and timeout have no effect without parallel; leave them out")
+            for name in ("wire", "link_interface", "timeout"):
+                if settings.get(name) is not None:
+                    raise ConfigError(f"{name} has no effect without parallel; leave it out")
             return load(*args, **settings)
         opening = SharedLoading.of(mode, interface=interface, timeout_s=timeout_s, settings=settings)  # type: ignore[arg-type]
         settings["parallel"] = opening
