@@ -120,7 +120,10 @@ SHARED: Mapping[str, tuple[Any, ...]] = {
         "quantized+lookup", "",
     ),
     "prefill": ("full", "lazy", "static", "random", "lexical", "", "Lazy"),
-    "keep": ("paper", "fast", "1:0.5", "1:0.5,3:0.01", "3:0.5,1:0.5", "1:0", "1000:0.5", "", ":", "k" * 201),
+    "keep": (
+        "paper", "fast", "1:0.5:taught", "1:0.5:heads,2:0.5:", "1:0.5", "1:0.5,3:0.01", "3:0.5,1:0.5", "1:0",
+        "1000:0.5", "", ":", "k" * 201,
+    ),
     "min_prompt": COUNTS,
     "decode_keep": ("same", 0.5, 1, 0, 1.5, -1, 1e309, "half", "", "s" * 10000, [], {}),
     "num_draft_tokens": COUNTS,

@@ -18,7 +18,6 @@ import argparse
 import gzip
 import json
 import random
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,14 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import vivace
 from benchmarks import captions
 from tools.blocks import table
 from vivace.engine import Engine, Options
 from vivace.evaluate.bootstrap import paired_bootstrap
+from vivace.evaluate.long_prompts import DEV_EVERY
 from vivace.evaluate.provenance import provenance
+from vivace.evaluate.quality import contains
+from vivace.prefill.schedule import parse_keep
+from vivace.recipes.lazy_plan import Forced
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -46,26 +48,18 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 """Ways of reading that are compared, by their names in the table."""
 NEW_TOKENS = 24
+LOW = 4
+"""Layer behind which ``static`` prunes."""
 
 
-class Forced:
-    """A logits processor that lets only one text be written."""
+def questions(path: Path, count: int, num_documents: int, seed: int, *, only_dev: bool = False) -> list[dict[str, Any]]:
+    """Return questions with their documents in order, and the answers.
 
-    def __init__(self, num_prompt_tokens: int, tokens: Sequence[int]) -> None:
-        self._first, self._tokens = num_prompt_tokens, tokens
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Leave only the next token of the text."""
-        only = torch.full_like(logits, -torch.inf)
-        only[:, self._tokens[ids.shape[1] - self._first]] = 0
-        return only
-
-
-def questions(path: Path, count: int, num_documents: int, seed: int) -> list[dict[str, Any]]:
-    """Return questions with their documents in order, and the answers."""
+    With ``only_dev`` they are rows that ``vivace data multidoc`` puts into *dev*, so that nothing was learnt on them.
+    """
     content = path.read_bytes()
     text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in text.splitlines()][:: DEV_EVERY if only_dev else 1]
     draws, made = random.Random(seed), []
     for number in draws.sample(range(len(rows)), count):
         others = draws.sample([place for place in range(len(rows)) if place != number], num_documents - 1)
@@ -79,9 +73,23 @@ def questions(path: Path, count: int, num_documents: int, seed: int) -> list[dic
     return made
 
 
-def normalised(text: str) -> str:
-    """Return a text without case, punctuation and double spaces."""
-    return " ".join(re.sub(r"[^\w\s]", " ", text.lower()).split())
+def beside(engine: Engine, keep: str, length: int) -> dict[str, Mapping[str, Any]]:
+    """Return a schedule of ``lazy``, and the other ways with as many layer passes.
+
+    Args:
+        engine: the model.
+        keep: the schedule.
+        length: tokens of a prompt, for which passes are counted.
+    """
+    num_layers = engine.model.config.num_layers
+    share = parse_keep(keep, num_layers).share(length, num_layers)
+    low = (share * num_layers - LOW) / (num_layers - LOW)
+    ways: dict[str, Mapping[str, Any]] = {f"lazy, {keep}": {"prefill": "lazy", "keep": keep}}
+    if low > 0:
+        ways[f"static, {LOW}:{low:.2f}"] = {"prefill": "static", "keep": f"{LOW}:{low:.4f}"}
+    for name in ("random", "lexical"):
+        ways[f"{name}, 0:{share:.2f}"] = {"prefill": name, "keep": f"0:{share:.4f}"}
+    return ways
 
 
 def ask(engine: Engine, question: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,11 +105,10 @@ def ask(engine: Engine, question: Mapping[str, Any], way: Mapping[str, Any]) -> 
     assert result is not None
     assert result.logprobs is not None
     assert list(result.token_ids) == gold
-    said = normalised(answer.text)
     full_passes = (len(prompt) - 1) * engine.model.config.num_layers
     return {
         "nll": -statistics.mean(result.logprobs),
-        "contains": any(normalised(each) in said for each in question["answers"]),
+        "contains": contains(answer.text, question["answers"]),
         "text": answer.text,
         "share": answer.stats.num_prompt_layer_passes / full_passes,
         "first_token_s": answer.stats.first_token_s,
@@ -109,11 +116,13 @@ def ask(engine: Engine, question: Mapping[str, Any], way: Mapping[str, Any]) -> 
     }
 
 
-def measure(engine: Engine, asked: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    engine: Engine, asked: Sequence[Mapping[str, Any]], ways: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
     """Ask every question in every way."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for number, question in enumerate(asked, 1):
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             found[name].append(ask(engine, question, way))
         line = ", ".join(f"{name} {answers[-1]['nll']:.2f}" for name, answers in found.items())
         print(f"{number}/{len(asked)}: {line}", flush=True)
@@ -156,10 +165,19 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="append", help="a schedule of lazy, beside the other ways at equal passes")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     engine = vivace.load(asked.model)
-    answers = measure(engine, questions(asked.questions, asked.limit, asked.documents, asked.seed))
+    only_dev = bool(asked.keep)
+    rows = questions(asked.questions, asked.limit, asked.documents, asked.seed, only_dev=only_dev)
+    ways = dict(WAYS)
+    if asked.keep:
+        length = len(engine.tokenizer.encode_prompt([{"role": "user", "content": rows[0]["text"]}], raw=False))
+        ways = {"full": {}}
+        for keep in asked.keep:
+            ways |= beside(engine, keep, length)
+    answers = measure(engine, rows, ways)
     setting = {
         "model": Path(asked.model).name,
         "kernels": engine.kernels.name,

@@ -19,7 +19,7 @@ from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace import transformers_bridge
 from vivace.checkpoint.share import share_module
 from vivace.core.footprint import held_bytes
-from vivace.errors import MismatchError, UnsupportedError
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.choice import KernelChoice
 
 END = 7
@@ -352,3 +352,27 @@ def test_beams_stop_where_criteria_say(model, ragged) -> None:
 def test_a_method_that_drafts_has_no_beams(model, ragged) -> None:
     with pytest.raises(UnsupportedError, match="method lookup drafts for one text"):
         model.generate(**ragged, num_beams=2, do_sample=False, custom_generate=vivace.custom_generate, method="lookup")
+
+
+def test_long_prompts_are_pruned_as_they_are_by_an_engine(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, context=512, layers=4)
+    module = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(1, 200, (2, 90), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    way: dict[str, Any] = {"prefill": "lazy", "keep": "1:0.3", "min_prompt": 70}
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "custom_generate": vivace.custom_generate}
+    out = module.generate(ids, attention_mask=mask, **settings, **way, return_dict_in_generate=True)
+    assert [stats.prefill for stats in out.speculation] == ["full", "lazy"], "the first one is short"
+    assert out.speculation[1].prompt_kept == [[1, 27]]
+    engine = vivace.load(folder, dtype="float32")
+    wanted = engine.generate(ids[1].tolist(), max_new_tokens=12, do_sample=False, **way)[0].token_ids
+    assert tuple(out.sequences[1, 90:].tolist()[: len(wanted)]) == wanted
+    back = module.generate(
+        ids, attention_mask=mask, **settings, **way, decode_keep="same", return_dict_in_generate=True
+    )
+    assert sum(map(sum, back.speculation[1].came_back)) > 0
+    with pytest.raises(UnsupportedError, match="method lookup cannot draft where prefill lazy prunes in decoding too"):
+        module.generate(ids, attention_mask=mask, **settings, **way, decode_keep=0.5, method="lookup")
+    with pytest.raises(ConfigError, match="did you mean 'lazy'"):
+        module.generate(ids, attention_mask=mask, **settings, prefill="lasy")

@@ -40,6 +40,9 @@ from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
 from vivace.kernels.choice import KernelChoice, choose
 from vivace.methods.composition import Methods, adapters_by_method
+from vivace.methods.table import check_method
+from vivace.prefill.choice import Prefills
+from vivace.prefill.table import Reading
 from vivace.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -56,6 +59,8 @@ class _Known:
     """Where its parameters were."""
     fingerprint: Fingerprint | None
     """What they were, where the decoder has copies of them."""
+    prefills: Prefills
+    """Ways to read prompts."""
 
     def fits(self, model: Any, kernels: str, adapters: dict[str, Path]) -> bool:
         """Return whether it still can be used: for a module whose parameters have not changed."""
@@ -81,6 +86,10 @@ def custom_generate(
     adapter: str | Path | None = None,
     kernels: str = "auto",
     stream: Any = None,
+    prefill: str = "full",
+    keep: str | None = None,
+    min_prompt: int | None = None,
+    decode_keep: str | float | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Generate text; pass this function as ``generate(custom_generate=...)``.
@@ -96,6 +105,10 @@ def custom_generate(
         kernels: as for ``vivace.load``; "torch" lays out nothing and takes no memory for weights.
         stream: a streamer of transformers (``TextStreamer``, ``TextIteratorStreamer``), for one row: new tokens are put
             into it as they come. ``generate`` does not hand its own argument ``streamer`` to a custom function.
+        prefill: how prompts are read; lossy with anything but "full", as for ``Engine.generate``.
+        keep: how many of their tokens go on then.
+        min_prompt: shortest prompt of which tokens are left out.
+        decode_keep: share of the tokens that each new one reads, while those left out may come back.
         model_kwargs: arguments of the forward pass; only the attention mask and the encoder's output are used.
 
     Returns:
@@ -124,11 +137,21 @@ def custom_generate(
     padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(input_ids))]
     seeds = torch.randint(0, 2**31, (len(input_ids),)).tolist()
     criteria = _Criteria.of(stopping_criteria)
+    reading = Reading(prefill, keep, min_prompt, decode_keep)
+    prefills = [
+        _KNOWN[model].prefills.of(reading, len(ids) - padded) for ids, padded in zip(input_ids, padding, strict=True)
+    ]
+    if beams is not None and any(each.drafter for each, _ in prefills):
+        raise UnsupportedError("decode_keep prunes for one text, and there are beams; leave out one of them")
+    if prefill != "full":
+        check_method(method, prefill, is_alone=any(each.drafter for each, _ in prefills))
     requests = [
         Request(
             tokens=tuple(ids[padded:].tolist()),
             max_new_tokens=min(generation_config.max_length, criteria.max_length) - len(ids),
-            drafter=methods.drafter(method),
+            drafter=prefills[row][0].drafter or methods.drafter(method),
+            prefill=prefills[row][0],
+            prefill_reason=prefills[row][1],
             sampling=Sampling(do_sample=bool(generation_config.do_sample)),
             stop=StopRule(end_tokens=criteria.end_tokens, criterion=criteria.criterion(ids)),
             seed=seeds[row],
@@ -199,7 +222,8 @@ def _methods(model: Any, adapter: str | Path | None, kernels: str) -> Methods:
         del known
         _KNOWN.pop(model, None)  # before memory is taken again
         decoder, fingerprint = _decoder(model, kernels)
-        _KNOWN[model] = _Known(Methods(decoder, folder, adapters), kernels, _places(model), fingerprint)
+        made = Methods(decoder, folder, adapters), kernels, _places(model), fingerprint, Prefills(decoder, folder)
+        _KNOWN[model] = _Known(*made)
     return _KNOWN[model].methods
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,3 +78,19 @@ def test_sizes_are_told(cli: Cli, folder: Path) -> None:
     for name, found in facts.items():
         assert found["bytes_in_memory"] == vivace.load(folder, weights=name, dtype="bfloat16").num_bytes
     assert "of q4 weights" in cli("doctor", folder, "--weights", "q4").out
+
+
+def test_evaluate_beside_a_full_reading(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    """Pruned prompts are answered and scored; what is only known of a full reading is left out."""
+    prompts = tmp_path / "long.jsonl"
+    row = {"prompt": "where is the key " * 12, "reference": ["the key", "under it"], "task": "multidoc"}
+    prompts.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    words = ("evaluate", folder, "--prompts", prompts, "--max-new-tokens", 6, "--weights", "bf16")
+    [full] = cli(*words, "--json").json["weights"]
+    assert set(full["tasks"]["multidoc"]) == {"num_texts", "contains", "f1"}
+    pruned = (*words, "--prefill", "random", "--min-prompt", 2, "--keep", "0:0.1")
+    [found] = cli(*pruned, "--json").json["weights"]
+    assert (found["agreement"], found["reference_nll"]) == (None, None)
+    assert found["identical_share"] < 1 == full["identical_share"]
+    assert "contain an answer" in cli(*pruned).out
+    assert "keep has no effect on prefill full" in cli(*words, "--keep", "fast").err

@@ -97,3 +97,10 @@ def test_each_task_gets_its_metrics() -> None:
     assert values["text"] == {"num_texts": 1}
     with pytest.raises(ConfigError, match="6 prompts, but 1 texts"):
         score(prompts, ["x"])
+
+
+def test_questions_are_answered_by_a_few_words() -> None:
+    rows = [Prompt("a", ("New York", "NYC"), "multidoc"), Prompt("b", ("seven",), "multidoc")]
+    values = score(rows, ["It is in new-york.", "Seventy"])["multidoc"]
+    assert values == {"num_texts": 2, "contains": 0.5, "f1": pytest.approx((2 * 2 / 7) / 2)}
+    assert score([Prompt("a", ("?",), "kv")], ["!"])["kv"]["f1"] == 0

@@ -17,7 +17,7 @@ from vivace.cli.app import run as run_cli
 from vivace.core.step import Step
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
-from vivace.errors import ConfigError, MismatchError, NotFoundError
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.prefill.learned import Maps
 from vivace.prefill.lessons import choose_heads, observe, target_of, teach, teachers_of
 from vivace.prefill.scores import BLOCK, SINKS, by_masses
@@ -184,7 +184,7 @@ def test_scores_that_there_are_not(engine: Engine, keep: str, message: str) -> N
 
 def test_a_model_without_them_and_those_of_another(folder: Path, tmp_path: Path) -> None:
     bare = vivace.load(make_checkpoint(tmp_path / "bare", context=512, layers=LAYERS))
-    with pytest.raises(NotFoundError, match="vivace train lazy --model MODEL --data FILE"):
+    with pytest.raises(UnsupportedError, match="vivace train lazy --model MODEL --data FILE"):
         bare.generate(PROMPT, **GREEDY, prefill="lazy", keep="2:0.5:taught", min_prompt=1)
     other = make_checkpoint(tmp_path / "other", context=512, layers=LAYERS - 1)
     (other / "adapters").mkdir()

@@ -27,10 +27,13 @@ STORED = "bf16"
 """Format that every other one is compared with: the weights as stored."""
 
 SHOWN = {"bleu": "BLEU", "rouge_l": "ROUGE-L", "slot_error_rate": "slot errors", "exact_match": "exact match"}
+SHOWN |= {"contains": "contain an answer", "f1": "F1"}
 """Metrics in the table, with the heads of their columns."""
 
 
+@options.grouped
 def evaluate(
+    *,
     model: Annotated[
         str | None, typer.Argument(help="Folder, Hub id or GGUF file; left out: the model that ships.")
     ] = None,
@@ -45,16 +48,19 @@ def evaluate(
     use: options.Use = None,
     ignore_config_key: options.IgnoreConfigKey = None,
     raw: options.Raw = False,
+    reading: options.PrefillFlags,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the quality of greedy answers for several weight formats, beside the model as stored.
 
-    With --use all of them wear the same LoRA.
+    With --use all of them wear the same LoRA. With --prefill they are answers to prompts that are read so, and the
+    model as stored reads its own in full; what is only known of a full reading is left out.
     """
     from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import Weights, check_weights
 
+    way = options.given(**vars(reading))
     names = [check_weights(name) for name in split_names(weights)]
     if not names:
         raise ConfigError(f"--weights {weights!r} names no format; give some of {', '.join(get_args(Weights))}")
@@ -69,12 +75,13 @@ def evaluate(
         stored = answer(base, rows, max_new_tokens, raw=raw, use=use)
         found = []
         for name in names:
-            engine, own = base, stored
-            if name != STORED:
-                engine = open_engine(model, (), replace(load, weights=name), use=use)
-                own = answer(engine, rows, max_new_tokens, raw=raw, use=use)
+            engine = base if name == STORED else open_engine(model, (), replace(load, weights=name), use=use)
+            own = stored
+            if name != STORED or way:
+                own = answer(engine, rows, max_new_tokens, raw=raw, use=use, **way)
             pair = Worn(engine, use), Worn(base, use)
-            found.append(compare_weights(name, *pair, rows, own, stored, on_progress=progress))
+            one = compare_weights(name, *pair, rows, own, stored, on_progress=progress)
+            found.append(replace(one, reference_nll=None, agreement=None) if way else one)
     if as_json:
         named = prompts if prompts in PACKAGED else Path(prompts).name
         setting = {"model": base.folder.name, "prompts": named, "num_prompts": len(rows)}
@@ -102,8 +109,12 @@ class Worn:
         return self.engine.logits(token_ids, adapter=self.use)
 
 
-def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool, use: str | None = None) -> Sheet:
-    """Return greedy answers of an engine that wears a LoRA or none, and the references in its tokens."""
+def answer(
+    engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool, use: str | None = None, **way: Any
+) -> Sheet:
+    """Return greedy answers of an engine that wears a LoRA or none and reads prompts in some way, and the references in
+    its tokens.
+    """
     from vivace.evaluate.fidelity import BATCH, Sheet
 
     requests = [row.request for row in rows]
@@ -111,6 +122,7 @@ def answer(engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool
         requests,
         **{"method": "plain", "max_new_tokens": max_new_tokens, "do_sample": False, "batch_size": BATCH, "raw": raw},
         adapter=use,
+        **way,
     )
     end = engine.tokenizer.eos_ids[:1]
     encode = engine.tokenizer.encode
@@ -132,7 +144,7 @@ def print_table(found: list[Fidelity]) -> None:
                     *(_figure(values.get(name), name) for name in metrics),
                     f"{one.answer_nll:.4f}",
                     "-" if one.reference_nll is None else f"{one.reference_nll:.4f}",
-                    f"{one.agreement:.2%}",
+                    "-" if one.agreement is None else f"{one.agreement:.2%}",
                     f"{one.identical_share:.0%}",
                 ]
             )

@@ -69,7 +69,7 @@ class Fidelity:
     """Number of tokens of its answers."""
     answer_nll: float
     reference_nll: float | None
-    agreement: float
+    agreement: float | None
     identical_share: float
     """Share of its answers that have exactly the stored model's tokens."""
     tasks: dict[str, dict[str, float]]

@@ -1,11 +1,15 @@
 """Quality of generated texts, by the metrics that fit their tasks.
 
 Texts with references get BLEU and ROUGE-L; *e2e* also gets the slot error rate, which only needs the prompt;
-*wikisql* and *advising* get exact match instead of the overlap metrics.
+*wikisql* and *advising* get exact match instead of the overlap metrics. Questions about long prompts (*multidoc*,
+*kv*, *reading*) get the share of answers that contain a reference, and the F1 of the words of the best one (as in
+Rajpurkar et al. 2016, arXiv:1606.05250, without their list of articles).
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 from vivace.errors import ConfigError
@@ -16,6 +20,26 @@ from vivace.prompts import Prompt
 
 SQL_TASKS = ("wikisql", "advising")
 """Tasks whose answers are SQL queries."""
+QUESTION_TASKS = ("multidoc", "kv", "reading")
+"""Tasks whose answers are a few words of a long prompt."""
+
+
+def normalised(text: str) -> str:
+    """Return a text without case, punctuation and double spaces."""
+    return " ".join(re.sub(r"[^\w\s]", " ", text.lower()).split())
+
+
+def contains(text: str, answers: Sequence[str]) -> bool:
+    """Return whether a text contains one of the answers, in whole words, without case and punctuation."""
+    said = f" {normalised(text)} "
+    return any(f" {normalised(answer)} " in said for answer in answers)
+
+
+def word_f1(text: str, answer: str) -> float:
+    """Return the harmonic mean of the shares of words that a text and an answer have in common."""
+    said, wanted = Counter(normalised(text).split()), Counter(normalised(answer).split())
+    common = (said & wanted).total()
+    return 2 * common / (said.total() + wanted.total()) if common else 0.0
 
 
 def score(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -47,6 +71,11 @@ def _score_task(task: str, pairs: Sequence[tuple[Prompt, str]]) -> dict[str, flo
     answered = [(text, prompt.references) for prompt, text in pairs if prompt.references]
     if answered and task in SQL_TASKS:
         values["exact_match"] = sum(is_exact_match(text, answers) for text, answers in answered) / len(answered)
+    elif answered and task in QUESTION_TASKS:
+        values["contains"] = sum(contains(text, answers) for text, answers in answered) / len(answered)
+        values["f1"] = sum(max(word_f1(text, answer) for answer in answers) for text, answers in answered) / len(
+            answered
+        )
     elif answered:
         texts, references = zip(*answered, strict=True)
         values["bleu"] = bleu(texts, references)

@@ -8,7 +8,7 @@ from pathlib import Path
 from vivace.checkpoint.adapters import base_hash
 from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
-from vivace.errors import ConfigError, NotFoundError
+from vivace.errors import ConfigError, UnsupportedError
 from vivace.prefill.learned import KIND, LearnedScores
 from vivace.prefill.pruned import PrunedPrefill, check_model
 from vivace.prefill.schedule import SCORES, Schedule, parse_decode_keep, parse_keep
@@ -111,11 +111,13 @@ class Prefills:
         """Return what lies beside the checkpoint, read when it is first asked for.
 
         Raises:
-            CheckpointError: it is missing, broken or of another base.
+            UnsupportedError: there is nothing.
+            CheckpointError: it is broken or of another base.
         """
         if not self.has_learned:
-            raise NotFoundError(
-                "the scores heads and taught are learnt on your prompts: vivace train lazy --model MODEL --data FILE"
+            raise UnsupportedError(
+                "the scores heads and taught are learnt on your prompts: vivace train lazy --model MODEL --data FILE",
+                field="keep",
             )
         if self._read is None:
             assert self._folder is not None

@@ -47,7 +47,8 @@ def check_model(model: Decoder, name: str) -> None:
     """Refuse a model whose prompts cannot be pruned.
 
     Raises:
-        UnsupportedError: it has sliding windows, rotates a prompt by its length, or remembers what it has read.
+        UnsupportedError: it has sliding windows or an encoder, rotates a prompt by its length, or remembers what it has
+            read.
     """
     reason = None
     if any(model.config.window(layer) is not None for layer in range(model.config.num_layers)):
@@ -56,6 +57,8 @@ def check_model(model: Decoder, name: str) -> None:
         reason = "it rotates a prompt by its whole length"
     elif model.stateful:
         reason = "what it computes depends on every token that it has read"
+    elif model.config.encoder is not None:
+        reason = "it reads a source beside its prompt"
     elif model.config.num_layers < 2:
         reason = "it has one layer"
     if reason is not None:
