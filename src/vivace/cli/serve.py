@@ -225,6 +225,11 @@ def run(server: Server) -> None:
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or (world is not None and not world.is_whole())
 
+        async def shutdown(self, sockets: object = None) -> None:
+            await super().shutdown(sockets)  # type: ignore[arg-type]
+            if world is not None:
+                world.close()  # now, since the signal that stops a server ends its process behind this line
+
         async def startup(self, sockets: object = None) -> None:
             await super().startup(sockets)  # type: ignore[arg-type]
             for listening in getattr(self, "servers", []):
@@ -233,5 +238,6 @@ def run(server: Server) -> None:
                     console.note(f"listening on http://{f'[{name}]' if ':' in name else name}:{number}")
 
     Announced(server.connections.settings(build(server))).run()
-    if world is not None and world.links.failure is not None:
+    if world is not None and world.links.has_failed:
+        assert world.links.failure is not None
         raise world.links.failure

@@ -169,6 +169,8 @@ class Links:
         """Number of frames, likewise; each has a header of sixteen bytes besides."""
         self.failure: WorldError | None = None
         """Why this world has ended; None while it is whole."""
+        self.has_failed = False
+        """Whether it ended because a rank is gone or has given up."""
 
     def send(self, rank: int, tag: int, *parts: Tensor | bytes, kind: int = DATA, purpose: str) -> None:
         """Send a frame to a rank; the memory of large tensors must not change before it is flushed.
@@ -252,7 +254,7 @@ class Links:
             WorldError: always.
         """
         if self.failure is None:
-            self.failure = WorldError(message)
+            self.failure, self.has_failed = WorldError(message), True
             self._tell(message)
             self._linger()
             self.close()
