@@ -235,4 +235,6 @@ def test_the_command(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "did you mean 'int8'" in capsys.readouterr().err
     assert run(["compress", str(tmp_path / "out2"), "--model", str(base), "--bits", "2", "--method", "rtn"]) != 0
     assert "give --data FILE" in capsys.readouterr().err
+    assert run(["compress", str(tmp_path / "out2"), *words, "--bits", "3", "--method", "edkm"]) != 0
+    assert "vivace train palette" in capsys.readouterr().err
     assert not (tmp_path / "out2").exists()

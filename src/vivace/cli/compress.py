@@ -63,6 +63,10 @@ def compress(
         bits = 4 if data is None else 3
     if method == "gptq" and data is None and bits in (4, 8):
         method = "kmeans"
+    if method == "edkm":
+        raise ConfigError(
+            "edkm trains, for longer than a command that rounds: vivace train palette --out OUT --data FILE"
+        )
     _one_of("--method", method, METHODS)
     config = CompressConfig(bits, bpw, method, has_scales=entries == "int8", rounds_ends=ends == "int8")  # type: ignore[arg-type]
     folder = folder_of(model)
