@@ -21,6 +21,7 @@ from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.prefill.learned import Maps
 from vivace.prefill.lessons import choose_heads, observe, target_of, teach, teachers_of
 from vivace.prefill.scores import BLOCK, SINKS, by_masses
+from vivace.recipes.lazy_plan import TriedSchedule, _keeps
 
 LAYERS = 6
 PROMPT = [1 + (11 * place + place // 7) % 290 for place in range(301)]
@@ -224,3 +225,13 @@ def test_train_and_tune_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert len(found["trials"]) > 6
     plan = json.loads((folder / "adapters" / "lazy" / "config.json").read_text())["plan"]["keep"]
     assert plan == (written["plan"]["keep"] if found["confirmed"] is None else found["confirmed"]["keep"])
+
+
+def test_a_floor_holds_in_the_sum_and_in_the_mean() -> None:
+    def tried(kept: float, more: float) -> TriedSchedule:
+        return TriedSchedule("5:0.3:taught", 9, 2.0, kept, more, 0.4)
+
+    assert _keeps(tried(0.99, 0.05), 0.99)
+    assert not _keeps(tried(0.98, 0.0), 0.99)
+    assert not _keeps(tried(1.2, 0.06), 0.99), "a few sure prompts make up for no others"
+    assert _keeps(tried(0.91, 0.14), 0.9)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ BEST_HEADS = 3
 """Points at which the heads are tried, the lowest left out where they are many."""
 DOUBT = 0.85
 """A schedule that keeps less of the likelihood than this share of the floor after a few prompts is given up."""
+NATS = 0.04
+"""How much more than ``-log(floor)`` the mean NLL of the references may rise. The sum of likelihoods hangs on the few
+prompts that the model is sure of; the mean NLL hangs on the others, so both have to hold."""
 FEW = 6
 ANSWER = 24
 
@@ -177,12 +181,17 @@ def search(
         on_tried(trials[-1], "chosen from")
     trials.sort(key=lambda trial: -trial.speedup)
     for trial in trials:
-        if trial.kept >= floor and trial.num_prompts == len(halves[0]) and trial.speedup > 1:
+        if _keeps(trial, floor) and trial.num_prompts == len(halves[0]) and trial.speedup > 1:
             confirmed = tried(trial.keep, 1)
             on_tried(confirmed, "confirmed on")
-            if confirmed.kept >= floor:
+            if _keeps(confirmed, floor):
                 return trials, confirmed
     return trials, None
+
+
+def _keeps(trial: TriedSchedule, floor: float) -> bool:
+    """Return whether a schedule keeps the likelihood of the references, in the sum and in the mean of its logarithm."""
+    return trial.kept >= floor and trial.more_nll <= NATS - log(floor)
 
 
 def _over(keep: str, full: Sequence[Asked], found: Sequence[Asked]) -> TriedSchedule:
