@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "assistant": 9,
     "conversation": 9,
     "transformers_bridge": 9,
+    "batch": 9,
     "recipes": 9,
     "tuning": 9,
     "serve": 10,

@@ -417,7 +417,7 @@ class Engine:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
         limit, stops = (
             options.limit(self.defaults, self.model.config.room(len(tokens)), len(tokens)),
-            self._stop_strings(options),
+            self.stop_strings(options),
         )
         if stops and self.tokenizer.is_missing:
             raise UnsupportedError("this checkpoint has no tokenizer, so a text cannot end it; leave out stop_strings")
@@ -473,7 +473,7 @@ class Engine:
             progress=options.progress,
         )
 
-    def _stop_strings(self, options: Options) -> tuple[str, ...]:
+    def stop_strings(self, options: Options) -> tuple[str, ...]:
         """Return the stop strings of the options, or else of the checkpoint."""
         stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())
         return (stops,) if isinstance(stops, str) else tuple(stops)

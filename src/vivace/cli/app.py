@@ -17,6 +17,7 @@ from typer.exceptions import Abort, TyperException
 
 import vivace
 from vivace.cli import (
+    batch,
     bench_palette,
     chat,
     check,
@@ -53,6 +54,7 @@ def build() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
+    app.command("batch")(batch.batch)
     app.command("serve")(serve.serve)
     app.add_typer(bench_palette.app, name="bench")
     app.command("check")(check.check)

@@ -1,0 +1,177 @@
+"""``vivace batch``: order, resuming after a kill, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.batch import run as runs
+from vivace.batch.run import answer_file, read_prompts
+from vivace.cli.app import run
+from vivace.engine import Options
+from vivace.errors import CapacityError, ConfigError, CorruptError, DecodingError, NotFoundError
+
+LINES = [f"{'abc ' * (place * 7 % 11)}{place}" for place in range(23)]
+SETTINGS: dict[str, Any] = {"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> vivace.Engine:
+    return vivace.load(make_checkpoint(tmp_path_factory.mktemp("batch")))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.txt"
+    path.write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return path
+
+
+def expected(engine: vivace.Engine) -> str:
+    texts = [result.text for result in engine.generate(LINES, **SETTINGS)]
+    return "".join(" ".join(text.split()) + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 300, 10**6])
+def test_answers_come_in_the_order_of_the_file(engine: vivace.Engine, source: Path, batch_tokens: int) -> None:
+    output = source.with_name("out.txt")
+    done = answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0, batch_tokens=batch_tokens)
+    assert output.read_text(encoding="utf-8") == expected(engine)
+    assert (done.num_prompts, done.num_answered_before) == (23, 0)
+    assert sorted(path.name for path in source.parent.iterdir()) == ["in.txt", "out.txt"]
+
+
+def test_processes_give_the_same_and_jsonl_has_scores(engine: vivace.Engine, source: Path) -> None:
+    output = source.with_name("out.jsonl")
+    options = Options.of(SETTINGS | {"num_return_sequences": 2})
+    answer_file(engine, source, output, options, num_workers=2, batch_tokens=300)
+    rows = [json.loads(row) for row in output.read_text(encoding="utf-8").splitlines()]
+    for row, result in zip(rows, engine.generate(LINES, **SETTINGS, num_return_sequences=2), strict=True):
+        assert (row["text"], row["score"]) == (result.text, result.score)
+        assert row["alternatives"] == [{"text": one.text, "score": one.score} for one in result.alternatives]
+    assert not multiprocessing.active_children()
+
+
+def test_what_was_answered_before_a_stop_is_kept(
+    engine: vivace.Engine, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, options = source.with_name("out.txt"), Options.of(SETTINGS)
+    decode, turns = runs._Run._decode, [0]
+
+    def stopped(self: Any, batch: Any, texts: Any) -> None:
+        turns[0] += 1
+        if turns[0] == 4:
+            raise KeyboardInterrupt
+        decode(self, batch, texts)
+
+    monkeypatch.setattr(runs._Run, "_decode", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        answer_file(engine, source, output, options, num_workers=0, batch_tokens=200)
+    assert not output.exists()
+    journal = output.with_name(".out.txt.batch")
+    with journal.open("ab") as file:
+        file.write(b'{"line": 3, "pro')  # cut off by a kill
+    monkeypatch.setattr(runs._Run, "_decode", decode)
+    source.write_text("\n".join(["corrected", *LINES[1:]]) + "\n", encoding="utf-8")
+    done = answer_file(engine, source, output, options, num_workers=0, batch_tokens=200)
+    assert 0 < done.num_answered_before < 23
+    texts = [result.text for result in engine.generate(["corrected", *LINES[1:]], **SETTINGS)]
+    assert output.read_text(encoding="utf-8") == "".join(" ".join(text.split()) + "\n" for text in texts)
+    assert not journal.exists()
+
+
+def test_other_settings_do_not_continue_a_run(engine: vivace.Engine, source: Path) -> None:
+    output = source.with_name("out.txt")
+    journal = output.with_name(".out.txt.batch")
+    journal.write_text(json.dumps({"settings": {"model": "another"}}) + "\n")
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
+    journal.write_text("no journal\n")
+    with pytest.raises(CorruptError, match="no journal of vivace batch"):
+        answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
+
+
+def test_a_killed_process_is_an_error_and_nothing_is_lost(engine: vivace.Engine, source: Path) -> None:
+    output = source.with_name("out.txt")
+
+    def kill() -> None:
+        while not (found := multiprocessing.active_children()):
+            time.sleep(0.01)
+        os.kill(found[0].pid or 0, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(DecodingError, match="a process that tokenizes was killed"):
+        answer_file(engine, source, output, Options.of(SETTINGS), num_workers=1)
+    thread.join()
+    answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
+    assert output.read_text(encoding="utf-8") == expected(engine)
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_command_again(engine: vivace.Engine, source: Path) -> None:
+    output = source.with_name("out.txt")
+    source.write_text("\n".join(LINES * 40) + "\n", encoding="utf-8")
+    words = [
+        "batch",
+        str(source),
+        str(output),
+        "--model",
+        str(engine.folder),
+        "--num-beams",
+        "2",
+        "--batch-tokens",
+        "200",
+    ]
+    words += ["--max-new-tokens", "9", "--min-new-tokens", "3", "--workers", "1"]
+    command = [sys.executable, "-m", "vivace", *words]
+    journal = output.with_name(".out.txt.batch")
+    process = subprocess.Popen(command)
+    while not (journal.is_file() and journal.read_bytes().count(b"\n") > 20):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not output.exists()
+    subprocess.run(command, check=True, timeout=300)
+    assert output.read_text(encoding="utf-8") == expected(engine) * 40
+
+
+def test_the_command(engine: vivace.Engine, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = source.with_name("out.txt")
+    words = ["batch", str(source), str(output), "--model", str(engine.folder), "--workers", "0", "--json"]
+    assert run([*words, "--num-beams", "2", "--max-new-tokens", "9", "--min-new-tokens", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_prompts"] == 23
+    assert output.read_text(encoding="utf-8") == expected(engine)
+
+
+def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:
+    options, output = Options.of(SETTINGS), tmp_path / "out.txt"
+    with pytest.raises(NotFoundError, match="no such file"):
+        read_prompts(tmp_path / "none.txt")
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"one\ntwo \xff\n")
+    with pytest.raises(CorruptError, match="line 2: not UTF-8 text"):
+        read_prompts(path)
+    path.write_text("one\n\nthree\n")
+    with pytest.raises(ConfigError, match="line 2: the prompt is empty"):
+        read_prompts(path)
+    path.write_text("one\n" + "zq" * 500 + "\n")
+    with pytest.raises(CapacityError, match=r"line 2: the prompt has \d+ tokens"):
+        answer_file(engine, path, output, options, num_workers=0)
+    with pytest.raises(ConfigError, match="would replace the prompts"):
+        answer_file(engine, path, path, options, num_workers=0)
+    with pytest.raises(ConfigError, match="batch_tokens must be at least 1"):
+        answer_file(engine, path, output, options, num_workers=0, batch_tokens=0)
