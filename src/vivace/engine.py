@@ -209,7 +209,7 @@ def load(
     engine.ignored_config_keys = ignored
     if opening is not None:
         engine.world, engine.prefills = opening.world, Prefills(model, folder, opening.prefill)
-    engine.adapters.max_bytes = None if adapter_memory is None else parse_bytes(adapter_memory)
+    engine.adapters.limit(None if adapter_memory is None else parse_bytes(adapter_memory))
     for name, lora in loras.items():
         engine.adapters.add(name, lora)
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))

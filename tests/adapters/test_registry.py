@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,52 @@ def test_what_is_refused(base: Path, loras: dict[str, Path]) -> None:
     for name in ("", "..", "a/b", "/a", "a b", "x" * 101, "a\n"):
         with pytest.raises(ConfigError, match="cannot name an adapter"):
             registry.add(name, loras["b"])
+
+
+def test_what_is_read_for_others_makes_room(base: Path, loras: dict[str, Path]) -> None:
+    """Nobody runs, and those that are read ahead have all the room: who begins now takes it."""
+    engine = open_registry(base, loras, room=2.5)
+    registry = engine.adapters
+    registry.limit(registry.num_bytes // 2)
+    registry.limit(registry.num_bytes * 5 // 2)
+    _, requests = session_of(engine, "a", "b", "c")
+    for request in requests[:2]:
+        assert request.adapter is not None
+        request.adapter.is_ready()
+    first, second, third = (request.adapter for request in requests)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert third.bank is not None  # waits for what is read, and takes its room
+    assert first.bank is not None
+    assert len(registry.resident) <= 2
+
+
+def test_those_that_came_first_keep_what_was_read_for_them(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=2.5)
+    registry = engine.adapters
+    _, requests = session_of(engine, "a", "b", "c")
+    first, second, third = (request.adapter for request in requests)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    for source in (first, second):
+        while not source.is_ready():
+            time.sleep(0.001)
+    assert not third.is_ready()
+    assert set(registry.resident) == {"a", "b"}
+
+
+def test_a_lower_limit_holds_at_once(base: Path, loras: dict[str, Path]) -> None:
+    registry = open_registry(base, loras, room=4.5).adapters
+    each = registry.num_bytes // len(loras)
+    registry.limit(2 * each)
+    assert registry.resident == ["c", "d"]
+    assert registry.num_bytes == 2 * each
+    with pytest.raises(CapacityError, match="more than the"):
+        registry.limit(each - 1)
+    registry.limit(None)
+    assert registry.source("a").bank is not None
 
 
 def test_files_that_change_are_noticed(base: Path, loras: dict[str, Path]) -> None:

@@ -20,8 +20,11 @@ import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
+from math import inf
 from pathlib import Path
 
 from torch import Tensor
@@ -76,9 +79,14 @@ class Known:
         return self.pin is not None and self.pin() is not None
 
     @property
+    def awaited_since(self) -> float:
+        """Return the number of the first request that waits and will carry it; infinity for none."""
+        return min((source.turn for source in self.sources if not source.has_run), default=inf)
+
+    @property
     def is_awaited(self) -> bool:
         """Return whether a request waits that will carry it."""
-        return any(not source.has_run for source in self.sources)
+        return self.awaited_since < inf
 
     @property
     def is_used(self) -> bool:
@@ -91,6 +99,9 @@ class Known:
         return self.factors is not None or self.loading is not None
 
 
+_TURNS = count()
+
+
 class Source:
     """Implements ``AdapterSource``: the adapter of one request, brought into memory before the request runs."""
 
@@ -100,6 +111,8 @@ class Source:
         """Name an adapter of a registry."""
         self._registry = registry
         self._known = known
+        self.turn = next(_TURNS)
+        """Number of the request; earlier ones have lower numbers."""
         self.has_run = False
         """Whether the request has been given a slot."""
         known.sources.add(self)
@@ -181,6 +194,18 @@ class Registry:
     def _hash(self) -> str:
         assert self._base is not None
         return base_hash(self._base)
+
+    def limit(self, max_bytes: int | None) -> None:
+        """Set the most that adapters in memory may take together; those that no request runs leave at once.
+
+        Raises:
+            CapacityError: one of them is larger.
+        """
+        with self._lock:
+            self.max_bytes = max_bytes
+            for known in self._known.values():
+                self._require_fits(known)
+            self._evict_for(0)
 
     def add(self, name: str, folder: str | Path) -> Known:
         """Read an adapter and let requests name it.
@@ -274,10 +299,25 @@ class Registry:
         """
         while True:
             with self._lock:
-                future = self._begun(known)
-                if future is None or future.done():
-                    return self._pin(known, self._settle(known))
+                try:
+                    future = self._begun(known, takes_all=True)
+                except BusyError:
+                    future = next((other.loading for other in self._held() if other.loading is not None), None)
+                    if future is None:
+                        raise
+                else:
+                    if future is None or future.done():
+                        return self._pin(known, self._settle(known))
             wait([future])
+            self._settle_others(known)
+
+    def _settle_others(self, known: Known) -> None:
+        """Take into memory what was read meanwhile for other requests, which may leave again."""
+        with self._lock:
+            for other in self._held():
+                if other is not known and other.loading is not None and other.loading.done():
+                    with suppress(VivaceError):  # whoever takes it is told why
+                        self._settle(other)
 
     def _pin(self, known: Known, factors: FixedFactors) -> Pin:
         pin = None if known.pin is None else known.pin()
@@ -286,8 +326,12 @@ class Registry:
             known.pin = weakref.ref(pin)
         return pin
 
-    def _begun(self, known: Known) -> Future[FixedFactors] | None:
+    def _begun(self, known: Known, *, takes_all: bool = False) -> Future[FixedFactors] | None:
         """Return the reading of an adapter that is not in memory, begun now if it was not; None for one that is.
+
+        Args:
+            known: the adapter.
+            takes_all: whether it may take the room of adapters that earlier requests wait for.
 
         Raises:
             BusyError: the adapters of running requests leave no room.
@@ -295,7 +339,7 @@ class Registry:
         if known.name in self._known:
             self._known.move_to_end(known.name)
         if known.factors is None and known.loading is None:
-            self._make_room(known)
+            self._make_room(known, inf if takes_all else known.awaited_since)
             known.loading = self._reader.submit(self._read, known)
         return known.loading
 
@@ -333,30 +377,43 @@ class Registry:
         """Lay factors out for the model's kernels; return their bytes in both forms."""
         return factors.nbytes + self._model.backend.lay_out(factors)
 
-    def _make_room(self, known: Known) -> None:
+    def _make_room(self, known: Known, turn: float = inf) -> None:
         """Let adapters leave until another fits.
+
+        Args:
+            known: the other.
+            turn: adapters that requests before this one wait for stay; infinity lets all leave.
 
         Raises:
             CapacityError: it never can.
             BusyError: those that stay are carried by running requests.
         """
-        if self.max_bytes is None:
-            return
-        if known.num_bytes > self.max_bytes:
-            raise CapacityError(
-                f"adapter {known.name!r} takes {format_bytes(known.num_bytes)}, more than the "
-                f"{format_bytes(self.max_bytes)} for all adapters; give more memory, or one of a lower rank"
-            )
-        free = [other for other in self._held() if other.factors is not None and not other.is_pinned]
-        for other in sorted(free, key=lambda other: other.is_awaited):
-            if self.num_bytes + known.num_bytes > self.max_bytes:
-                other.factors = None
-                self.num_evicted += 1
-        if self.num_bytes + known.num_bytes > self.max_bytes:
+        self._require_fits(known)
+        self._evict_for(known.num_bytes, turn)
+        if self.max_bytes is not None and self.num_bytes + known.num_bytes > self.max_bytes:
             raise BusyError(
                 f"adapter {known.name!r} takes {format_bytes(known.num_bytes)}, and running requests carry "
                 f"{format_bytes(self.num_bytes)} of {format_bytes(self.max_bytes)}; ask again when they have ended"
             )
+
+    def _require_fits(self, known: Known) -> None:
+        """Refuse an adapter that is larger than all together may be."""
+        if self.max_bytes is not None and known.num_bytes > self.max_bytes:
+            raise CapacityError(
+                f"adapter {known.name!r} takes {format_bytes(known.num_bytes)}, more than the "
+                f"{format_bytes(self.max_bytes)} for all adapters; give more memory, or one of a lower rank"
+            )
+
+    def _evict_for(self, num_bytes: int, turn: float = inf) -> None:
+        """Let adapters that no request runs leave until so many bytes are free: first those that none waits for, then
+        those for which the latest wait, and no one that a request before ``turn`` waits for unless that is infinity.
+        """
+        free = [other for other in self._held() if other.factors is not None and not other.is_pinned]
+        free = [other for other in free if turn == inf or other.awaited_since > turn]
+        for other in sorted(free, key=lambda other: -other.awaited_since):
+            if self.max_bytes is not None and self.num_bytes + num_bytes > self.max_bytes:
+                other.factors = None
+                self.num_evicted += 1
 
 
 def check_name(name: str) -> None:

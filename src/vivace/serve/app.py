@@ -100,7 +100,7 @@ class Server:
         self.config = config
         self.version = version
         if config.adapter_bytes is not None:
-            engine.adapters.max_bytes = config.adapter_bytes
+            engine.adapters.limit(config.adapter_bytes)
         self.catalog = Catalog(engine, config.served_model_name, config.method, adapters or {})
         self.loras = LoraRoutes(self.catalog, config.adapter_folder)
         context = engine.model.config.max_positions
