@@ -100,10 +100,12 @@ def test_every_method(folder: Path, method: str) -> None:
 
 def test_a_step_waits_for_the_device_once(folder: Path) -> None:
     """Of a plain greedy step only the token is read back; everything else that Python needs it knows already."""
-    engine = opened(folder, "plain")
-    with foreign_device():
-        moved(engine).generate(PROMPTS[0], method="plain", max_new_tokens=12, ignore_eos=True, **GREEDY)
-        assert sum(copied.values()) == 12, copied
+    engine, reads = opened(folder, "plain"), []
+    for count in (4, 16):
+        with foreign_device():
+            moved(engine).generate(PROMPTS[0], method="plain", max_new_tokens=count, ignore_eos=True, **GREEDY)
+            reads.append(sum(copied.values()))
+    assert reads[1] - reads[0] == 12, copied
 
 
 def test_processors_and_padded_calls(folder: Path) -> None:

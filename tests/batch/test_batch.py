@@ -68,7 +68,7 @@ def test_what_was_answered_before_a_stop_is_kept(
     engine: vivace.Engine, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, options = source.with_name("out.txt"), Options.of(SETTINGS)
-    decode, turns = runs._Run._decode, [0]
+    decode, turns = runs._BatchRun._decode, [0]
 
     def stopped(self: Any, batch: Any, texts: Any) -> None:
         turns[0] += 1
@@ -76,14 +76,14 @@ def test_what_was_answered_before_a_stop_is_kept(
             raise KeyboardInterrupt
         decode(self, batch, texts)
 
-    monkeypatch.setattr(runs._Run, "_decode", stopped)
+    monkeypatch.setattr(runs._BatchRun, "_decode", stopped)
     with pytest.raises(KeyboardInterrupt):
         answer_file(engine, source, output, options, num_workers=0, batch_tokens=200)
     assert not output.exists()
     journal = output.with_name(".out.txt.batch")
     with journal.open("ab") as file:
         file.write(b'{"line": 3, "pro')  # cut off by a kill
-    monkeypatch.setattr(runs._Run, "_decode", decode)
+    monkeypatch.setattr(runs._BatchRun, "_decode", decode)
     source.write_text("\n".join(["corrected", *LINES[1:]]) + "\n", encoding="utf-8")
     done = answer_file(engine, source, output, options, num_workers=0, batch_tokens=200)
     assert 0 < done.num_answered_before < 23

@@ -13,7 +13,8 @@ from vivace.checkpoint.families import FAMILIES
 
 
 def test_every_family_has_a_shape() -> None:
-    assert {*families.SHAPES, "gemma3"} == set(FAMILIES), "gemma3 is gemma3_text inside a multimodal file"
+    decoders = {name for name, family in FAMILIES.items() if not family.has_encoder}
+    assert {*families.SHAPES, "gemma3"} == decoders, "gemma3 is gemma3_text inside a multimodal file"
 
 
 @pytest.mark.slow

@@ -70,6 +70,9 @@ class FakeEngine:
         self.notes: list[str] = []
         self.memory = MemoryBudget()
 
+    def check_has_no_encoder(self) -> None:
+        """It has none."""
+
     def answer(self, request: Any) -> str:
         text = request if isinstance(request, str) else request[-1]["content"]
         return text.splitlines()[-1].upper()

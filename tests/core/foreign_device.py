@@ -133,7 +133,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*tree_map(_held, args), **tree_map(_held, kwargs))
         if func._schema.is_mutable:
             return _same(func, args, kwargs, result)
-        if func is torch.ops.aten._local_scalar_dense.default or (target is not None and target != FOREIGN):
+        if isinstance(result, bool | int | float) or (target is not None and target != FOREIGN):
             copied[_place(func)] += 1
             return result
         return tree_map(_wrapped, result)

@@ -17,6 +17,7 @@ from vivace.core.config import RopeConfig
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Context, DraftState
+from vivace.decode.context import context_of
 from vivace.decode.distributions import Distributions
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
@@ -256,7 +257,9 @@ def test_ids_the_draft_model_lacks_are_never_guessed(models: Models, plain: Plai
             sequences = [s for s in session._live.values() if not s.pieces]
             if sequences:
                 with torch.inference_mode():
-                    draft = session.drafting(small).propose(session._context(sequences))
+                    draft = session.drafting(small).propose(
+                        context_of(sequences, session.cache, session.steps_per_call)
+                    )
                 assert bool((draft.tokens[sum(draft.committed) :] < 40).all())
                 if draft.probs is not None:
                     assert draft.probs.shape[1] == VOCAB

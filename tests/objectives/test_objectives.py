@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import vivace
-from tests.objectives import accelerated, rivals, streams, whole
+from tests.objectives import accelerated, rivals, streams, weights, whole
 from tests.objectives.case import BATCH, Case
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -42,10 +42,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "depths": whole.depths,
     "balanced": whole.balanced,
     "sparse": whole.sparse,
+    "lora": weights.lora,
+    "palette": weights.palette,
 }
 
-NO_SLOPE = {"shared", "balanced", "depths"}
-"""What is backed through is not the slope of these: part of it is cut from the graph, or rows are chosen by rank."""
+NO_SLOPE = {"shared", "balanced", "depths", "palette"}
+"""What is backed through is not the slope of these: part of it is cut from the graph, rows are chosen by rank, or
+matrices are clustered softly while they learn."""
 
 
 def loss_of(case: Case) -> float:

@@ -16,7 +16,7 @@ _OWN: list[Tokenizer] = []
 """The tokenizer of a process, once it has begun."""
 
 
-class Texts:
+class TokenizerPool:
     """Turns prompts into tokens and tokens into texts, in processes of its own or, without any, at once."""
 
     def __init__(self, folder: Path, num_workers: int, *, raw: bool, stops: Sequence[str]) -> None:

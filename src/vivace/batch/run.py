@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vivace.batch.journal import Journal
-from vivace.batch.pool import Texts, wait
+from vivace.batch.pool import TokenizerPool, wait
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, UsageError
@@ -111,8 +111,10 @@ def answer_file(
     prompts = read_prompts(source)
     journal = Journal(output, {"model": str(engine.folder), **(settings or {})})
     left = [(line, prompt) for line, prompt in enumerate(prompts, 1) if journal.answer(line, prompt) is None]
-    run = _Run(engine, options, journal, batch_tokens)
-    texts = Texts(engine.folder, num_workers if left else 0, raw=options.raw, stops=engine.stop_strings(options))
+    run = _BatchRun(engine, options, journal, batch_tokens)
+    texts = TokenizerPool(
+        engine.folder, num_workers if left else 0, raw=options.raw, stops=engine.stop_strings(options)
+    )
     done = len(prompts) - len(left)
     try:
         for count in run.answered(left, texts):
@@ -126,7 +128,7 @@ def answer_file(
     return Summary(len(prompts), len(prompts) - len(left), run.num_tokens, time.perf_counter() - started)
 
 
-class _Run:
+class _BatchRun:
     """The state of one run."""
 
     def __init__(self, engine: Engine, options: Options, journal: Journal, batch_tokens: int) -> None:
@@ -137,7 +139,7 @@ class _Run:
         self.num_tokens = 0
         self._waiting: deque[tuple[list[_Asked], list[Emitted], list[tuple[int, ...]], Future[list[str]]]] = deque()
 
-    def answered(self, left: Sequence[tuple[int, Any]], texts: Texts) -> Iterator[int]:
+    def answered(self, left: Sequence[tuple[int, Any]], texts: TokenizerPool) -> Iterator[int]:
         """Answer prompts, and yield how many more are in the journal."""
         windows = [left[at : at + WINDOW] for at in range(0, len(left), WINDOW)]
         ahead = [self._tokenized(texts, windows[0])] if windows else []
@@ -154,7 +156,7 @@ class _Run:
             yield self._keep()
 
     @staticmethod
-    def _tokenized(texts: Texts, window: Sequence[tuple[int, Any]]) -> list[Future[list[list[int] | str]]]:
+    def _tokenized(texts: TokenizerPool, window: Sequence[tuple[int, Any]]) -> list[Future[list[list[int] | str]]]:
         prompts = [prompt for _, prompt in window]
         return [texts.tokens(prompts[at : at + _PIECE]) for at in range(0, len(prompts), _PIECE)]
 
@@ -181,7 +183,7 @@ class _Run:
         if batch:
             yield batch
 
-    def _decode(self, batch: list[_Asked], texts: Texts) -> None:
+    def _decode(self, batch: list[_Asked], texts: TokenizerPool) -> None:
         requests = [one.request for one in batch]
         session = self.engine.session(requests, replace(self.options, batch_size=len(requests)))
         numbers = {session.admit(request): place for place, request in enumerate(requests)}

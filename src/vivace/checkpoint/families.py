@@ -32,6 +32,11 @@ class Family:
     example: str
     """A published checkpoint that is read."""
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether its models read a source with an encoder before they write."""
+        return self.translate.__module__ == seq2seq_families.__name__
+
 
 _LLAMA: Fields = {"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 _MISTRAL: Fields = _LLAMA | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}

@@ -51,10 +51,13 @@ class ClusteredLinear(nn.Module):
         """
         super().__init__()
         self.bits, self.rounds = codes.bits, rounds
-        self.bias = bias
         width = weight.shape[1]
-        self.scales = None if codes.scales is None else codes.scales.float()
-        self.centroids = codes.entries.float()
+        self.bias: Tensor | None
+        self.scales: Tensor | None
+        self.centroids: Tensor
+        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("scales", None if codes.scales is None else codes.scales.float(), persistent=False)
+        self.register_buffer("centroids", codes.entries.float(), persistent=False)
         self.spacing = float(self.centroids.diff(dim=1).mean())
         """Mean distance of neighbouring entries to begin with."""
         self.share = 0.1
@@ -128,7 +131,7 @@ class PaletteObjective(DecoderObjective):
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the loss of a batch in parts; ``model`` is the stored decoder."""
         frozen = FrozenPass.of(model, batch.tokens)
-        step = Step.dense(*batch.tokens.shape)
+        step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         h = self.student.embed(batch.tokens.reshape(-1), step)
         top = self.student.run(h, step, 0, len(self.student.layers))
         yield from guess_losses(self.loss, model, self.student, frozen, batch, top)
