@@ -189,7 +189,7 @@ def test_commands_end_with_an_error_above_rounding(
     cli: Callable[..., Outcome], folder: Path, monkeypatch: pytest.MonkeyPatch, gap: float, status: int
 ) -> None:
     one = Departure(1, 3, 5, 6, gap, 0.05, 0.125)
-    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_: Plainness(2, 12, (one,)))
+    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_, **__: Plainness(2, 12, (one,)))
     told = cli(*CHECK, folder)
     assert told.status == status
     assert (
@@ -207,13 +207,23 @@ def test_commands_end_with_an_error_above_rounding(
 def test_a_command_ends_with_an_error_if_logits_are_far(
     cli: Callable[..., Outcome], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_: Plainness(2, 12, (), 0.2, 0.1))
+    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_, **__: Plainness(2, 12, (), 0.2, 0.1))
     told = cli(*CHECK, folder)
     assert told.status == 1
     assert "  its logits are 0.2 from float32's, those of PyTorch 0.1" in told.out
     assert "logits of plain decoding are 0.2 from float32's, where rounding explains about 0.1" in told.err
-    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_: Plainness(2, 12, (), 0.14, 0.1))
+    monkeypatch.setattr(reference, "beside_checkpoint", lambda *_, **__: Plainness(2, 12, (), 0.14, 0.1))
     assert cli(*CHECK, folder).status == 0
+
+
+def test_codes_of_a_file_are_compared_with_the_file_and_have_no_bound(
+    cli: Callable[..., Outcome], folder: Path, tmp_path: Path
+) -> None:
+    """Inputs in eight bits are farther from float32 than bfloat16 is: that is told, and is no error."""
+    assert cli("compress", str(tmp_path / "few"), "--model", str(folder), "--bits", "4", "--method", "rtn").status == 0
+    found = cli("check", str(tmp_path / "few"), "--methods", "lookup", "--limit", "2", "--max-new-tokens", "8")
+    assert found.status == 0, found.err
+    assert "from float32's, inputs are in eight bits" in found.out + found.err
 
 
 def test_prompts_of_token_ids_need_no_tokenizer(cli: Callable[..., Outcome], folder: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def compare_plain(
         questions: the prompts.
         answers: new tokens of each answer.
     """
+    from vivace.checkpoint.codes import multiplies_codes
     from vivace.engine import Options
     from vivace.evaluate.reference import Text, beside_checkpoint, beside_itself
 
@@ -39,7 +40,8 @@ def compare_plain(
     has_few_bits = engine.weights not in ("bf16", "exact12")
     if engine.storage is not None or has_few_bits:
         return AS_KEPT, beside_itself(engine.model, texts, sampling, has_few_bits=has_few_bits)
-    return FROM_FILE, beside_checkpoint(engine.folder, engine.model, texts, sampling)
+    rounds = multiplies_codes(engine.model)
+    return FROM_FILE, beside_checkpoint(engine.folder, engine.model, texts, sampling, rounds_inputs=rounds)
 
 
 def plain_json(what: str, found: Plainness) -> dict[str, Any]:
@@ -70,9 +72,10 @@ def plain_lines(what: str, found: Plainness) -> list[str]:
     if len(widest) > NUM_SHOWN:
         lines.append(f"  and {len(widest) - NUM_SHOWN} more")
     if found.distance is not None:
-        lines.append(
-            f"  its logits are {found.distance:.2g} from float32's, those of PyTorch {found.usual_distance:.2g}"
-        )
+        usual = "inputs are in eight bits"
+        if found.usual_distance is not None:
+            usual = f"those of PyTorch {found.usual_distance:.2g}"
+        lines.append(f"  its logits are {found.distance:.2g} from float32's, {usual}")
     return lines
 
 

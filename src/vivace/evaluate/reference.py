@@ -26,7 +26,8 @@ comes from a second pass in which a random rounding is added to the input of eac
 on three models, of 14 to 270 million parameters, d was 1.3 to 2.1 times what that gives, so it is doubled, and doubled
 in square since both sides round. Two kinds of models have no bound, so that differences are listed and none is an
 error: in a mixture of experts, rounding may make a router choose another expert, and with quantized weights the
-activations may be quantized too; both change logits by more than rounding them does.
+activations may be quantized too; both change logits by more than rounding them does. Where the codes of a file are
+multiplied as they are, the file in float32 is the reference, and it is said how far the logits are from it.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Plainness:
     the reference is not in float32.
     """
     usual_distance: float | None = None
-    """The same of PyTorch's bfloat16."""
+    """The same of PyTorch's bfloat16; None if decoding rounds what PyTorch does not, so that there is no bound."""
 
     @property
     def errors(self) -> tuple[Departure, ...]:
@@ -115,7 +116,9 @@ class Plainness:
     @property
     def is_far(self) -> bool:
         """Whether logits are farther from the reference than rounding explains."""
-        return self.distance is not None and self.distance > FARTHER * (self.usual_distance or 0.0)
+        if self.distance is None or self.usual_distance is None:
+            return False
+        return self.distance > FARTHER * self.usual_distance
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,9 @@ class _Reading:
 
 
 @torch.inference_mode()
-def beside_checkpoint(folder: Path, model: Decoder, texts: Sequence[Text], sampling: Sampling) -> Plainness:
+def beside_checkpoint(
+    folder: Path, model: Decoder, texts: Sequence[Text], sampling: Sampling, *, rounds_inputs: bool = False
+) -> Plainness:
     """Compare answers with the likeliest tokens of a checkpoint in float32.
 
     Args:
@@ -191,6 +196,7 @@ def beside_checkpoint(folder: Path, model: Decoder, texts: Sequence[Text], sampl
         model: the decoder that wrote the answers.
         texts: prompts and their greedy answers.
         sampling: settings of the penalties under which the answers were written.
+        rounds_inputs: whether kernels multiply the codes of the file with inputs in eight bits.
     """
     exact = _read_file(folder, torch.float32, texts, sampling)
     if exact.decoder.config.moe is not None:
@@ -198,6 +204,8 @@ def beside_checkpoint(folder: Path, model: Decoder, texts: Sequence[Text], sampl
     if model.dtype == torch.float32:
         return _compare(texts, exact, exact)
     own = _read_again(model, texts, sampling, shaken=False)
+    if rounds_inputs:
+        return _compare(texts, exact, None, own)
     return _compare(texts, exact, _read_file(folder, model.dtype, texts, sampling), own)
 
 
