@@ -31,8 +31,9 @@ def beside_others(results: Sequence[Result]) -> str:
     for result in results:
         s = result.setting
         machine = captions.machine(result.provenance, s["kernels"])
+        weights = "as stored" if s["weights"] == "bf16" else s["weights"]
         parts.append(
-            f"**{s['model']}**, weights {s['weights']}, {s['num_prompts']} packaged questions, up to "
+            f"**{s['model']}**, weights {weights}, {s['num_prompts']} packaged prompts, up to "
             f"{s['max_new_tokens']} tokens, {s['repeats']} repeats in turns (`{result.name}.json`). "
             f"{machine}{captions.others(s)}."
         )

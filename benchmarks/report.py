@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    adapter_table,
     bars,
     captions,
     chat_tables,
@@ -139,6 +140,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "lazy.md": {
             "speed": first_token_tables.tables(RESULTS / "prefill"),
             "quality": prefill_quality.tables(RESULTS / "prefill" / "quality"),
+        },
+        techniques / "adapters.md": {"speed": adapter_table.tables(RESULTS / "adapters")},
+        techniques / "quantized_checkpoints.md": {
+            "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
         },
         techniques / "prompt_caches.md": {"results": prompt_caches.tables(RESULTS / "prompt_caches")},
         docs / "models.md": {

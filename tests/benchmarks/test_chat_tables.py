@@ -52,7 +52,7 @@ def test_other_programs_stand_beside_plain_decoding() -> None:
     ]
     held = {"plain": {"weights": 2**20, "drafter": 0}, "quantized": {"weights": 2**20, "drafter": 2**21}}
     text = beside_others([Result("found", MACHINE, {}, setting, runs, memory={"held": held})])
-    assert "**m**, weights bf16, 12 packaged questions, up to 64 tokens, 2 repeats in turns (`found.json`)" in text
+    assert "**m**, weights as stored, 12 packaged prompts, up to 64 tokens, 2 repeats in turns (`found.json`)" in text
     assert "| `plain` | 100 | 1.00x | 20.0 ms | 0.90x | 3.00 | 1 MiB | - |" in text
     assert "| `quantized` | 150 | 1.50x (1.00 to 2.00) | 21.0 ms | 1.40x | 3.00 | 3 MiB | same |" in text
     assert "| `other` | 70 | 0.70x (1.00 to 2.00) | - | 0.60x | - | - | 3 differ |" in text

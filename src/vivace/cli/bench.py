@@ -200,8 +200,10 @@ def setting_json(
     engine: Engine, setting: BenchmarkSetting, num_prompts: int, others_cpu_share: float | None
 ) -> dict[str, Any]:
     """Return what was asked of the systems, and of which model, for the file of results."""
+    from vivace.checkpoint.files import named_file
+
     return {
-        "model": engine.folder.name,
+        "model": Path(named_file(engine.folder)).name,
         "prompts": setting.prompts,
         "num_prompts": num_prompts,
         "max_new_tokens": setting.max_new_tokens,

@@ -42,13 +42,14 @@ def prefill(
     names = split_names(prefills)
     texts = [str(row.request) for row in read_prompts(prompts, None)]
     engine = open_engine(model, ["plain"], load, ranks=ranks)
+    from vivace.checkpoint.files import named_file
     from vivace.evaluate.provenance import provenance
 
     found, others = measure_first_tokens(engine, texts, sizes, names, keep, repeats)
     report = {
         "provenance": asdict(provenance(engine.model.device)),
         "setting": {
-            "model": engine.folder.name,
+            "model": Path(named_file(engine.folder)).name,
             "kernels": engine.kernels.name,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "keep": keep,

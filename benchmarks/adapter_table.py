@@ -1,0 +1,35 @@
+"""The table of decoding with LoRAs, from files that ``benchmarks.adapters`` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import captions
+from tools.blocks import table
+
+RATIOS = {
+    "one": ("one request with a LoRA, beside the base", "one with a LoRA"),
+    "all": ("as many requests as LoRAs, each with its own, beside as many on the base", "all with LoRAs"),
+    "batch": ("the same in one batch, beside one after another", "all with LoRAs"),
+}
+
+
+def tables(folder: Path) -> str:
+    """Return one table for each model that was measured."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        for report in written["reports"]:
+            s, speeds = report["setting"], report["tokens_per_s"]
+            machine = captions.machine(written["provenance"], s["kernels"])
+            parts.append(
+                f"**{s['model']}**, weights {s['weights']}, `{s['method']}`, {s['count']} LoRAs of rank {s['rank']} on "
+                f"every matrix, {s['new_tokens']} tokens, {s['repeats']} repeats in turns; {report['num_different']} "
+                f"texts of the batch differ from those written one after another. {machine}{captions.others(s)}."
+            )
+            rows = [
+                (what, f"{speeds[key]:.0f}", f"{report['ratios'][name]:.2f}x") for name, (what, key) in RATIOS.items()
+            ]
+            parts.append(table(("", "tokens a second", "ratio"), rows))
+    return "\n\n".join(parts) or "No run is committed yet."
