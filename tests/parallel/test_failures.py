@@ -142,11 +142,14 @@ def test_a_server_whose_follower_is_killed_ends(folder: Path, capfd: pytest.Capt
     try:
         wait_until_served(port)
         answers: list[int] = []
+        follower = ranks.processes[1]
+        assert follower.pid is not None
+        os.kill(follower.pid, signal.SIGSTOP)  # however fast the machine, answers wait for it
         asking = [threading.Thread(target=lambda: answers.append(ask(port))) for _ in range(3)]
         for thread in asking:
             thread.start()
         time.sleep(0.5)
-        ranks.processes[1].kill()
+        follower.kill()
         for thread in asking:
             thread.join(20)
         assert answers == [503] * 3
