@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -100,6 +101,30 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         """Return the tokens generated so far."""
         return self.tokens[len(self.request.tokens) :]
+
+    def take(self, block: Block) -> tuple[int, FinishReason | None]:
+        """Add a block's tokens to the text. Return how many belong to it, and why no further one follows (or None)."""
+        kept, reason = 0, None
+        for token in block.tokens:
+            self.tokens.append(token)
+            kept += 1
+            reason = self._finished()
+            if reason is not None:
+                break
+        stats, now = self.stats, time.perf_counter()
+        stats.count(len(block.guessed), len(block.tokens) - 1, max(block.guessed, default=0))
+        if stats.num_tokens == 0:
+            self.first_at = now
+            stats.first_token_s = now - self.admitted_at
+            stats.num_first_tokens = kept
+        stats.num_tokens += kept
+        stats.decode_s = now - self.first_at
+        return kept, reason
+
+    def _finished(self) -> FinishReason | None:
+        if self.request.stop.stops_at(self.new_tokens):
+            return "stop"
+        return "length" if self.num_new >= self.request.max_new_tokens else None
 
 
 @dataclass

@@ -30,7 +30,7 @@ from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, p
 from vivace.decode.memory import DRAFT_SLACK, MemoryBudget
 from vivace.decode.prefix import CHUNK
 from vivace.decode.prompt_reader import PromptReader, num_unread
-from vivace.decode.request import Emitted, FinishReason, Request
+from vivace.decode.request import Emitted, Request
 from vivace.decode.room import Room, Waiting
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
@@ -437,7 +437,7 @@ class Session:
         """Emit the blocks of one sequence up to the end of its text, and free its slot there."""
         emitted: list[Emitted] = []
         for block in blocks:
-            kept, reason = self._append(sequence, block)
+            kept, reason = sequence.take(block)
             if reason is not None:
                 if kept < len(block.tokens) or block is not blocks[-1]:  # drop what lies beyond the end of the text
                     for state in self._states([sequence]):
@@ -449,31 +449,6 @@ class Session:
             if reason is not None:
                 break
         return emitted
-
-    def _append(self, sequence: Sequence, block: Block) -> tuple[int, FinishReason | None]:
-        """Add a block's tokens to a text. Return how many belong to it, and why no further one follows (or None)."""
-        stats = sequence.stats
-        kept, reason = 0, None
-        for token in block.tokens:
-            sequence.tokens.append(token)
-            kept += 1
-            reason = self._finished(sequence)
-            if reason is not None:
-                break
-        stats.count(len(block.guessed), len(block.tokens) - 1, max(block.guessed, default=0))
-        now = time.perf_counter()
-        if stats.num_tokens == 0:
-            sequence.first_at = now
-            stats.first_token_s = now - sequence.admitted_at
-            stats.num_first_tokens = kept
-        stats.num_tokens += kept
-        stats.decode_s = now - sequence.first_at
-        return kept, reason
-
-    def _finished(self, sequence: Sequence) -> FinishReason | None:
-        if sequence.request.stop.stops_at(sequence.new_tokens):
-            return "stop"
-        return "length" if sequence.num_new >= sequence.request.max_new_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
         """Free a slot, even if one of its states fails to release it."""

@@ -1,18 +1,9 @@
-"""Loading a checkpoint into an engine that answers prompts: the interface for Python.
-
-In four lines:
-
-    engine = vivace.load("path/or/hub-id")
-    result = engine.generate("Describe: name[Green Man], food[Indian]")[0]
-    for chunk in engine.stream("Describe: name[Green Man], food[Indian]"):
-        print(chunk.text, end="")
-"""
+"""An engine: a model ready to answer prompts, with its drafters and the texts that it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,203 +13,31 @@ from torch import Tensor
 from vivace.adapters.registry import Registry
 from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.codes import note_on
-from vivace.checkpoint.files import OWN_DRAFT, resolve
-from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import check_has_no_encoder, choose_device, load_decoder, read_config
-from vivace.checkpoint.lora_config import by_kind
-from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer, forced_first
-from vivace.core.backend import Backend
-from vivace.core.cpu.backend import backend_of
-from vivace.core.cuda.backend import graphs_backend
-from vivace.core.footprint import held_bytes
+from vivace.checkpoint.load import check_has_no_encoder, read_config
+from vivace.checkpoint.tokenizer import Tokenizer, forced_first
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Prefix
 from vivace.core.step import Step
-from vivace.decode.memory import MemoryBudget
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
-from vivace.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
-from vivace.kernels.choice import GRAPHS, KernelChoice, choose
-from vivace.kernels.low_bit import check_weights
-from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
+from vivace.errors import CapacityError, ConfigError, UnsupportedError
+from vivace.kernels.choice import KernelChoice
+from vivace.methods.composition import Methods
 from vivace.methods.table import check_method
-from vivace.options import Options as Options
-from vivace.parallel.loading import SharedLoading, on_all_ranks
+from vivace.options import Options
 from vivace.parallel.world import World
 from vivace.prefill.choice import Prefills
-from vivace.storage import refusals
-from vivace.storage.loading import Storage, bytes_beside, load_stored
+from vivace.storage.loading import Storage
 from vivace.storage.prompt_cache.cache import MAX_BYTES, PromptCache, facts_of
-from vivace.storage.store import is_store
 from vivace.units import parse_bytes
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text, which becomes one user message unless ``raw``, or a list of messages."""
 
-SHIPPED = Path(__file__).parent / "weights" / "vivace-14m"
-"""Folder of the model that comes with the package."""
-
 EXACT_ROWS = 64
 """Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
-
-
-@on_all_ranks
-def load(
-    path: str | Path | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    adapters: str | Path | Mapping[str, str | Path] | None = None,
-    adapter_memory: str | int | None = None,
-    draft_model: str | Path | None = None,
-    kernels: str = "auto",
-    weights: str = "bf16",
-    memory: str | int | None = None,
-    prefix_cache: str | int | None = None,
-    prompt_cache: str | Path | None = None,
-    prompt_cache_ro: bool = False,
-    prompt_cache_bytes: str | int | None = None,
-    kv: str = "same",
-    reader: str = "auto",
-    screened_head: bool | None = None,
-    ignore_config_keys: Sequence[str] = (),
-    parallel: str | SharedLoading | None = None,
-    wire: str | None = None,
-    link_interface: str | None = None,
-    timeout: float | None = None,
-) -> Engine:
-    """Load a checkpoint.
-
-    Args:
-        path: directory or Hub id; None is the model that ships with the package.
-        device: "auto" (the CPU), "cpu" or "cuda", which runs and has not been measured.
-        dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-        adapters: a folder, or folders by name. A LoRA of PEFT is worn by the calls that name it (``adapter="NAME"``;
-            the name of a folder given alone is its own). Draft weights are used by the method named in their
-            ``config.json``; a method without any uses ``<model>/adapters/<method>``.
-        adapter_memory: most memory for LoRAs, such as "64MiB": those that nobody uses leave and are read again when
-            they are named. None keeps all.
-        draft_model: a smaller checkpoint for the method ``draft``; None is ``<path>/draft`` if it exists.
-        kernels: "auto" (the fastest that run here and fit the weights), "torch", "avx2", "avx512", "amx" or
-            "graphs" (PyTorch's on a GPU, a whole pass recorded as one CUDA graph).
-        weights: format of matrices in memory, also of the draft model: "bf16" (as in the checkpoint); "int8", "q4",
-            "lut4", "lut3" or "lut2", which are quantized while loading and compute in bfloat16 if ``dtype`` is "auto";
-            or "exact12", which holds bfloat16 in twelve bits without loss.
-        memory: limit for weights, drafters and the keys and values of texts together, such as "2GiB"; texts wait for
-            room. Weights of a store (``vivace convert --store``) that do not fit are read while they are used. None
-            sets no limit.
-        prefix_cache: most memory for texts that were read or written, such as "256MiB", given back when running texts
-            need it. Calls whose prompts begin alike read the beginning once; answers do not change. None keeps none.
-        prompt_cache: folder in which texts that were read or written are kept on disk, for this process and later
-            ones; answers do not change. None keeps none.
-        prompt_cache_ro: whether texts are found there and none is added.
-        prompt_cache_bytes: most bytes of that folder; None is 4GiB.
-        kv: format of keys and values: "same" as the weights' dtype, or "int8", half the memory and lossy.
-        reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
-        screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
-            reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
-        ignore_config_keys: keys of ``config.json`` that are unknown and that you take to change nothing, also of the
-            draft model's where it has them. ``Engine.notes`` says that they were ignored.
-        parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
-            "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
-            the others follow it, and their processes end with it.
-        wire: how they send the sums of "tensor": None as they are, "bf16" or "int8", which are lossy.
-        link_interface: network interface through which they talk, in the clear; None is the loopback interface.
-        timeout: seconds without an answer after which a rank is said to hang; None is 120.
-
-    Raises:
-        CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
-        MemoryLimitError: weights do not fit into ``memory``.
-        UsageError: something that is not supported was asked for.
-        DependencyError: native kernels were asked for by name and are not built.
-        WorldError: a rank is gone, hangs or differs from the others.
-    """
-    opening = parallel if isinstance(parallel, SharedLoading) else None
-    choice, kept = choose(kernels, device=choose_device(device)), check_weights(weights)
-    if kept not in ("bf16", "exact12") and dtype == "auto":
-        dtype = "bfloat16"
-    if path is None and not SHIPPED.is_dir():
-        raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
-    folder = resolve(SHIPPED if path is None else path)
-    ignored = (ignore_config_keys,) if isinstance(ignore_config_keys, str) else tuple(ignore_config_keys)
-    read_config(folder, ignored)
-    limit = None if memory is None else parse_bytes(memory)
-    budget, storage, second = MemoryBudget(limit), None, None
-    own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
-    smaller = own if draft_model is None else draft_model
-    loras, folders = by_kind(adapters)
-    if adapter_memory is not None and not loras:
-        raise ConfigError("adapter_memory has no effect without a LoRA among adapters; leave it out")
-    if is_store(folder):
-        refusals.check_weights(kept, device)
-        refusals.check_screen(screened_head)
-        refusals.check_ranks(opening is not None)
-        beside = 0 if limit is None else bytes_beside(folder, smaller, [*folders, *loras.values()])
-        model, storage = load_stored(folder, limit, reader=reader, beside_bytes=beside, body=choice.body)
-        refusals.check_dtype(dtype, model.dtype)
-    elif reader != "auto":
-        raise ConfigError(
-            f"reader is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
-        )
-    backend: Callable[..., Backend | None] = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
-    if choice.name == GRAPHS:
-        backend = partial(graphs_backend, weights=kept)
-    if storage is None:
-        store_hint = ", or a store, which runs in less: vivace convert --store"
-        check_room(budget, folder, "the model", dtype, kept, store_hint, ignored=ignored)
-        screens = False if screened_head is None and limit is not None else screened_head
-        made_by = partial(backend, screens_head=screens)
-        shared: dict[str, Any] = {"kv": kv, "kernels": choice.name, "weights": kept}
-        load_model: Callable[..., Decoder] = (
-            partial(load_decoder, reads_sources=True) if opening is None else partial(opening.load, **shared)
-        )
-        model = load_model(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
-    model.store_entries(kv)
-    budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
-    tokenizer = find_tokenizer(folder)
-    if smaller is not None:
-        read = partial(
-            read_draft_model,
-            smaller,
-            tokenizer,
-            budget,
-            kept,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            ignored=ignored,
-        )
-        second = DraftModelSource(read, is_asked=draft_model is not None)
-        if second.is_asked:
-            second.decoder  # noqa: B018 - a draft model that was named is read now, so that errors come from here
-    if storage is not None and storage.plan.streamed and storage.body is None:
-        choice = refusals.torch_only(kernels)
-    if storage is not None and storage.body is None and (model.dtype == torch.bfloat16 or not storage.plan.streamed):
-        chosen = backend(model.dtype)
-        if chosen is not None:
-            model.run_on(chosen)
-    if choice.body is not None and getattr(model.backend, "body", None) is None:
-        kind = str(model.dtype).removeprefix("torch.")
-        what = f"{kind} weights" if kept == "bf16" else f"{kept} weights multiplied in {kind}"
-        choice = KernelChoice("torch", f"there are no native kernels for {what}", None)
-    methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
-    engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
-    engine.storage = storage
-    engine.ignored_config_keys = ignored
-    if opening is not None:
-        engine.world, engine.prefills = opening.world, Prefills(model, folder, opening.prefill)
-    engine.adapters.limit(None if adapter_memory is None else parse_bytes(adapter_memory))
-    for name, lora in loras.items():
-        engine.adapters.add(name, lora)
-    engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
-    if prompt_cache is not None:
-        engine.open_prompt_cache(prompt_cache, is_read_only=prompt_cache_ro, max_bytes=prompt_cache_bytes)
-    elif prompt_cache_ro or prompt_cache_bytes is not None:
-        name = "prompt_cache_ro" if prompt_cache_ro else "prompt_cache_bytes"
-        raise ConfigError(f"{name} has no effect without prompt_cache; name its folder, or leave {name} out")
-    return engine
 
 
 class Engine:
