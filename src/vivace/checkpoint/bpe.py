@@ -76,8 +76,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Pieces:
     return pieces
 
 
-def save_bpe(pieces: Pieces, folder: str | Path, max_positions: int) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and the chat template.
+def save_bpe(pieces: Pieces, folder: str | Path, max_positions: int, *, is_chat: bool = True) -> None:
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and, with ``is_chat``, the chat template.
 
     Raises:
         CheckpointError: the folder cannot be written; it is left as it was.
@@ -93,7 +93,8 @@ def save_bpe(pieces: Pieces, folder: str | Path, max_positions: int) -> None:
     with staged(folder) as staging:
         (staging / "tokenizer.json").write_text(pieces.to_str(pretty=False), encoding="utf-8")
         (staging / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (staging / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        if is_chat:
+            (staging / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
 def spelling(piece: str) -> tuple[str, str, str]:

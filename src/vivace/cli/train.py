@@ -18,6 +18,7 @@ from vivace.prompts import Prompt, load_prompts
 
 if TYPE_CHECKING:
     from vivace.recipes.decoder import WholeRecipe
+    from vivace.recipes.seq2seq import Seq2SeqRecipe
     from vivace.train.report import Report
 
 
@@ -54,6 +55,7 @@ def train(
     from vivace.recipes.kinds import recipe_named, recipe_of
     from vivace.recipes.own_text import with_text, within
     from vivace.recipes.reading import override
+    from vivace.recipes.seq2seq import Seq2SeqRecipe
     from vivace.recipes.trainer import train_beside
     from vivace.storage.store import is_store
 
@@ -67,7 +69,7 @@ def train(
         return
     values = override(recipe_named(recipe), changes or [])
     found = recipe_of(values)
-    if isinstance(found, WholeRecipe):
+    if isinstance(found, (WholeRecipe, Seq2SeqRecipe)):
         if out is None:
             raise ConfigError("say where the result goes: --out DIR")
         if not data:
@@ -127,10 +129,15 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _train_whole(
-    recipe: WholeRecipe, prompts: list[Prompt], out: Path, base: str | None, report: Report
+    recipe: WholeRecipe | Seq2SeqRecipe, prompts: list[Prompt], out: Path, base: str | None, report: Report
 ) -> dict[str, Any]:
     """Train all weights of a model and return the facts for JSON."""
+    from vivace.recipes.seq2seq import Seq2SeqRecipe
+    from vivace.recipes.seq2seq_trainer import train_seq2seq
     from vivace.recipes.whole_trainer import train_whole
 
-    result = train_whole(recipe, prompts, out, report, base)
+    if isinstance(recipe, Seq2SeqRecipe):
+        result = train_seq2seq(recipe, prompts, out, report, base)
+    else:
+        result = train_whole(recipe, prompts, out, report, base)
     return {"out": str(out), "steps": result.progress.step, "held_back": dict(result.held_back)}

@@ -418,7 +418,9 @@ class KVCache:
 class Fresh:
     """A ``Memory`` that holds the keys and values of one dense call, with gradients, for training."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Fresh | None = None) -> None:
+        """Start empty; ``beside`` holds what each layer reads of the sources of the call's texts, where it has such."""
+        self.beside = beside
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:

@@ -179,7 +179,14 @@ class Step:
         )
 
     @staticmethod
-    def dense(batch: int, length: int, *, causal: bool = True, device: torch.device | None = None) -> Step:
+    def dense(
+        batch: int,
+        length: int,
+        *,
+        causal: bool = True,
+        device: torch.device | None = None,
+        memory: Fresh | None = None,
+    ) -> Step:
         """Make the call of a whole batch without a cache, for training, encoders and scoring.
 
         Rows are packed by batch element: token t of element b is row b * length + t.
@@ -189,12 +196,13 @@ class Step:
             length: number of tokens of each, T/B.
             causal: a row reads the tokens up to its own; otherwise all tokens of its batch element.
             device: where the rows are made, the device of the model; None is the CPU.
+            memory: holds the keys and values of the call; None makes one.
         """
         count = batch * length
         position = torch.arange(length, device=device).repeat(batch)
         slot = torch.arange(batch, device=device).repeat_interleave(length)
         return Step(
-            Fresh(),
+            Fresh() if memory is None else memory,
             slot,
             position,
             position,
@@ -434,14 +442,17 @@ class Step:
         return self._masks[key]
 
     def visible_dense(self, window: int | None, dtype: torch.dtype, *, is_plain: bool = True) -> Tensor | None:
-        """Return the additive mask (T/B, T/B) of a dense call, or None where plain causal attention is the same."""
+        """Return the additive mask (T/B, T/B) of a dense call, or None where plain causal attention is the same.
+
+        Where rows read everything it is (1, 1), whatever they read: their own text, or their source.
+        """
         assert self.grid is not None
         length = self.grid[1]
         if is_plain and self.causal and (window is None or window >= length):
             return None
         key = (-1, window, dtype)
         if key not in self._masks:
-            place = torch.arange(length, device=self.device)
+            place = torch.arange(length if self.causal or window is not None else 1, device=self.device)
             distance = place[:, None] - place
             hidden = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
             if window is not None:
@@ -466,6 +477,9 @@ class Step:
     @cached_property
     def beside(self) -> Step:
         """The call in which these rows read the sources of their texts, each all of it."""
+        if isinstance(self.memory, Fresh):
+            assert self.memory.beside is not None, "the model reads sources"
+            return replace(self, memory=self.memory.beside, causal=False, entry=self.entry[:0], num_write=0)
         assert isinstance(self.memory, KVCache)
         sources = self.memory.beside
         assert sources is not None, "the model reads sources"

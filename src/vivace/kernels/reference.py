@@ -237,7 +237,8 @@ def attend_chunk(
         q: (B, T, H, D) queries.
         keys: (B, K, S, D).
         values: like keys.
-        visible: additive mask that broadcasts to (B, 1, T, S); None means causal attention with S == T.
+        visible: additive mask that broadcasts to (B, 1, T, S), or (H, T, S) with a number for each head; None means
+            causal attention with S == T.
         scale: factor on q.k.
         softcap: as in ``attend_rows``.
 
@@ -268,7 +269,8 @@ def _attend_learning(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | 
     if visible is None:
         visible = torch.full((rows, entries), -math.inf, dtype=torch.float32).triu(1)
     scores = (grouped @ keys.mT).float().view(batch, kv_heads, heads // kv_heads, rows, entries) * scale
-    weights = torch.softmax(scores + visible.view(-1, 1, 1, *visible.shape[-2:]), -1).to(values.dtype)
+    first = (1, kv_heads, -1) if visible.dim() == 3 else (-1, 1, 1)  # a number for each head, or one for each text
+    weights = torch.softmax(scores + visible.view(*first, *visible.shape[-2:]), -1).to(values.dtype)
     return (weights.view(batch, kv_heads, -1, entries) @ values).view(batch, heads, rows, width)
 
 

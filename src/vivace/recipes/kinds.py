@@ -24,13 +24,15 @@ from vivace.recipes.palette import PaletteRecipe
 from vivace.recipes.quantized import QuantizedRecipe
 from vivace.recipes.reading import RECIPES as PACKAGED
 from vivace.recipes.reading import read_recipe
+from vivace.recipes.seq2seq import Seq2SeqRecipe
 from vivace.recipes.shared import SharedRecipe
 from vivace.recipes.whole import SupervisedRecipe
 
-RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe]] = {
+RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe] | type[Seq2SeqRecipe]] = {
     kind: recipe
     for recipe in (
         DecoderRecipe,
+        Seq2SeqRecipe,
         SupervisedRecipe,
         ModRecipe,
         SharedRecipe,
@@ -55,7 +57,7 @@ LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
-    return list(dict.fromkeys(("decoder", "supervised", "shared", "lora", "palette", *methods)))
+    return list(dict.fromkeys(("decoder", "seq2seq", "supervised", "shared", "lora", "palette", *methods)))
 
 
 def recipe_named(name: str) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def recipe_named(name: str) -> dict[str, Any]:
     return {"kind": name, "loop": dict(LOOP)} if name in kinds() and not has_file else read_recipe(name)
 
 
-def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe:
+def recipe_of(values: Mapping[str, Any]) -> FrozenRecipe | WholeRecipe | Seq2SeqRecipe:
     """Build the recipe of the kind that the values of a recipe file name.
 
     Raises:

@@ -28,7 +28,7 @@ from vivace.recipes.decoder import DecoderRecipe, Stage, WholeRecipe
 from vivace.recipes.scratch import deepen, start_decoder
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
-from vivace.train.data import Batches, Rows, pairs_of
+from vivace.train.data import Batches, Row, Rows, TokenBatch, pairs_of
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.next_token import NextToken
@@ -133,7 +133,7 @@ def _own(model: Decoder) -> Decoder:
 
 def _batches(
     recipe: DecoderRecipe, rows: Rows, pairs: Sequence[Pair], tasks: Mapping[Pair, str], number: int
-) -> Batches:
+) -> Batches[Row, TokenBatch]:
     """Return the batches of a stage: some of its tasks' pairs, varied anew in each epoch, and copying exercises."""
     stage = recipe.stages[number]
     config = recipe.variation if stage.invent is None else replace(recipe.variation, invent=stage.invent)

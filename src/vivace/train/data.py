@@ -13,6 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
-from vivace.train.batches import BatchPlace
+from vivace.train.batches import BatchPlace, BOut
 from vivace.train.objective import Objective
 from vivace.train.variation import Pair
 
@@ -99,6 +100,26 @@ def texts_of(prompts: Sequence[Prompt]) -> list[str]:
     return texts
 
 
+R = TypeVar("R")
+"""Type of an example as token ids."""
+
+
+class RowKind(Protocol[R, BOut]):
+    """How pairs become examples, and examples batches."""
+
+    def encode(self, pairs: Sequence[Pair]) -> list[R]:
+        """Encode pairs in order, leaving out those that are too long."""
+        ...
+
+    def grouped(self, rows: Sequence[R], tokens_per_batch: int, rng: random.Random | None = None) -> list[list[R]]:
+        """Divide examples into batches; ``rng`` shuffles them."""
+        ...
+
+    def collate(self, rows: Sequence[R]) -> BOut:
+        """Make a batch."""
+        ...
+
+
 class Rows:
     """Encodes pairs as rows of at most ``longest`` tokens."""
 
@@ -143,16 +164,24 @@ class Rows:
         """Return batches that hold each pair once, in order of length, at most ``tokens_per_batch`` tokens each."""
         return [collate(group, self.device) for group in grouped(self.encode(pairs), tokens_per_batch)]
 
+    def grouped(self, rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | None = None) -> list[list[Row]]:
+        """Divide rows into batches of the same padded length, as ``grouped`` does."""
+        return grouped(rows, tokens_per_batch, rng)
+
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
+        """Make a batch of rows, as ``collate`` does."""
+        return collate(rows, self.device)
+
     def _template(self, prompt: str) -> str:
         if not self._tokenizer.has_template:
             return prompt
         return self._tokenizer.prompt_text([{"role": "user", "content": prompt}])
 
 
-class Batches:
+class Batches(Generic[R, BOut]):
     """The batches of every epoch (a ``BatchSource``)."""
 
-    def __init__(self, draw: Draw, rows: Rows, *, tokens_per_batch: int, seed: int = 0) -> None:
+    def __init__(self, draw: Draw, rows: RowKind[R, BOut], *, tokens_per_batch: int, seed: int = 0) -> None:
         """Set where the batches come from and how large they are.
 
         Args:
@@ -171,20 +200,20 @@ class Batches:
         self._tokens = tokens_per_batch
         self._seed = seed
 
-    def start_at(self, place: BatchPlace) -> Iterator[tuple[BatchPlace, TokenBatch]]:
+    def start_at(self, place: BatchPlace) -> Iterator[tuple[BatchPlace, BOut]]:
         """Yield endless batches from ``place`` on, each together with the place that follows it."""
         epoch, first = place.epoch, place.index
         while True:
             groups = self.epoch(epoch)
             for index in range(first, len(groups)):
-                yield BatchPlace(epoch, index + 1), collate(groups[index], self._rows.device)
+                yield BatchPlace(epoch, index + 1), self._rows.collate(groups[index])
             epoch, first = epoch + 1, 0
 
-    def epoch(self, number: int) -> list[list[Row]]:
+    def epoch(self, number: int) -> list[list[R]]:
         """Return the rows of each batch of an epoch, in the order in which they are trained on."""
         rng = random.Random(f"{self._seed}/{number}")
         rows = self._rows.encode(self._draw(rng, number))
-        return grouped(rows, self._tokens, rng)
+        return self._rows.grouped(rows, self._tokens, rng)
 
 
 def grouped(rows: Sequence[Row], tokens_per_batch: int, rng: random.Random | None = None) -> list[list[Row]]:

@@ -56,7 +56,7 @@ class NextToken(DecoderObjective):
         matrices: list[tuple[Tensor, tuple[int, ...]]] = []
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
-            matrices += _matrices(layer)
+            matrices += matrices_of(layer)
         taken = {id(weight) for weight, _ in matrices}
         others = [p for p in self.model.parameters() if id(p) not in taken]
         return [
@@ -175,7 +175,7 @@ def _hoyer(active: Tensor) -> Tensor:
     return (active.sum(-1) ** 2 / (active.shape[-1] * squares.clamp(min=1e-12))).mean()
 
 
-def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
+def matrices_of(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
     """Return the weight matrices of a layer, each with the heights of the projections that are stacked in it."""
     c = layer.config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -184,5 +184,8 @@ def _matrices(layer: Layer) -> list[tuple[Tensor, tuple[int, ...]]]:
     if isinstance(feed, FeedForward):
         halves = (c.ffn_width, c.ffn_width) if c.gated else (c.ffn_width,)
         found += [(feed.up.weight, halves), (feed.down.weight, (c.width,))]
+    if layer.cross is not None:
+        cross = layer.cross
+        found += [(cross.q.weight, (queries,)), (cross.kv.weight, (keys, keys)), (cross.o.weight, (c.width,))]
     assert all(isinstance(weight, Tensor) for weight, _ in found)
     return [(weight, cut) for weight, cut in found if isinstance(weight, Tensor)]

@@ -1,0 +1,179 @@
+"""The trainer of encoder-decoder models: from pairs to a folder that transformers reads.
+
+While it runs, ``<out>/run`` holds the tokenizer (of a model from scratch) and snapshots; the same call goes on from
+there after it was killed, with the same steps.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vivace.checkpoint.bpe import save_bpe, train_bpe
+from vivace.checkpoint.files import read_json, resolve, staged
+from vivace.checkpoint.generation import load_generation_defaults
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
+from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from vivace.core.model import Decoder
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.files import write_text
+from vivace.prompts import Prompt
+from vivace.recipes.seq2seq import Seq2SeqRecipe
+from vivace.recipes.seq2seq_start import start_t5
+from vivace.train.batches import DataSplit
+from vivace.train.config import TrainConfig
+from vivace.train.data import Batches, pairs_of
+from vivace.train.loop import TrainResult, fit
+from vivace.train.memory import estimate_memory, require_memory
+from vivace.train.optim import Optimiser, OptimiserConfig
+from vivace.train.report import Report
+from vivace.train.source_data import SourceBatch, SourceRow, SourceRows
+from vivace.train.teacher_forcing import TeacherForcing
+from vivace.train.variation import Pair, Variation, copying_exercises
+
+_DEFAULTS = "generation_config.json"
+
+
+def train_seq2seq(
+    recipe: Seq2SeqRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+) -> TrainResult:
+    """Train and save an encoder-decoder model.
+
+    Args:
+        recipe: how.
+        prompts: sources with references, which are the texts to write.
+        out: folder of the checkpoint; a run that was killed is continued there.
+        report: receives progress.
+        base: checkpoint to go on from; without, a T5 of the recipe's shape.
+
+    Raises:
+        ConfigError: there are too few rows, neither a shape nor a base, or ``out`` is the base.
+        UnsupportedError: the base has no encoder.
+        CapacityError: the training needs more memory than is free, or all texts are too long.
+        MismatchError: ``out`` holds a run with another recipe or data.
+    """
+    if base is None and recipe.shape is None:
+        raise ConfigError("give a base (--model), or a recipe with the shape of a model to train from scratch")
+    if base is not None and resolve(base).resolve() == out.resolve():
+        raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
+    if base is None and recipe.languages:
+        raise ConfigError("languages are for a base whose tokenizer names them; leave them out, or give --model")
+    pairs = _pairs(recipe, prompts)
+    tokenizer, source = _tokenizer(recipe, pairs, out, base)
+    model = _first_model(recipe, tokenizer, base)
+    start = load_generation_defaults(source).get("decoder_start_token_id")
+    if start is None:
+        raise ConfigError(f"{source} names no decoder_start_token_id, with which texts of this model begin; add it")
+    rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest)
+    held_back = rows.batches(pairs[: recipe.held_back], recipe.tokens_per_batch)
+    batches = _batches(recipe, rows, pairs[recipe.held_back :])
+    plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
+    config = TrainConfig(recipe.loop, _rates(recipe, base), recipe.seed, plan)
+    objective = TeacherForcing(model, smoothing=recipe.smoothing)
+    _check_memory(recipe, model, objective, config.optimiser, report)
+    result = fit(model, objective, DataSplit(batches, held_back), config, folder=out / "run", report=report)
+    _save(model, source, out)
+    report.note(f"saved {sum(p.numel() for p in model.parameters()):,} weights to {out}")
+    return result
+
+
+def _pairs(recipe: Seq2SeqRecipe, prompts: Sequence[Prompt]) -> list[Pair]:
+    """Return all pairs in a random order, of which the first will be held back."""
+    pairs = pairs_of(prompts)
+    random.Random(recipe.seed).shuffle(pairs)
+    if len(pairs) <= recipe.held_back:
+        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
+    variation = Variation(recipe.variation, pairs)
+    return [variation.respelled(pair) for pair in pairs]
+
+
+def _tokenizer(
+    recipe: Seq2SeqRecipe, pairs: Sequence[Pair], out: Path, base: str | Path | None
+) -> tuple[Tokenizer, Path]:
+    """Return the base's tokenizer, or one trained on the pairs and kept for resumed runs; and its folder."""
+    if base is not None:
+        tokenizer = load_tokenizer(base)
+        if recipe.languages:
+            if not hasattr(tokenizer.inner, "src_lang"):
+                raise ConfigError("the base's tokenizer knows no languages; leave out languages")
+            tokenizer.inner.src_lang, tokenizer.inner.tgt_lang = recipe.languages
+        return tokenizer, resolve(base)
+    assert recipe.shape is not None
+    folder = out / "run" / "tokenizer"
+    if not (folder / "config.json").exists():
+        sources = dict.fromkeys(source for source, _ in pairs)
+        pieces = train_bpe([*sources, *(text for _, text in pairs)], recipe.shape.vocab_size)
+        save_bpe(pieces, folder, recipe.longest_source, is_chat=False)
+        write_text(folder / "config.json", json.dumps(recipe.shape.hf_config(), indent=2) + "\n")
+    return load_tokenizer(folder), folder
+
+
+def _first_model(recipe: Seq2SeqRecipe, tokenizer: Tokenizer, base: str | Path | None) -> Decoder:
+    """Return the weights to begin with, which belong to nobody else.
+
+    Raises:
+        UnsupportedError: the base has no encoder.
+    """
+    if base is None:
+        assert recipe.shape is not None
+        return start_t5(recipe.shape, tokenizer.pieces(), recipe.seed).to(torch.bfloat16)
+    model = load_decoder(base, reads_sources=True)
+    if model.encoder is None:
+        raise UnsupportedError(
+            f"{base} is a decoder without an encoder; `vivace train finetune --model {base}` is for it"
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.requires_grad_(True)
+
+
+def _rates(recipe: Seq2SeqRecipe, base: str | Path | None) -> OptimiserConfig:
+    """Return the recipe's rates, lowered where a base is trained on."""
+    factor, rates = (1.0 if base is None else recipe.base_rate), recipe.optimiser
+    return replace(rates, muon_rate=rates.muon_rate * factor, adamw_rate=rates.adamw_rate * factor)
+
+
+def _batches(recipe: Seq2SeqRecipe, rows: SourceRows, pairs: Sequence[Pair]) -> Batches[SourceRow, SourceBatch]:
+    """Return the batches: the pairs, varied anew in each epoch, and in the first some copying exercises."""
+    variation = Variation(recipe.variation, pairs)
+
+    def draw(rng: random.Random, epoch: int) -> list[Pair]:
+        drawn = [variation.drawn(pair, rng) for pair in pairs]
+        if epoch == 0:
+            drawn += copying_exercises(pairs, recipe.exercises, variation, rng)
+        return drawn
+
+    return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed)
+
+
+def _check_memory(
+    recipe: Seq2SeqRecipe, model: Decoder, objective: TeacherForcing, rates: OptimiserConfig, report: Report
+) -> None:
+    """Refuse a run that does not fit; every token is counted as if it passed the layers of both stacks."""
+    assert model.encoder is not None
+    weights = list(model.parameters())
+    held = Optimiser(objective.groups(), rates).num_bytes()
+    both = replace(model.config, num_layers=model.config.num_layers + model.encoder.config.num_layers)
+    need = estimate_memory(both, weights, weights, held, recipe.tokens_per_batch)
+    report.note(f"memory: {need}")
+    require_memory(need, model.device)
+
+
+def _save(model: Decoder, source: Path, out: Path) -> None:
+    """Write weights, configuration and tokenizer, either all of them or nothing."""
+    config: dict[str, Any] = read_json(source / "config.json")
+    with staged(out) as folder:
+        write_decoder(model, folder, config)
+        copy_text_files(source, folder)
+        if not (folder / _DEFAULTS).exists():
+            names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+            settings = {name: config.get(name) for name in names} | {"do_sample": False}
+            (folder / _DEFAULTS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    forget_shards(out)

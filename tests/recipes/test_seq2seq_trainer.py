@@ -1,0 +1,98 @@
+"""From pairs to an encoder-decoder checkpoint that plain transformers reads, and on from a base."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from tests.train.tiny import PAIRS
+from vivace.cli.app import run
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
+from vivace.prompts import Prompt
+from vivace.recipes.kinds import recipe_named, recipe_of
+from vivace.recipes.seq2seq import Seq2SeqRecipe, T5Shape
+from vivace.recipes.seq2seq_trainer import train_seq2seq
+from vivace.train.config import LoopConfig
+from vivace.train.report import Lines
+
+SHAPE = T5Shape(num_layers=2, num_decoder_layers=2, width=32, ffn_width=48, num_heads=4, head_dim=8, vocab_size=400)
+RECIPE = Seq2SeqRecipe(
+    kind="seq2seq",
+    loop=LoopConfig(steps=30, warmup_steps=2, evaluate_steps=10, report_steps=10),
+    shape=SHAPE,
+    tokens_per_batch=512,
+    longest_source=64,
+    longest=48,
+    held_back=2,
+)
+PROMPTS = [Prompt(prompt, (answer,)) for prompt, answer in PAIRS]
+QUIET = Lines(lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("t5") / "model"
+    train_seq2seq(RECIPE, PROMPTS, out, QUIET)
+    return out
+
+
+def test_transformers_reads_it_and_writes_the_same(trained: Path) -> None:
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(trained, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    engine = vivace.load(trained, dtype="float32")
+    for source, _ in PAIRS[:3]:
+        ids = tokenizer(source, return_tensors="pt")
+        expected = theirs.generate(**ids, num_beams=3, max_new_tokens=12)[0].tolist()
+        result = engine.generate(source, num_beams=3, max_new_tokens=12)[0]
+        assert tokenizer.decode(expected, skip_special_tokens=True) == result.text
+    assert theirs.config.decoder_start_token_id == 3
+
+
+def test_it_goes_on_from_a_base_whose_loss_falls(trained: Path, tmp_path: Path) -> None:
+    before = train_seq2seq(replace(RECIPE, loop=replace(RECIPE.loop, steps=2)), PROMPTS, tmp_path / "a", QUIET, trained)
+    after = train_seq2seq(replace(RECIPE, base_rate=0.5), PROMPTS, tmp_path / "b", QUIET, trained)
+    assert after.held_back["loss"] < before.held_back["loss"]
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["num_layers"] == 2
+    assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
+
+
+def test_what_does_not_fit_is_one_line(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a base"):
+        train_seq2seq(replace(RECIPE, shape=None), PROMPTS, tmp_path, QUIET)
+    with pytest.raises(ConfigError, match="is the base itself"):
+        train_seq2seq(RECIPE, PROMPTS, trained, QUIET, trained)
+    with pytest.raises(ConfigError, match="languages are for a base"):
+        train_seq2seq(replace(RECIPE, languages=("eng_Latn", "fra_Latn")), PROMPTS, tmp_path, QUIET)
+    with pytest.raises(ConfigError, match="knows no languages"):
+        train_seq2seq(replace(RECIPE, languages=("eng_Latn", "fra_Latn")), PROMPTS, tmp_path, QUIET, trained)
+    with pytest.raises(ConfigError, match="nothing to train on"):
+        train_seq2seq(replace(RECIPE, held_back=99), PROMPTS, tmp_path, QUIET)
+    with pytest.raises(MismatchError):
+        train_seq2seq(replace(RECIPE, smoothing=0.3), PROMPTS, trained, QUIET)
+    make_checkpoint(tmp_path / "llama")
+    with pytest.raises(UnsupportedError, match="without an encoder"):
+        train_seq2seq(RECIPE, PROMPTS, tmp_path / "x", QUIET, tmp_path / "llama")
+    with pytest.raises(ConfigError, match="smoothing"):
+        replace(RECIPE, smoothing=1.0)
+
+
+def test_the_shipped_recipes_and_the_command(tmp_path: Path) -> None:
+    for name in ("summary", "translate"):
+        found = recipe_of(recipe_named(name))
+        assert isinstance(found, Seq2SeqRecipe)
+        assert found.shape is not None
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"prompt": a, "reference": b}) + "\n" for a, b in PAIRS))
+    sizes = ["width=32", "ffn_width=48", "head_dim=8", "vocab_size=400", "num_layers=1", "num_decoder_layers=1"]
+    given = [f"shape.{size}" for size in sizes] + ["loop.minutes=null", "loop.steps=3", "loop.warmup_steps=1"]
+    command = ["train", "summary", *given, "held_back=2", "--data", str(data), "--out", str(tmp_path / "out")]
+    assert run(command) == 0
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config.num_layers == 1
+    assert run(["train", "summary", "--data", str(data)]) != 0
